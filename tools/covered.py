@@ -38,9 +38,9 @@ class TestRun:
     lines: Mapping[str, frozenset[int]]
 
 
-def read(report: Path) -> tuple[TestRun, ...]:
-    """The tests of a report, in order."""
-    found = json.loads(report.read_text(encoding="utf-8"))
+def read(report: str) -> tuple[TestRun, ...]:
+    """The tests of a report's text, in order."""
+    found = json.loads(report)
     return tuple(
         TestRun(one["name"], one["seconds"], one["processor_s"], {p: frozenset(n) for p, n in one["lines"].items()})
         for one in found

@@ -12,7 +12,8 @@ fails without a mutation, is left out.
 Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried.
 
 With `--resume FILE` a run notes each verdict in the file. A later run tries none of these again, as long as the module
-is the same; but survivors are tried again, as tests may have come.
+is the same; but survivors are tried again, as tests may have come. What test files do without a mutation is kept in
+the folder `FILE.runs`, as long as the file and the modules are the same.
 """
 
 import argparse
@@ -96,6 +97,8 @@ HANG_S = 30.0
 MEMORY_BYTES = 8 << 30
 """Most memory of a process of a test: a mutant may never stop to allocate."""
 
+_ROOT = "<root>"
+"""Stands for the copy's folder in what is kept of test files."""
 _PREPARES = "`expect` only prepares: without, `_all` finds the same memory"
 EQUIVALENT: Mapping[str, str] = {
     "moonpool.kv.frames: slices > MAX_FRAME_SLICES -> (slices >= MAX_FRAME_SLICES)": (
@@ -384,8 +387,10 @@ class FileRun:
 class Copy:
     """A copy of the tree, in which mutants are tried."""
 
-    def __init__(self, files: Sequence[Source]) -> None:
+    def __init__(self, files: Sequence[Source], runs: Path | None = None) -> None:
+        """`runs`: a folder in which is kept what test files do without a mutation."""
         self._writes = 0
+        self._kept_runs = runs
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self.root = Path(self._folder.name)
         self._files = {source.module: source for source in files}
@@ -405,14 +410,33 @@ class Copy:
     def file_run(self, test: str) -> FileRun:
         """What a test file does without a mutation; no test if the file takes too long."""
         if test not in self._runs:
+            kept = self._kept_run(test)
+            if kept is not None and kept.exists():
+                self._runs[test] = self._read_run(*json.loads(kept.read_text(encoding="utf-8")))
+                return self._runs[test]
             began, report = _children_s(), self.root / "covered.json"
             report.unlink(missing_ok=True)
             watched = {covered.REPORT: str(report), covered.WATCHED: os.pathsep.join(self._watched)}
             self._run(["-p", "tools.covered", test], SLOW_S, watched)
-            tests = covered.read(report) if report.exists() else ()
-            kept = tuple(one for one in tests if one.processor_s <= TEST_S)
-            self._runs[test] = FileRun(_children_s() - began, kept)
+            text = report.read_text(encoding="utf-8") if report.exists() else "[]"
+            took_s, text = _children_s() - began, text.replace(str(self.root), _ROOT)
+            if kept is not None:
+                kept.write_text(json.dumps([took_s, text]), encoding="utf-8")
+            self._runs[test] = self._read_run(took_s, text)
         return self._runs[test]
+
+    def _read_run(self, processor_s: float, text: str) -> FileRun:
+        tests = covered.read(text.replace(_ROOT, str(self.root)))
+        return FileRun(processor_s, tuple(one for one in tests if one.processor_s <= TEST_S))
+
+    def _kept_run(self, test: str) -> Path | None:
+        """Where it is kept what a test file does, with these modules."""
+        if self._kept_runs is None:
+            return None
+        self._kept_runs.mkdir(parents=True, exist_ok=True)
+        paths = [self.root / test, *map(Path, self._watched)]
+        state = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+        return self._kept_runs / f"{test.replace('/', '.')}-{state}.json"
 
     def try_out(self, mutant: Mutant, files: Sequence[str]) -> Verdict:
         """Runs the tests that run the mutant's line, those of the fastest file first."""
@@ -543,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends_at = time.monotonic() + options.seconds
     notes = Notes(options.resume, files)
     verdicts = {mutant: verdict for mutant in mutants if (verdict := notes.noticed(mutant)) is not None}
-    copy = Copy(files)
+    copy = Copy(files, Path(f"{options.resume}.runs") if options.resume else None)
     chosen: dict[str, list[str]] = {}
     try:
         for mutant in [it for it in mutants if it not in verdicts]:

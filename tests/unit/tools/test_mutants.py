@@ -189,7 +189,7 @@ def test_lines_are_those_that_each_test_runs(tmp_path: Path) -> None:
     options = ["-o", "asyncio_mode=auto", "test_lease.py"]
     done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
-    one, two = covered.read(report)
+    one, two = covered.read(report.read_text(encoding="utf-8"))
     assert (one.name, two.name) == ("test_lease.py::test_one", "test_lease.py::test_two")
     path = str(tmp_path / "lease.py")
     assert (one.lines[path], two.lines[path]) == (frozenset({2, 3}), frozenset({2, 4}))
