@@ -289,3 +289,22 @@ def test_tenants_without_requests_are_forgotten_and_those_with_some_are_not() ->
     ledger.check_invariants({"old": 1}, {})
     assert ledger.refusal("old", 1, 0.0) is not None
     assert ledger.refusal("t0", 1, 0.0) is None, "its budget is forgotten, too"
+
+
+def test_rows_of_others_that_changed_longest_ago_are_forgotten_first() -> None:
+    ledger = TenantLedger({}, 1.0)
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.0)
+
+    def tell(*versions: int) -> list[TenantActivity]:
+        rows = tuple([TenantActivity(f"t{version % MAX_TENANTS}", version, requests=version) for version in versions])
+        return ledger.heard([ConductorActivity("conductor-1", 1, 0.0, rows)], 0.1)
+
+    tell(*range(1, MAX_TENANTS + 1))
+    tell(MAX_TENANTS + 1)  # the first one changes again
+    new = TenantActivity("new", 2 * MAX_TENANTS, requests=1)
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (new,))], 0.2)
+    again = TenantActivity("t1", 3 * MAX_TENANTS, requests=MAX_TENANTS + 3)
+    [news] = ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (again,))], 0.3)
+    assert news.requests == 2, "it is not the one that was forgotten"
+    other = TenantActivity("t2", 4 * MAX_TENANTS, requests=9)
+    assert ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (other,))], 0.4) == []
