@@ -49,6 +49,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
     keys = folder / "keys"
     keys.write_text(f"sha256:{hash_key('ann-key')} ann\n")
     extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
+    for kind in ("kvstore", "prefill", "decode"):
+        extra[kind] = [*extra[kind], "--kv-transports", "tcp"]  # with certificates this is tls
     for kind in ("conductor", "kvstore"):
         extra[kind] = [*extra[kind], "--set", "client_listen=127.0.0.1:0", "--set", f"api_keys={keys}"]
     operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
@@ -78,6 +80,9 @@ def test_requests_are_served_and_kv_is_stored(secured: CheckedStack, certificate
     assert len(results[0].token_ids) == 12
     assert [result.usage.cached_tokens >= 5 * BLOCK for result in results] == [False, True, True]
     assert secured.gauge("kvstore", "blocks_put_total") > 0
+    for kind in ("kvstore", "decode"):
+        assert secured.gauge(kind, "transports_tls_opened_total") > 0
+        assert secured.gauge(kind, "transports_refused_total") == 0
 
 
 def test_others_are_refused(secured: CheckedStack, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.core.store import LeasedBlock
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database
+from services.kvstore.ssd.encryption import Keyring, add_key
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, data_of, keys_of, open_ssd
@@ -36,11 +37,11 @@ NOW = 1000.0
 Damage = Callable[[random.Random, Path, Path], str]
 
 
-def make_folder(path: Path, older: Path) -> None:
+def make_folder(path: Path, older: Path, keyring: Keyring | None) -> None:
     """A data folder of several lives, with dropped, deleted and reclaimed blocks, and an older state of the folder."""
     for life in range(4):
-        driven = Driven(open_ssd(path, CAPACITY, SEGMENT, files=FileLayer()))
-        records = RecordStore([path / "records"], lambda: NOW)
+        driven = Driven(open_ssd(path, CAPACITY, SEGMENT, files=FileLayer(), keyring=keyring))
+        records = RecordStore([path / "records"], lambda: NOW, keyring)
         for at in range(20 * life, 20 * life + 20, 2):
             driven.flush(OLD[at : at + 2], tenant=f"tenant {at % 3}")
         driven.store.delete_keys(OLD[20 * life + 3 : 20 * life + 5])
@@ -178,14 +179,14 @@ def damage(folder: Path, older: Path, seed: int) -> str:
     return "; ".join(done)
 
 
-def judge(folder: Path) -> collections.Counter[str]:
+def judge(folder: Path, keyring: Keyring | None) -> collections.Counter[str]:
     """Starts a store on a damaged folder twice; AssertionError where it does not do what it must."""
     seen: collections.Counter[str] = collections.Counter()
     for start in range(2):
-        records = RecordStore([folder / "records"], lambda: NOW)
+        records = RecordStore([folder / "records"], lambda: NOW, keyring)
         kept = [*records.replicated.of("k")]
         assert all(one.value == _record(one.id, one.version - 1).value for one in kept)
-        driven = Driven(open_ssd(folder, CAPACITY, SEGMENT, files=FileLayer()))
+        driven = Driven(open_ssd(folder, CAPACITY, SEGMENT, files=FileLayer(), keyring=keyring))
         ssd = driven.store.tiers.ssd
         assert ssd is not None
         check(driven.store)
@@ -226,12 +227,15 @@ def _is_here(driven: Driven, key: BlockKey) -> bool:
 
 
 class Folders:
-    """A template, from which each damage gets a copy of its own."""
+    """A template, from which each damage gets a copy of its own; `encrypted` by keys of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, encrypted: bool = False) -> None:
         self.path = path
-        self.template, self.older = path / "template", path / "older"
-        make_folder(self.template, self.older)
+        self.template, self.older, self._keyring = path / "template", path / "older", None
+        if encrypted:
+            add_key(path / "keys", "tenant 1")
+            self._keyring = Keyring(path / "keys")
+        make_folder(self.template, self.older, self._keyring)
 
     def run(self, seed: int) -> tuple[str, collections.Counter[str]]:
         """What was damaged, and what was lost."""
@@ -239,7 +243,7 @@ class Folders:
         shutil.copytree(self.template, folder)
         done = damage(folder, self.older, seed)
         try:
-            seen = judge(folder)
+            seen = judge(folder, self._keyring)
         except BaseException as error:
             error.add_note(f"seed {seed}: {done}; the folder is {folder}")
             raise
@@ -276,12 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="the first seed; the others follow")
+    parser.add_argument("--encrypted", action="store_true", help="damage a folder with encrypted blocks")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many, with fewer damages")
     options = parser.parse_args(argv)
     begin, at, end = time.monotonic(), options.seed, options.seed + options.count
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as path:
-        folders = Folders(Path(path))
+        folders = Folders(Path(path), encrypted=options.encrypted)
         while at < end and time.monotonic() - begin < options.seconds:
             done, failure = _in_child(folders, range(at, min(at + 50, end)))
             at += done

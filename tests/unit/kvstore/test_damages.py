@@ -4,12 +4,12 @@ import pytest
 
 from tests.unit.kvstore.damages import Folders
 
-FIRST, COUNT = 100_000, 100
+FIRST, COUNT = 100_000, 60
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("damages"))
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "encrypted"])
+def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Folders:
+    return Folders(tmp_path_factory.mktemp("damages"), encrypted=request.param)
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, 10))

@@ -10,6 +10,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.files import FileLayer
+from services.kvstore.ssd.index import RecordKind
 from services.kvstore.ssd.records import BadRecordError, Band, read_bands
 from services.kvstore.ssd.recovery import DataFolder
 from services.kvstore.ssd.tier import SsdTier
@@ -336,7 +337,8 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
         ssd.commit(plan)
         ssd.committed(plan)
     with store(tmp_path) as (driven, ssd):
-        assert [ssd.catalogue.kind_of(key) for key in (block, *KEYS[1:3])] == [(FORMAT, ""), (OTHER_FORMAT, ""), None]
+        kinds = [ssd.catalogue.kind_of(key) for key in (block, *KEYS[1:3])]
+        assert kinds == [RecordKind(FORMAT, ""), RecordKind(OTHER_FORMAT, ""), None]
 
 
 def bands_of(ssd: SsdTier, keys: Sequence[BlockKey]) -> list[Band]:
