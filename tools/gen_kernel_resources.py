@@ -24,8 +24,8 @@ STEP_TOKENS, LONGEST = 8192, 131_072
 HEAD = """# What the GPU kernels take
 
 `python -m tools.gen_kernel_resources` writes this page: {version} compiled each kernel as services launch it, for
-{gpus}. No GPU was there, and nothing ran. `make test` compiles the first model's kernels again for {first} and
-compares them with this page; `make test-all` compiles all of them.
+{gpus}. No GPU was there, and nothing ran. `make test` compiles kernels of the first model again for {first},
+each constant with each of its values, and compares them with this page; `make test-all` compiles all of them.
 
 - **Registers** are those of a thread, of 255. A kernel that keeps more than two in memory (spills) fails the tests.
 - **KiB** is shared memory of a program. More than {limits} fails the tests.

@@ -765,14 +765,16 @@ def adapter_(context: typer.Context) -> None:
     """Join a vLLM server to the cluster: adapter vllm --engine URL --model MODEL --conductor ADDRESS."""
     from moonpool.errors import ConfigError
 
-    kind = ["--kind", context.args[0]] if context.args and not context.args[0].startswith("-") else []
+    args = context.args
+    if args and not args[0].startswith("-"):
+        args = ["--set", f"kind={args[0]}", *args[1:]]
     try:
         main = importlib.import_module("services.adapter.__main__").main
     except ModuleNotFoundError as error:
         if error.name not in ADAPTER_PACKAGES:
             raise
         raise ConfigError("adapter", f"needs {error.name}: pip install 'moonpool[adapter]'") from error
-    raise typer.Exit(main([*kind, *context.args[len(kind) // 2 :]]))
+    raise typer.Exit(main(args))
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)

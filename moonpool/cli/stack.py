@@ -430,7 +430,7 @@ class LocalStack:
         port = self.plan.port + number if self.plan.port else 0
         arguments = ["--model", self.plan.model, "--kvstore-replicas", str(self.plan.kvstore_replicas)]
         if self.plan.swap_roles:
-            arguments += ["--swap-roles"]
+            arguments += ["--set", "swap_roles=true"]
         return [*arguments, *self._common_arguments("conductor", service_id, port)]
 
     def _join_arguments(self) -> list[str]:

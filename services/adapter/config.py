@@ -12,7 +12,7 @@ class AdapterConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "engine": ("kind", "engine", "role", "kv_domain", "model", "dtype", "kvstores"),
+        "engine": ("engine", "role", "kv_domain", "model", "dtype", "kvstores"),
     }
     conductor: PeerAddresses = Field(
         min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"

@@ -42,9 +42,8 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
 
     flag_groups: ClassVar = {
         "model": ("model", "chat_template", "generation_config"),
-        "placement": ("policy", "kvstore_replicas", "swap_roles"),
+        "placement": ("policy", "kvstore_replicas"),
         "overload": ("admission", "queue_deadline_s"),
-        "tracing": ("record_trace",),
     }
     listen: ListenAddress = Field(
         "127.0.0.1:50051",

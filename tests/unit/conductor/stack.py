@@ -28,6 +28,7 @@ from .fakes import FakeMember, model_info
 
 TINY = model_dir()
 WAIT_S = 60.0
+LOOK_S = 0.002
 
 SERVICES = {
     kv_pb2.INSTANCE_KIND_PREFILL: prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
@@ -98,7 +99,7 @@ class Stack:
         """Wait for the conductor's picture to fulfil a condition."""
         async with asyncio.timeout(WAIT_S):
             while not condition():
-                await self.client.stats()  # each question lets the conductor go on
+                await self.look()
 
     async def settled(self, member: FakeMember) -> None:
         """Wait until a prefill instance has reported after its last token: it tells of no blocks that it computed."""
@@ -115,6 +116,11 @@ class Stack:
         """Wait until a member has joined."""
         await self.until(lambda: self.cluster.find(member.id) == member.instance)
 
+    async def look(self) -> dict[str, float]:
+        """The gauges after a moment, in which the conductor goes on and the processor is free."""
+        await asyncio.sleep(LOOK_S)
+        return await self.gauges()
+
     async def gauges(self) -> dict[str, float]:
         return {gauge.name: gauge.value for gauge in await self.client.stats() if gauge.at_rest is not None}
 
@@ -122,7 +128,7 @@ class Stack:
         """Wait until nothing is held any more, and check the cores."""
         async with asyncio.timeout(WAIT_S):
             while any(gauge.at_rest not in (None, gauge.value) for gauge in await self.client.stats()):
-                pass  # each question lets the conductor go on
+                await self.look()
         self.servicer.core.check_invariants()
         self.cluster.registry.check_invariants()
 

@@ -42,8 +42,8 @@ def write_back(p: ScriptedPrefill, store: FakeStore) -> None:
 async def settled(s: Stack, name: str, tenant: str = "ours") -> Context:
     """The context, when nothing is being done for it any more."""
     async with asyncio.timeout(WAIT_S):
-        while (await s.gauges())["context_tasks"]:
-            pass  # each question lets the conductor go on
+        while (await s.look())["context_tasks"]:
+            pass
     return await s.client.contexts.get(name, tenant=tenant)
 
 

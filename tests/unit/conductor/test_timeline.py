@@ -85,8 +85,8 @@ async def test_a_request_whose_client_leaves_is_told() -> None:
         async def leave(name: str, **request: Any) -> None:
             running = asyncio.create_task(s.client.generate(token_ids=PROMPT, request_id=name, tenant="ann", **request))
             if "slo" in request:
-                while (await s.gauges())["waiting_for_limits"] == 0:
-                    pass  # each question lets the conductor go on
+                while (await s.look())["waiting_for_limits"] == 0:
+                    pass
                 assert (await s.client.explain(name)).timeline.timing.e2e_s == 0.0
             else:
                 await p.until(lambda: bool(p.requests))

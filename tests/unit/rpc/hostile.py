@@ -24,22 +24,22 @@ def field(number: int, data: bytes) -> bytes:
 
 
 def _repeated(descriptor: Descriptor, unit: bytes) -> bytes:
-    return unit * (8 * MIB // len(unit) - 64)
+    return unit * (MIB // len(unit))
 
 
 def _nested(descriptor: Descriptor) -> bytes:
     """The deepest first sub-message, full of unknown fields."""
     inner = next((f for f in descriptor.fields if f.type == FieldDescriptor.TYPE_MESSAGE), None)
     if inner is None or inner.message_type is None:
-        return b"\xf8\x7f\x01" * MIB
-    return field(inner.number, _nested(inner.message_type)[: 4 * MIB])
+        return b"\xf8\x7f\x01" * (MIB // 3)
+    return field(inner.number, _nested(inner.message_type))
 
 
 def _every_message(descriptor: Descriptor) -> bytes:
     """Empty sub-messages of every kind, over and over."""
     inner = [f for f in descriptor.fields if f.type == FieldDescriptor.TYPE_MESSAGE]
     unit = b"".join(field(f.number, b"") for f in inner) or b"\x70\x01"
-    return unit * (8 * MIB // len(unit) - 64)
+    return unit * (MIB // len(unit))
 
 
 OF_NO_TYPE: dict[str, Callable[[Descriptor], bytes]] = {
@@ -50,8 +50,7 @@ OF_NO_TYPE: dict[str, Callable[[Descriptor], bytes]] = {
 }
 """Attacks that are the same bytes, and mean the same, for every message type."""
 OF_A_TYPE: dict[str, Callable[[Descriptor], bytes]] = {
-    "known_field_1": lambda d: _repeated(d, b"\x0a\x00"),
-    "known_field_2": lambda d: _repeated(d, b"\x12\x00"),
+    "known_fields": lambda d: _repeated(d, b"\x0a\x00\x12\x00"),
     "nested": _nested,
     "every_message": _every_message,
 }

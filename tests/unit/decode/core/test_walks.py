@@ -33,17 +33,23 @@ def advance(world: World, rng: random.Random) -> None:
         world.step()
 
 
-@pytest.mark.parametrize("way", Preemption)
+WALKS = (
+    (0, 0, False, 0),
+    (1, 0, False, 0),
+    (1, 1, False, 0),
+    (0, 0, False, 9),
+    (3, 1, False, 9),
+    (0, 2, False, 0),
+    (1, 1, True, 0),
+)
+
+
 @pytest.mark.parametrize(
-    ("every", "window_blocks", "states", "drafts"),
+    ("way", "every", "window_blocks", "states", "drafts"),
     [
-        (0, 0, False, 0),
-        (1, 0, False, 0),
-        (1, 1, False, 0),
-        (0, 0, False, 9),
-        (3, 1, False, 9),
-        (0, 2, False, 0),
-        (1, 1, True, 0),
+        pytest.param(way, *walk, marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, walk in enumerate(WALKS)
+        for column, way in enumerate(Preemption)
     ],
 )
 @pytest.mark.parametrize("groups", [pytest.param(False, marks=pytest.mark.slow), True])

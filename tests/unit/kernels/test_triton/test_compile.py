@@ -17,15 +17,27 @@ import pytest
 import torch
 
 from tests.unit.kernels.test_triton import launches
-from tools.compiled_kernels import AMD, AMPERE, AMPERE_SMALL, HOPPER, Gpu, Launch, caught, compile_for, resources_of
-from tools.gen_kernel_resources import GPUS, PAGE, SHAPES, table, told
+from tools.compiled_kernels import (
+    AMD,
+    AMPERE,
+    AMPERE_SMALL,
+    HOPPER,
+    Gpu,
+    Launch,
+    Resources,
+    caught,
+    compile_for,
+    resources_of,
+)
+from tools.gen_kernel_resources import GPUS, PAGE, SHAPES, Row, table, title, told
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.timeout(900),
 ]
 
-FIRST = next(iter(SHAPES))
+FIRST, TEXT = next(iter(SHAPES)), PAGE.read_text(encoding="utf-8")
+WRITES = "python -m tools.gen_kernel_resources writes the page"
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
 
@@ -41,51 +53,57 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def test_kernels_of_a_model() -> None:
-    """The ones that are always compiled: all that services launch for a model of 8B on the first GPU."""
-    _check(FIRST, GPUS[:1])
+    """All that services launch for a model of 8B on the first GPU, with every constant's every value.
+
+    Loads are pipelined, and products are those of warpgroups where there are enough rows.
+    """
+    gpu, page = GPUS[0], _page(FIRST, GPUS[:1])
+    launched = SHAPES[FIRST].launched(gpu)
+    assert list(page) == [title(launch) for launch in launched], WRITES
+    for launch in _every_value(launched):
+        kernel, row = compile_for(gpu, launch), title(launch)
+        _compare(gpu, row, resources_of(kernel), page[row][0])
+        if launch.name == "attention":
+            assert "cp.async" in kernel.asm["ptx"], row
+            assert ("mma.sync" if launch.named["ROWS"] == 16 else "wgmma.mma_async") in kernel.asm["ptx"], row
+
+
+def _every_value(launches: Sequence[Launch]) -> Iterator[Launch]:
+    """Launches whose kernel has a constant, or lacks an argument, as no earlier one; others combine the same values."""
+    met = set[tuple[object, ...]]()
+    for launch in launches:
+        values = {(launch.name, *it) for it in launch.named.items()}
+        values |= {(launch.name, number, it is None) for number, it in enumerate(launch.arguments)}
+        if not values <= met:
+            yield launch
+        met |= values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_of_every_model(name: str) -> None:
-    _check(name)
-
-
-def _check(name: str, gpus: Sequence[Gpu] = GPUS) -> None:
-    """Compile a model's kernels, and compare with the page: another compiler's registers may differ by more."""
-    text = PAGE.read_text(encoding="utf-8")
-    page = {row: cells for row, cells in told(text, name).items() if any(cells[: len(gpus)])}
-    same = f"Triton {importlib.metadata.version('triton')} " in text
-    found = table(SHAPES[name], gpus)
-    assert list(page) == list(found), "python -m tools.gen_kernel_resources writes the page"
+    page, found = _page(name, GPUS), table(SHAPES[name])
+    assert list(page) == list(found), WRITES
     for row, cells in found.items():
-        for gpu, cell, there in zip(gpus, cells, page[row], strict=False):
-            assert (cell is None) == (there is None), row
-            if cell is None or there is None:
-                continue
-            taken = cell[1]
-            assert taken.stack_bytes <= GIVEN_UP, f"{row} spills on {gpu.name}: {taken}"
-            assert taken.shared_bytes <= gpu.limits.shared_bytes, f"{row} does not fit on {gpu.name}: {taken}"
-            assert taken.registers == pytest.approx(there[0], abs=24 if same else 96), (row, gpu.name)
-            assert taken.shared_bytes / 1024 == pytest.approx(there[1], rel=0.1, abs=1), (row, gpu.name)
+        for gpu, cell, there in zip(GPUS, cells, page[row], strict=True):
+            _compare(gpu, row, None if cell is None else cell[1], there)
 
 
-def test_a_prompt_and_a_decode_step_take_the_units_that_hopper_has() -> None:
-    """Pipelined loads, and products of warpgroups where there are enough rows."""
-    for rows, instruction in ((1, "mma.sync"), (200, "wgmma.mma_async")):
-        found = _attention(rows, HOPPER)
-        assert "cp.async" in found.asm["ptx"]
-        assert instruction in found.asm["ptx"]
+def _page(name: str, gpus: Sequence[Gpu]) -> dict[Row, list[tuple[int, float] | None]]:
+    """The page's rows of a model that are about these GPUs."""
+    return {row: cells for row, cells in told(TEXT, name).items() if any(cells[: len(gpus)])}
 
 
-def _attention(rows: int, gpu: Gpu) -> Any:
-    """Compile attention for a batch of sequences with so many rows."""
-    [launch] = [
-        it
-        for it in _launched(gpu, lambda ops: launches.attend(ops, rows=rows, max_context=32))
-        if it.name == "attention"
-    ]
-    return compile_for(gpu, launch)
+def _compare(gpu: Gpu, row: Row, taken: Resources | None, there: tuple[int, float] | None) -> None:
+    """Compare what a kernel takes with the page: another compiler's registers may differ by more."""
+    assert (taken is None) == (there is None), row
+    if taken is None or there is None:
+        return
+    same = f"Triton {importlib.metadata.version('triton')} " in TEXT
+    assert taken.stack_bytes <= GIVEN_UP, f"{row} spills on {gpu.name}: {taken}"
+    assert taken.shared_bytes <= gpu.limits.shared_bytes, f"{row} does not fit on {gpu.name}: {taken}"
+    assert taken.registers == pytest.approx(there[0], abs=24 if same else 96), (row, gpu.name)
+    assert taken.shared_bytes / 1024 == pytest.approx(there[1], rel=0.1, abs=1), (row, gpu.name)
 
 
 def _launched(gpu: Gpu, launch: Callable[[Any], None]) -> list[Launch]:

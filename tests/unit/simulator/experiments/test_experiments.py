@@ -161,12 +161,12 @@ def all_ended(row: Row, requests: int) -> None:
     assert row["requests"] == requests == row["ended: done"]
 
 
-def test_faults_of_a_hundred_seeds() -> None:
-    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 100, 1,
+def test_faults_of_forty_seeds() -> None:
+    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 40, 1,
                     silent, RequestSource(requests=5)).rows  # fmt: skip
-    all_ended(row, 100 * 5)
-    assert all(int(str(row[name])) > 30 for name in ("dropped", "late", "crashes"))
-    assert int(str(row["attempts"])) > 100 * 5
+    all_ended(row, 40 * 5)
+    assert all(int(str(row[name])) > 12 for name in ("dropped", "late", "crashes"))
+    assert int(str(row["attempts"])) > 40 * 5
 
 
 @pytest.mark.slow
