@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import EXIT_CONFIG
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of
+from tests.unit.kvstore.process import END_S, LOOK_S, StoreProcess
 from tests.unit.kvstore.test_process import HELLO
 
 DRAM_BLOCKS = 16
@@ -80,17 +81,17 @@ class Disk:
             self.unmount(at)
 
 
-class Store:
-    """A running kvstore process on a disk."""
+class Store(StoreProcess):
+    """A kvstore in a folder of a small file system."""
 
-    def __init__(self, child: asyncio.subprocess.Process, address: str, log: Path) -> None:
-        self.child = child
-        self.address = address
-        self._log = log
+    def __init__(self, folder: Path, log: Path) -> None:
+        sizes = ["--dram-bytes", str(DRAM_BLOCKS * BLOCK), "--ssd-bytes", str(4 * DISK_BYTES)]
+        segments = ["--set", f"segment_bytes={SEGMENT_BLOCKS * RECORD}"]
+        super().__init__(log, "--data-dir", str(folder), "--eviction", "lru", *sizes, *segments)
 
     def said(self, text: str) -> list[str]:
         """Lines of the log with `text` in them."""
-        return [line for line in self._log.read_text().splitlines() if text in line]
+        return [line for line in self.log_path.read_text().splitlines() if text in line]
 
     async def gauges(self) -> dict[str, float]:
         async with asyncio.timeout(60), Channels() as channels:
@@ -101,8 +102,10 @@ class Store:
     async def until(self, name: str, test: Callable[[float], bool]) -> None:
         """Waits for a gauge."""
         async with asyncio.timeout(60):
-            while not test((await self.gauges())[name]):
-                pass
+            value = (await self.gauges())[name]
+            while not test(value):
+                await asyncio.sleep(LOOK_S)
+                value = (await self.gauges())[name]
 
     async def check_up(self) -> None:
         """It serves and reports nothing that is held."""
@@ -131,51 +134,23 @@ class Store:
         return here
 
     async def stop(self) -> None:
-        self.child.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
-            assert await self.child.wait() == 0
-
-
-async def spawn(folder: Path, log: Path, *flags: str) -> asyncio.subprocess.Process:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
-    common = ["--listen", "127.0.0.1:0", "--eviction", "lru", "--dram-bytes", str(DRAM_BLOCKS * BLOCK)]
-    with log.open("wb") as file:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.kvstore", "--data-dir", str(folder), *common),
-            *("--ssd-bytes", str(4 * DISK_BYTES), "--set", f"segment_bytes={SEGMENT_BLOCKS * RECORD}", *flags),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=file,
-            env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},
-        )
+        assert await self.end(signal.SIGTERM) == 0
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, log: Path, *flags: str) -> AsyncIterator[Store]:
-    child = await spawn(folder, log, *flags)
+async def running(folder: Path, log: Path) -> AsyncIterator[Store]:
+    """A kvstore that is ready; it is killed at the end."""
+    store = Store(folder, log)
     try:
-        assert child.stdout is not None
-        async with asyncio.timeout(60):
-            while (line := (await child.stdout.readline()).decode()).startswith("starting: "):
-                pass
-        store = Store(child, line.removeprefix("ready: ").strip(), log)
-        assert line.startswith("ready: "), store.said("")
+        await asyncio.to_thread(store.wait_ready, END_S)
         yield store
     finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
+        await store.end(signal.SIGKILL)
 
 
-async def refused(folder: Path, log: Path) -> str:
+def refused(folder: Path, log: Path) -> str:
     """The last line of a process that must not start there."""
-    child = await spawn(folder, log)
-    store = Store(child, "", log)
-    try:
-        async with asyncio.timeout(60):
-            assert await child.wait() == 2, store.said("")
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
+    store = Store(folder, log)
+    assert store.wait(END_S) == EXIT_CONFIG, store.said("")
     assert store.said("Traceback") == []
     return store.said("")[-1]

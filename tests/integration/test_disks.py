@@ -4,6 +4,7 @@ Skipped where mounting is not permitted.
 """
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,8 +84,7 @@ async def test_a_disk_that_others_fill(disk: Disk, tmp_path: Path) -> None:
         await durable(store.address, len(NEW))
         assert len(store.said(AGAIN)) == 1
         disk.fill()
-        store.child.kill()
-        await store.child.wait()
+        await store.end(signal.SIGKILL)
     async with running(disk.path, tmp_path / "log2") as store:
         assert len(store.said("the device is full")) == 1
         await store.check_up()
@@ -107,8 +107,7 @@ async def test_a_full_disk_gives_what_the_store_holds_away_and_nothing_else(disk
         assert set(NEW) <= set(here)
         await store.until("pending_writes", lambda value: value == 0)
         stored = (await store.gauges())["ssd_blocks"]
-        store.child.kill()
-        await store.child.wait()
+        await store.end(signal.SIGKILL)
     async with running(disk.path, tmp_path / "log2") as store:
         assert (await store.gauges())["ssd_blocks"] == stored
         assert set(NEW) <= set(await store.present(KEYS))
@@ -133,8 +132,7 @@ async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str
     async with running(disk.path, tmp_path / "log") as store:
         await put(store.address, OLD)
         await durable(store.address, len(OLD))
-        store.child.kill()
-        await store.child.wait()
+        await store.end(signal.SIGKILL)
     index = disk.path / "index"
     (index / "data.mdb").write_bytes(b"\xa5" * 8192)
     if lost == "deleted":
@@ -154,8 +152,7 @@ async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str
         await store.check_up()
         stored = (await store.gauges())["ssd_blocks"]
         (disk.path / "another").unlink()
-        store.child.kill()
-        await store.child.wait()
+        await store.end(signal.SIGKILL)
     async with running(disk.path, tmp_path / "log3") as store:
         assert store.said("rebuilding the index from the segments")
         gauges = await store.gauges()
@@ -236,8 +233,7 @@ async def test_a_disk_that_vanishes_and_comes_back(disk: Disk, tmp_path: Path) -
         await store.until("ssd_blocks", lambda value: value >= len(OLD) + len(NEW))
         assert len(store.said(AGAIN)) == 1
         await store.check_up()
-        store.child.kill()
-        await store.child.wait()
+        await store.end(signal.SIGKILL)
     async with running(disk.path, tmp_path / "log2") as store:
         assert set(OLD + NEW) <= set(await store.present(KEYS))
 
@@ -254,7 +250,7 @@ async def test_a_file_system_that_the_kernel_makes_read_only(ext4: Disk, tmp_pat
         assert "Read-only file system" in store.said(NOT_DURABLE)[0]
         assert await store.present(OLD) == OLD
         await store.stop()
-    line = await refused(ext4.path, tmp_path / "log2")
+    line = refused(ext4.path, tmp_path / "log2")
     assert line.startswith(f"kvstore: data_dir: {ext4.path} cannot be used: Read-only file system")
     ext4.unmount()
     ext4.mount(ext4.path, "-o", "loop", tmp_path / "image")
@@ -270,7 +266,7 @@ async def test_a_start_on_a_read_only_disk_is_refused(disk: Disk, tmp_path: Path
         await durable(store.address, len(OLD))
         await store.stop()
     disk.remount("ro")
-    assert await refused(disk.path, tmp_path / "log2") == (
+    assert refused(disk.path, tmp_path / "log2") == (
         f"kvstore: data_dir: {disk.path} cannot be used: Read-only file system"
     )
     disk.remount("rw")
@@ -280,6 +276,6 @@ async def test_a_start_on_a_read_only_disk_is_refused(disk: Disk, tmp_path: Path
 
 async def test_a_first_start_on_a_full_disk(disk: Disk, tmp_path: Path) -> None:
     disk.fill()
-    line = await refused(disk.path, tmp_path / "log")
+    line = refused(disk.path, tmp_path / "log")
     assert line.startswith(f"kvstore: data_dir: {disk.path} cannot be used: ")
     assert "No space left on device" in line

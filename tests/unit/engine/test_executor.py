@@ -20,7 +20,7 @@ from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
-from moonpool.fork_server import execute
+from moonpool.fork_server import Launcher, execute, start_service
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
@@ -63,8 +63,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
-    async with start_processes(engine_spec, start_timeout_s=20, worker_module=FAKE, launcher=execute) as engine:
+async def started(engine_spec: EngineSpec, launcher: Launcher = start_service) -> AsyncIterator[ProcessEngine]:
+    """An engine of fake workers, which are forked: that is quicker, and most tests are not about the start."""
+    async with start_processes(engine_spec, start_timeout_s=20, worker_module=FAKE, launcher=launcher) as engine:
         assert isinstance(engine, ProcessEngine)
         assert isinstance(engine, Engine)
         yield engine
@@ -75,7 +76,7 @@ async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
 
 async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None:
     fds = open_fds()
-    async with started(spec(stages=2)) as engine:
+    async with started(spec(stages=2), execute) as engine:
         assert is_empty(temporary)
         assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
         assert {os.getsid(pid) for pid in engine.pids} == {os.getsid(0)}, "cores are shared fairly within a session"
@@ -98,7 +99,7 @@ def environment(pid: int) -> set[bytes]:
 
 async def test_a_stage_that_waits_for_a_lost_one_is_not_aborted_by_torch() -> None:
     """Or the reason would be torch's signal."""
-    async with started(spec(stages=2)) as engine:
+    async with started(spec(stages=2), execute) as engine:
         for pid in engine.pids:
             assert {b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0", b"TORCH_NCCL_ENABLE_MONITORING=0"} <= environment(pid)
 

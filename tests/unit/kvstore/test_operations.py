@@ -17,7 +17,8 @@ from moonpool.kv.reuse_stats import ReuseSample
 from moonpool.transport.flow_control import ByteCredits
 from services.kvstore.operations import StoreOperations
 from tests.unit.kvstore.helpers import Driven, data_of, keys_of
-from tests.unit.kvstore.test_process import durable, put, read, running
+from tests.unit.kvstore.process import running
+from tests.unit.kvstore.test_process import durable, put, read
 
 KEYS = keys_of(4)
 BYTES = sum(len(data_of(key)) for key in KEYS)
@@ -32,74 +33,73 @@ async def gauges(address: str) -> dict[str, float]:
 
 
 async def test_warm_after_a_restart(tmp_path: Path) -> None:
-    flags = ["--data-dir", str(tmp_path), "--dram-bytes", str(1 << 20), "--ssd-bytes", str(8 << 20)]
-    async with running(*flags) as (child, address):
-        await put(address, KEYS)
-        await durable(address, len(KEYS))
-        child.send_signal(signal.SIGKILL)
-        await child.wait()
-    async with running(*flags) as (child, address):
-        assert (await gauges(address))["dram_blocks"] == 0
-        one = await cli("warm", address, "--max-bytes", str(len(data_of(KEYS[0]))), "--json")
+    flags = ["--data-dir", str(tmp_path / "d"), "--dram-bytes", str(1 << 20), "--ssd-bytes", str(8 << 20)]
+    async with running(tmp_path / "log", *flags) as store:
+        await put(store.address, KEYS)
+        await durable(store.address, len(KEYS))
+        await store.end(signal.SIGKILL)
+    async with running(tmp_path / "log", *flags) as store:
+        assert (await gauges(store.address))["dram_blocks"] == 0
+        one = await cli("warm", store.address, "--max-bytes", str(len(data_of(KEYS[0]))), "--json")
         assert json.loads(one.stdout) == {"blocks": 1, "bytes": len(data_of(KEYS[0]))}
-        rest = await cli("warm", address)
+        rest = await cli("warm", store.address)
         assert rest.stdout.startswith("3 blocks"), rest.output
-        after = await gauges(address)
+        after = await gauges(store.address)
         assert (after["dram_blocks"], after["dram_bytes"], after["ssd_hits_total"]) == (4, BYTES, 0)
-        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
-        assert ((await gauges(address))["dram_hits_total"]) == 4
-        assert (await cli("stat", address)).exit_code == 0
+        assert await read(store.address, KEYS) == [data_of(key) for key in KEYS]
+        assert ((await gauges(store.address))["dram_hits_total"]) == 4
+        assert (await cli("stat", store.address)).exit_code == 0
 
 
 async def test_compact_and_verify(tmp_path: Path) -> None:
-    flags = ["--data-dir", str(tmp_path), "--dram-bytes", str(1 << 20), "--ssd-bytes", str(8 << 20)]
-    async with running(*flags) as (child, address):
-        await put(address, KEYS)
-        await durable(address, len(KEYS))
-        assert json.loads((await cli("compact", address, "--json")).stdout)["segments"] == 0  # the only one is in use
+    flags = ["--data-dir", str(tmp_path / "d"), "--dram-bytes", str(1 << 20), "--ssd-bytes", str(8 << 20)]
+    async with running(tmp_path / "log", *flags) as store:
+        await put(store.address, KEYS)
+        await durable(store.address, len(KEYS))
+        assert (
+            json.loads((await cli("compact", store.address, "--json")).stdout)["segments"] == 0
+        )  # the only one is in use
         with pytest.raises(ConfigError, match="used by another process"):
-            raise_from(await cli("verify", str(tmp_path)))
-        child.terminate()
-        await child.wait()
-    found = json.loads((await cli("verify", str(tmp_path), "--json")).stdout)
+            raise_from(await cli("verify", str(tmp_path / "d")))
+        await store.end(signal.SIGTERM)
+    found = json.loads((await cli("verify", str(tmp_path / "d"), "--json")).stdout)
     assert (found["blocks"], found["faults"], found["index_error"]) == (4, 0, None)
-    async with running(*flags) as (child, address):
-        compacted = json.loads((await cli("compact", address, "--min-live-share", "1", "--json")).stdout)
+    async with running(tmp_path / "log", *flags) as store:
+        compacted = json.loads((await cli("compact", store.address, "--min-live-share", "1", "--json")).stdout)
         assert compacted["segments"] == 1
-        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
-        child.terminate()
-        await child.wait()
-    (segment,) = (tmp_path / "segments").glob("*.seg")
+        assert await read(store.address, KEYS) == [data_of(key) for key in KEYS]
+        await store.end(signal.SIGTERM)
+    (segment,) = (tmp_path / "d" / "segments").glob("*.seg")
     damaged = bytearray(segment.read_bytes())
     damaged[damaged.index(data_of(KEYS[2])[:64])] ^= 1
     segment.write_bytes(damaged)
-    checked = await cli("verify", str(tmp_path))
+    checked = await cli("verify", str(tmp_path / "d"))
     assert checked.exit_code == 1
     assert re.search(r"segment \d+, offset \d+: ", checked.stdout)
 
 
 async def test_advise(tmp_path: Path) -> None:
-    async with running("--dram-bytes", str(1 << 20)) as (_, address):
-        assert "no block was asked for twice" in (await cli("advise", address)).stdout
-        await put(address, KEYS)
-        await read(address, KEYS)
-        await read(address, KEYS)
-        advised = json.loads((await cli("advise", address, "--more-gb", "1", "--json")).stdout)
+    async with running(tmp_path / "log", "--dram-bytes", str(1 << 20)) as store:
+        assert "no block was asked for twice" in (await cli("advise", store.address)).stdout
+        await put(store.address, KEYS)
+        await read(store.address, KEYS)
+        await read(store.address, KEYS)
+        advised = json.loads((await cli("advise", store.address, "--more-gb", "1", "--json")).stdout)
         assert advised["references"] == 8
         assert advised["points"][-1]["hit_share"] == 0.5  # the first reading counts as misses
         assert advised["points"][-1]["bytes"] >= BYTES
         assert advised["with_more"] == advised["now"] == 0.5  # all of them fit as it is
         drawn = tmp_path / "curve.svg"
-        text = (await cli("advise", address, "--picture", str(drawn))).stdout
+        text = (await cli("advise", store.address, "--picture", str(drawn))).stdout
         assert "another 100 GB would add 0.0 points" in text
         assert "Hit share over size" in drawn.read_text()
 
 
-async def test_what_cannot_be_done_is_said() -> None:
-    async with running() as (_, address):
+async def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
+    async with running(tmp_path / "log") as store:
         for verb in ("compact", "warm"):
             with pytest.raises(Unsupported, match="no SSD tier"):
-                raise_from(await cli(verb, address))
+                raise_from(await cli(verb, store.address))
     with pytest.raises(ConfigError, match="data_dir"):
         raise_from(await cli("verify", "/nowhere"))
 
@@ -112,15 +112,14 @@ def test_no_such_share(share: float) -> None:
 
 
 async def test_metrics(tmp_path: Path) -> None:
-    async with running("--data-dir", str(tmp_path), "--metrics-listen", "127.0.0.1:0") as (child, address):
-        await put(address, KEYS)
-        await durable(address, len(KEYS))
-        await read(address, KEYS)
-        assert child.stderr is not None
-        async for logged in child.stderr:
-            if found := re.search(rb"metrics.*?(127\.0\.0\.1:\d+)", re.sub(rb"\x1b\[[0-9;]*m", b"", logged)):
-                break
-        url = f"http://{found[1].decode()}/metrics"  # type: ignore[index]
+    flags = ["--data-dir", str(tmp_path / "d"), "--metrics-listen", "127.0.0.1:0"]
+    async with running(tmp_path / "log", *flags) as store:
+        await put(store.address, KEYS)
+        await durable(store.address, len(KEYS))
+        await read(store.address, KEYS)
+        found = re.search(r"metrics.*?(127\.0\.0\.1:\d+)", re.sub(r"\x1b\[[0-9;]*m", "", store.log_path.read_text()))
+        assert found
+        url = f"http://{found[1]}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read().decode())
     for line in (
         "moonpool_kvstore_dram_blocks 4.0",

@@ -1,11 +1,8 @@
 """`python -m services.kvstore` as a process: ready line, restart after kill -9, joining, drain, refusals."""
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +21,10 @@ from services.kvstore.__main__ import main
 from tests.slices import hashed
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of
+from tests.unit.kvstore.process import LOOK_S, running
 
 KEYS = keys_of(4)
 HELLO = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=LAYOUT.to_proto())
-
-
-async def spawn(*flags: str) -> asyncio.subprocess.Process:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.kvstore",
-        *flags,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},
-    )
-
-
-@asynccontextmanager
-async def running(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    child = await spawn("--listen", "127.0.0.1:0", "--id", "kvstore-0", *flags)
-    try:
-        assert child.stdout is not None
-        async with asyncio.timeout(60):
-            while (line := (await child.stdout.readline()).decode()).startswith("starting: "):
-                pass
-        assert line.startswith("ready: 127.0.0.1:"), line
-        yield child, line.removeprefix("ready: ").strip()
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
 
 
 async def put(address: str, keys: Sequence[BlockKey]) -> None:
@@ -89,42 +58,39 @@ async def durable(address: str, count: int) -> None:
             answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
             if {gauge.name: gauge.value for gauge in answer.gauges}["ssd_blocks"] >= count:
                 return
+            await asyncio.sleep(LOOK_S)
 
 
 async def test_durable_blocks_survive_the_process_and_are_reported(tmp_path: Path) -> None:
-    async with running("--data-dir", str(tmp_path / "d")) as (child, address):
-        await put(address, KEYS)
-        await durable(address, len(KEYS))
-        child.kill()
-        assert await child.wait() == -signal.SIGKILL
+    async with running(tmp_path / "log", "--data-dir", str(tmp_path / "d")) as store:
+        await put(store.address, KEYS)
+        await durable(store.address, len(KEYS))
+        assert await store.end(signal.SIGKILL) == -signal.SIGKILL
     conductor = FakeConductor()
     contract = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with (
         serving("127.0.0.1:0", [(contract, conductor)], grace_s=0) as server,
-        running("--data-dir", str(tmp_path / "d"), "--conductor", server.address) as (child, address),
+        running(tmp_path / "log", "--data-dir", str(tmp_path / "d"), "--conductor", server.address) as store,
     ):
         async with asyncio.timeout(60):
             await conductor.has_snapshot.wait()
         assert conductor.keys == set(KEYS)
         assert conductor.hello is not None
-        assert (conductor.hello.instance.id, conductor.hello.instance.address) == ("kvstore-0", address)
+        assert (conductor.hello.instance.id, conductor.hello.instance.address) == ("kvstore-0", store.address)
         assert conductor.hello.instance.incarnation > 0
         assert not conductor.hello.HasField("model")
-        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
-        child.send_signal(signal.SIGTERM)
+        assert await read(store.address, KEYS) == [data_of(key) for key in KEYS]
+        assert await store.end(signal.SIGTERM) == 0
         async with asyncio.timeout(60):
-            assert await child.wait() == 0
             await conductor.left.wait()
 
 
 async def test_sigterm_makes_visible_blocks_durable(tmp_path: Path) -> None:
-    async with running("--data-dir", str(tmp_path)) as (child, address):
-        await put(address, KEYS)
-        child.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
-            assert await child.wait() == 0
-    async with running("--data-dir", str(tmp_path)) as (_, address):
-        assert await read(address, KEYS) == [data_of(key) for key in KEYS]
+    async with running(tmp_path / "log", "--data-dir", str(tmp_path / "d")) as store:
+        await put(store.address, KEYS)
+        assert await store.end(signal.SIGTERM) == 0
+    async with running(tmp_path / "log", "--data-dir", str(tmp_path / "d")) as store:
+        assert await read(store.address, KEYS) == [data_of(key) for key in KEYS]
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,16 @@ class IndexMachine(RuleBasedStateMachine):
             assert count == len(held) if self.limit == 1 << 20 else count <= min(len(held), self.limit)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
+
+
+class LongIndexMachine(IndexMachine):
+    """The same, for longer."""
+
+
+LongIndexMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestIndexForLong = pytest.mark.timeout(600)(pytest.mark.slow(LongIndexMachine.TestCase))
 
 
 def test_equal_sets_have_one_number() -> None:

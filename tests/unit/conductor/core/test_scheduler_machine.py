@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -254,4 +255,12 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 TestRequests = RequestMachine.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRequests.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+
+
+class LongRequestMachine(RequestMachine):
+    """The same, for longer."""
+
+
+LongRequestMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
+TestRequestsForLong = pytest.mark.timeout(600)(pytest.mark.slow(LongRequestMachine.TestCase))
