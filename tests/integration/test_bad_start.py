@@ -2,16 +2,17 @@
 
 import os
 import shutil
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moonpool.rpc.process import EXIT_CONFIG
+from tests import programs
 from tests.integration.conftest import BLOCK
+from tests.unit.kvstore.process import running
 
 NOBODY = "127.0.0.1:1"
 START_S = 100
@@ -19,9 +20,8 @@ START_S = 100
 
 def start(module: str, *arguments: str) -> tuple[int, str]:
     """Runs a service, or the command line, that is expected to end by itself; its exit code and what it said."""
-    environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1", "COLUMNS": "200", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=environment, check=False)
+    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
+    done = programs.run(module, *arguments, timeout_s=START_S, environment=environment)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
 
@@ -86,15 +86,11 @@ def test_unwritable_folders(tmp_path: Path) -> None:
         assert name in said
 
 
-def test_a_data_folder_in_use(tmp_path: Path) -> None:
+async def test_a_data_folder_in_use(tmp_path: Path) -> None:
     """Two stores never share one."""
-    command = [sys.executable, "-m", "services.kvstore", "--data-dir", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline().startswith("ready: ")
-        assert "used by another process" in refused("kvstore", "--data-dir", str(tmp_path))
-        first.terminate()
-        assert first.wait(30) == 0
+    async with running(tmp_path / "log", "--data-dir", str(tmp_path / "data")) as first:
+        assert "used by another process" in refused("kvstore", "--data-dir", str(tmp_path / "data"))
+        assert await first.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize(

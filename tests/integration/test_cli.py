@@ -17,6 +17,7 @@ from moonpool.cli.check import wait_at_rest
 from moonpool.cli.main import app
 from moonpool.client import Client
 from moonpool.sampling_params import SamplingParams
+from tests import programs
 
 CLI = [sys.executable, "-m", "moonpool.cli.main"]
 EMULATED = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20"]
@@ -28,16 +29,14 @@ def environment() -> dict[str, str]:
     return os.environ | {"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"}
 
 
-def moonpool(*arguments: str, timeout_s: float = 100, said: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CLI, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-        input=said,
-        check=False,
-    )
+def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return programs.run("moonpool.cli.main", *arguments, timeout_s=110, environment=environment())
+
+
+def piped(*arguments: str, said: str) -> subprocess.CompletedProcess[str]:
+    """The same with something on standard input."""
+    command = [*CLI, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), input=said, check=False)
 
 
 def inside(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
@@ -146,13 +145,13 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
 def chat_in_a_pipe(address: str) -> None:
     """Each line is a turn; answers alone on standard output; without a conductor, what to do."""
     flags = ("--temperature", "0", "--max-tokens", "4", "--address")
-    done = moonpool("chat", *flags, address, said="hello\n\nand now?\n")
+    done = piped("chat", *flags, address, said="hello\n\nand now?\n")
     assert done.returncode == 0, done.stderr
     figures = [line for line in done.stderr.splitlines() if "cached" in line and "tokens/s" in line]
     assert len(figures) == 2
     again = inside("chat", *flags, address, said="hello\n")
     assert done.stdout.startswith(again.stdout)
-    nobody = moonpool("chat", *flags, "127.0.0.1:1", said="hello\n")
+    nobody = piped("chat", *flags, "127.0.0.1:1", said="hello\n")
     assert nobody.returncode == 2
     assert "`moonpool serve MODEL` starts a stack" in nobody.stderr
 
@@ -312,7 +311,7 @@ def test_wrong_use_names_the_field(arguments: list[str], named: str) -> None:
 
 def test_demo(tmp_path: Path) -> None:
     """What `make run` shows: a table, a comparison, the way on; it leaves no process."""
-    done = moonpool("demo", "bundled", "--max-tokens", "6", timeout_s=110)
+    done = moonpool("demo", "bundled", "--max-tokens", "6")
     assert done.returncode == 0, done.stderr + done.stdout
     for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
         assert text in done.stdout

@@ -56,9 +56,8 @@ async def test_compact_and_verify(tmp_path: Path) -> None:
     async with running(tmp_path / "log", *flags) as store:
         await put(store.address, KEYS)
         await durable(store.address, len(KEYS))
-        assert (
-            json.loads((await cli("compact", store.address, "--json")).stdout)["segments"] == 0
-        )  # the only one is in use
+        compacted = json.loads((await cli("compact", store.address, "--json")).stdout)
+        assert compacted["segments"] == 0, "the only one is in use"
         with pytest.raises(ConfigError, match="used by another process"):
             raise_from(await cli("verify", str(tmp_path / "d")))
         await store.end(signal.SIGTERM)
