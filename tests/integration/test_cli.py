@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -221,22 +222,6 @@ def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subproce
     assert process.wait(60) == 1
 
 
-@pytest.mark.parametrize("up", [EMULATED], indirect=True)
-def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> None:
-    """Even `kill -9` of `moonpool serve` ends every process of the stack."""
-    process, _ = up
-    descendants = children_of(process.pid)
-    poller = [os.pidfd_open(pid) for pid in descendants]
-    process.kill()
-    process.wait()
-    import select
-
-    for descriptor in poller:
-        ready, _, _ = select.select([descriptor], [], [], 30)
-        assert ready, "a process outlived its stack"
-        os.close(descriptor)
-
-
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conductors take time to notice that an instance is silent."""
@@ -246,7 +231,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("up", [[*EMULATED, "--time-scale", "1"]], indirect=True)
 def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[str], str]) -> None:
-    """While a request runs, its blocks are named; while an instance hangs, it is."""
+    """While a request runs, its blocks are named; while an instance hangs, it is. A killed stack leaves nothing."""
     process, address = up
     with Client(address) as client:
         stream = client.stream(prompt="hello", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
@@ -268,6 +253,19 @@ def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[s
     check = inside("check", "--address", "127.0.0.1:1")
     assert check.returncode == 2
     assert "127.0.0.1:1" in check.stderr
+    leaves_nothing_when_killed(process)
+
+
+def leaves_nothing_when_killed(process: subprocess.Popen[str]) -> None:
+    """Even `kill -9` of `moonpool serve` ends every process of the stack."""
+    descendants = [os.pidfd_open(pid) for pid in children_of(process.pid)]
+    assert len(descendants) >= 5
+    process.kill()
+    process.wait()
+    for descriptor in descendants:
+        ready, _, _ = select.select([descriptor], [], [], 30)
+        assert ready, "a process outlived its stack"
+        os.close(descriptor)
 
 
 def cmdline(pid: int) -> bytes:
