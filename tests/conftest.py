@@ -26,7 +26,7 @@ settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
 
 
-SHARED_FOLDERS = ("hostile", "shared")
+SHARED_FOLDERS = ("decoding", "hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
 
 

@@ -4,8 +4,6 @@ The decode instance takes all beams' KV away in every step, in each way; prompts
 """
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ import torch
 
 from moonpool.client import Client, GenerateResult
 from moonpool.sampling_params import SamplingParams
-from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import Reference
-from tests.integration.stack import CheckedStack
 
 TOLERANCE = 1e-4
 """Of scores, in float32."""
@@ -24,21 +22,16 @@ WAYS = ("cache", "recompute", "swap", "store")
 RULES: list[tuple[float, bool | str]] = list(itertools.product((1.0, 0.0, 2.0, -0.5), (False, True, "never")))
 
 
-@pytest.fixture(scope="module")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    flags = [
-        "--set",
-        "preempt_every=1",
-        "--set",
-        "assumed_answer_tokens=4",
-        "--set",
-        "step_tokens=40",
-        "--set",
-        "blocks=40",
-    ]
-    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
-    with CheckedStack(plan, invariants="decode") as stack:
-        yield stack
+PREEMPTING = (
+    "--set",
+    "preempt_every=1",
+    "--set",
+    "assumed_answer_tokens=4",
+    "--set",
+    "step_tokens=40",
+    "--set",
+    "blocks=40",
+)
 
 
 @torch.inference_mode()
@@ -90,10 +83,9 @@ def compare(reference: Reference, prompt: list[int], how: SamplingParams, result
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way != "store" else []) for way in WAYS])
-def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way: str) -> None:
+def test_as_transformers_does_it(decode_with: DecodeWith, reference: Reference, way: str) -> None:
     """Widths, penalties and rules of stopping, at the borders of blocks, with and without tokens that end."""
-    stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]
-    stack.restart("decode-0")
+    stack = decode_with(*PREEMPTING, "--set", f"preemption={way}")
     before, lengths = stack.gauge("decode-", "preemptions_total"), set[int]()
     cases = itertools.product((2, 4), (BLOCK - 1, BLOCK, 2 * BLOCK + 3), (0, 3))
     with Client(stack.address) as client:
@@ -115,8 +107,9 @@ def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way:
     assert len(lengths) > 2, "all hypotheses have the same length"
 
 
-def test_a_search_with_min_tokens_and_one_of_one_token(stack: CheckedStack, reference: Reference) -> None:
+def test_a_search_with_min_tokens_and_one_of_one_token(decode_with: DecodeWith, reference: Reference) -> None:
     """End tokens are banned at first, which makes no other likelier; and prefill's candidates may be all."""
+    stack = decode_with(*PREEMPTING)
     prompt = tokens(20, "beams of few tokens")
     ends = likely_ends(reference, prompt, 3)
     with Client(stack.address) as client:

@@ -5,14 +5,13 @@ checked (`ngram`), so that many are wrong.
 """
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult
 from moonpool.sampling_params import SamplingParams
-from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
@@ -22,11 +21,8 @@ ALPHABET = 12
 
 
 @pytest.fixture(scope="module")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    plan = small_plan(checkpoint, tmp_path_factory.mktemp("stack"))
-    flags = ["--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7"]
-    with CheckedStack(with_flags(plan, "decode", *flags), invariants="decode") as stack:
-        yield stack
+def stack(decode_with: DecodeWith) -> CheckedStack:
+    return decode_with("--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7")
 
 
 def prompts(seed: str) -> list[list[int]]:

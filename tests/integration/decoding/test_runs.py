@@ -5,7 +5,6 @@ Elsewhere sequences are preempted in every step, so that each step is ordered by
 """
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from moonpool.client import AsyncClient, GenerateResult
 from moonpool.runtime.journal import journal_files, rerun
 from moonpool.sampling_params import SamplingParams
 from services.decode.core.events import RunProgress
-from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference
-from tests.integration.stack import CheckedStack
 
 POOL = 26
 ANSWER = 10 * BLOCK + 5
@@ -25,12 +24,7 @@ WAYS = {"swap": "swaps_total", "recompute": "recomputed_tokens_total", "cache": 
 """Ways of preemption, and what counts that they were taken."""
 
 
-@pytest.fixture(scope="module")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    plan = small_plan(checkpoint, tmp_path_factory.mktemp("stack"))
-    flags = ["--set", "assumed_answer_tokens=4", "--set", "step_tokens=40", "--set", f"blocks={POOL}"]
-    with CheckedStack(with_flags(plan, "decode", *flags), invariants="decode") as stack:
-        yield stack
+CROWDED = ("--set", "assumed_answer_tokens=4", "--set", "step_tokens=40", "--set", f"blocks={POOL}")
 
 
 def borders(folder: Path) -> int:
@@ -43,10 +37,9 @@ def borders(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_runs_go_on_around_preemption(stack: CheckedStack, reference: Reference, way: str) -> None:
+def test_runs_go_on_around_preemption(decode_with: DecodeWith, reference: Reference, way: str) -> None:
     """Eight sequences grow to four times the pool; each greedy answer is that of a plain forward pass."""
-    stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]
-    stack.restart("decode-0")
+    stack = decode_with(*CROWDED, "--set", f"preemption={way}")
     journal = stack.journals["decode-0"]
     prompts = [tokens(5 + 6 * number, f"{way} runs {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 3.5 * POOL

@@ -7,16 +7,15 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jsonschema
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult
 from moonpool.sampling_params import SamplingParams, stream_seed
-from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
@@ -70,23 +69,10 @@ class Served:
             assert max(self.reference.misses(prompt, choice.token_ids, seed)) <= GAP_TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    flags = [
-        "--set",
-        "preempt_every=1",
-        "--set",
-        "assumed_answer_tokens=4",
-        "--set",
-        "step_tokens=40",
-        "--set",
-        f"blocks={POOL}",
-    ]
-    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
-    with CheckedStack(plan, invariants="decode") as stack:
-        yield stack
-
-
+PREEMPTING = (
+    *("--set", "preempt_every=1", "--set", "assumed_answer_tokens=4"),
+    *("--set", "step_tokens=40", "--set", f"blocks={POOL}"),
+)
 WAYS = {
     "cache": ["--set", "preemption=cache"],
     "recompute": ["--set", "preemption=recompute"],
@@ -100,11 +86,9 @@ WAYS = {
     scope="module",
     params=[pytest.param(way, marks=[pytest.mark.slow] if way in ("cache", "swap") else []) for way in WAYS],
 )
-def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Reference) -> Served:
+def served(request: pytest.FixtureRequest, decode_with: DecodeWith, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""
-    stack.services["decode-0"].arguments += WAYS[request.param]
-    stack.restart("decode-0")
-    return Served(request.param, stack, reference)
+    return Served(request.param, decode_with(*PREEMPTING, *WAYS[request.param]), reference)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
