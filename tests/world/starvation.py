@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ from tests.world.cluster import MODEL, Cluster, Simulation, leave
 PROMPT, TOKENS = list(range(30, 130)), 40
 
 
-async def _serve(simulation: Simulation, names: list[str], how: str, seconds: float) -> dict[str, Any]:
+KEPT: list[Simulation] = []
+"""What is destroyed would run code of services that are no more."""
+
+
+def starved(names: Sequence[str], how: str, seconds: float = 20.0) -> dict[str, Any]:
+    """What became of a stream; see above. The process must end with `leave` afterwards."""
+    KEPT.append(simulation := Simulation())
+    return simulation.run(_serve(simulation, names, how, seconds))
+
+
+async def _serve(simulation: Simulation, names: Sequence[str], how: str, seconds: float) -> dict[str, Any]:
     counts = {"conductor": 1, "kvstore": 1, "prefill": 1, "decode": 2}
     cluster = Cluster(simulation, counts, {})
     await cluster.start()
@@ -56,8 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     tune_gc()
     logs.configure("error", "world", False)
-    simulation = Simulation()
-    print(json.dumps(simulation.run(_serve(simulation, options.service, options.how, options.seconds))))
+    print(json.dumps(starved(options.service, options.how, options.seconds)))
     leave(0)
 
 

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.world.process import in_copy
+from tests.world.starvation import starved
 from tests.world.trace import Outcome, Run, simulated
 
 ROOT = Path(__file__).parents[2]
@@ -100,11 +103,10 @@ EVERY_SERVICE = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1"
 @pytest.mark.parametrize("services", [("decode-0",), ("kvstore-0", "prefill-0", "decode-0", "decode-1"), EVERY_SERVICE])
 def test_who_gets_no_processor_is_not_lost(services: Sequence[str]) -> None:
     """For twenty seconds, while a stream runs there: it goes on where it was."""
-    flags = [part for name in services for part in ("--service", name)]
-    (found,) = run("starvation", *flags, "--how", "starve")
+    found = in_copy(partial(starved, services, "starve"))
     assert found == {"lost": [], "right": True, "placements": 1}
 
 
 def test_who_is_stopped_is_lost() -> None:
-    (found,) = run("starvation", "--service", "decode-0", "--how", "stop")
+    found = in_copy(partial(starved, ("decode-0",), "stop"))
     assert found == {"lost": ["decode-0"], "right": True, "placements": 2}
