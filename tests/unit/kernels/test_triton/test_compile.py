@@ -72,7 +72,7 @@ def _every_value(launches: Sequence[Launch]) -> Iterator[Launch]:
     """Launches whose kernel has a constant, or lacks an argument, as no earlier one; others combine the same values."""
     met = set[tuple[object, ...]]()
     for launch in launches:
-        values = {(launch.name, *it) for it in launch.named.items()}
+        values: set[tuple[object, ...]] = {(launch.name, *it) for it in launch.named.items()}
         values |= {(launch.name, number, it is None) for number, it in enumerate(launch.arguments)}
         if not values <= met:
             yield launch
