@@ -76,6 +76,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV_STAMP)  ## the tests that gate every change (minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
 
+test-all: export TEST_EXAMPLES = all
 test-all: $(DEV_STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest -m "not engines"
 

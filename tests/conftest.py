@@ -16,13 +16,14 @@ import pytest
 from hypothesis import settings
 
 from moonpool.cli.forks import forked_services
+from tests.examples import examples
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
 os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is first used; servers that end are not worth a line
 
-settings.register_profile("moonpool", deadline=None, derandomize=True)
+settings.register_profile("moonpool", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("moonpool")
 
 

@@ -59,7 +59,7 @@ def cached(client: Client, prompt: list[int]) -> int:
     return client.generate(token_ids=prompt, sampling=ONE).usage.cached_tokens
 
 
-@pytest.mark.parametrize("salt", [None, "s"])
+@pytest.mark.parametrize("salt", [None, pytest.param("s", marks=pytest.mark.slow)])
 def test_the_next_turn_computes_only_what_is_new_whatever_was_evicted(
     stack: CheckedStack, api: openai.OpenAI, salt: str | None
 ) -> None:

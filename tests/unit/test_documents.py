@@ -165,12 +165,20 @@ FOREIGN_NAMES = {
 FOREIGN_FILES = {"llama.cpp", "transformers/utils/chat_template_utils.py"}
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node; expressions are not looked into."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _statements(child)
+
+
 def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
     """The words of a file's code, and the lines of its docstrings and comments with their numbers."""
     text, sign, documented = path.read_text(encoding="utf-8"), "//", set[int]()
     if path.suffix == ".py":
         sign = "# "
-        for it in ast.walk(ast.parse(text)):
+        for it in _statements(ast.parse(text)):
             if isinstance(it, ast.Expr) and isinstance(it.value, ast.Constant) and isinstance(it.value.value, str):
                 documented.update(range(it.lineno, (it.end_lineno or it.lineno) + 1))
     code, prose = list[str](), list[tuple[int, str]]()

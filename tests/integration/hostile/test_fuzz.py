@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from tests.examples import examples
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.hostile.fuzzing import TRUE, WRONG, Facts, conversations, requests
 from tests.integration.hostile.raw import METHODS, SERVICES, Outcome, Stack, request_class
 
-EXAMPLES = int(os.environ.get("MOONPOOL_FUZZ_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("MOONPOOL_FUZZ_EXAMPLES", examples(30)))
 SEED = os.environ.get("MOONPOOL_FUZZ_SEED")
 DEADLINE_S = 20.0
 """Longer than any call may take: deadlines of the stack itself end each before."""

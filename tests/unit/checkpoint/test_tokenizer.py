@@ -16,6 +16,7 @@ from tokenizers import decoders, models
 from moonpool import bundled
 from moonpool.checkpoint import ChatOptions, StopWatcher, Tokenizer
 from moonpool.errors import CheckpointError, InvalidRequest
+from tests.examples import examples
 from tests.unit.models.quirks import sentencepiece
 
 TINY = Path(bundled.__file__).parent / "tiny"
@@ -84,7 +85,7 @@ def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
     assert backend.chars == 0, "a token has a byte at least"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.text(max_size=40), st.integers(1, 3000), st.integers(0, 40))
 def test_only_texts_that_are_too_long_are_called_so(text: str, repeats: int, spare: int) -> None:
     whole = text * repeats
@@ -163,7 +164,7 @@ def cut(ids: list[int], seed: int) -> list[list[int]]:
     return parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.text(max_size=30), st.integers(0, 9))
 def test_pieces_make_the_whole_text(text: str, seed: int) -> None:
     ids = TOKENIZER.encode(text)
@@ -172,7 +173,7 @@ def test_pieces_make_the_whole_text(text: str, seed: int) -> None:
     assert "".join(pieces) + stream.flush() == TOKENIZER.decode(ids) == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 4095), max_size=30), st.integers(0, 9))
 def test_any_tokens_make_their_text(ids: list[int], seed: int) -> None:
     stream = TOKENIZER.stream()

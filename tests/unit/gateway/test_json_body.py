@@ -29,6 +29,7 @@ from services.gateway.serving.json_body import (
     count_json_parts,
     validate_body,
 )
+from tests.examples import examples
 from tests.unit.gateway.test_client_disconnect import Holding
 
 from .fakes import make_gateway, tokenizer
@@ -57,7 +58,7 @@ def parts_of(value: Any) -> JsonPartCounts:
     return JsonPartCounts(*map(sum, zip(own, *inner, strict=True)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(VALUES, st.booleans())
 def test_parts_are_counted_as_they_are_read(value: Any, ascii_only: bool) -> None:
     assert count_json_parts(json.dumps(value, ensure_ascii=ascii_only).encode()) == parts_of(value)

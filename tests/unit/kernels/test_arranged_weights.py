@@ -15,6 +15,7 @@ from kernels.choice import DTYPES
 from kernels.memory import LARGE_PAGE, WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -86,7 +87,7 @@ def test_a_matrix_that_is_worked_on_in_parts(gated: bool, wide: bool) -> None:
     torch.testing.assert_close(arranged(weight, bias, gated=gated).product(x, wide=wide), want, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 40),
     st.integers(1, 80),

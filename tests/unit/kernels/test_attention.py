@@ -12,6 +12,7 @@ from kernels import torch_ops
 from kernels.attention import selected, write_kv
 from kernels.kind import AttentionKind
 from kernels.plan import make_plan
+from tests.examples import examples
 from tests.unit.kernels.cases import BATCHES, MODES, make
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,7 +126,7 @@ def test_dropping_the_last_key_is_out_of_tolerance_at_every_length(
                 case.check(case.run(context_lens=case.context_lens - 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 20]), st.integers(0, 60)), min_size=1, max_size=8),
     st.sampled_from([16, 32]),

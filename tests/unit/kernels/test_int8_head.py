@@ -10,6 +10,7 @@ from kernels.arranged_weights import ArrangedWeight, arrange_weight
 from kernels.choice import DTYPES
 from kernels.int8_head import MAX_ROWS, Int8Head, int8_head_bytes, make_int8_head
 from kernels.memory import WeightArena
+from tests.examples import examples
 
 
 def head_of(weight: Tensor) -> tuple[ArrangedWeight, Int8Head | None]:
@@ -182,7 +183,7 @@ def test_rows_of_another_shape_or_type_are_refused() -> None:
             its.highest(x)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(1, 700), st.integers(1, 40), st.sampled_from(DTYPES), st.floats(-6, 6))
 def test_any_weights_of_any_size(seed: int, outputs: int, pairs: int, dtype: torch.dtype, magnitude: float) -> None:
     """Also where one weight is far larger than all others, so that its output's bytes tell little."""

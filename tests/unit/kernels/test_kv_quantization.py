@@ -12,6 +12,7 @@ from kernels import kv_quantization, reference
 from kernels.attention import write_kv
 from kernels.native import library
 from moonpool.kv.layout import KVLayout
+from tests.examples import examples
 from tests.unit.kernels.cases import LAST_TOKEN, MODES, Case
 
 DTYPES = list(kv_quantization.DTYPES.values())
@@ -46,7 +47,7 @@ def test_views_name_wrong_arguments(wrong: str) -> None:
         kv_quantization.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.sampled_from(DTYPES),

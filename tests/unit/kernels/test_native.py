@@ -16,6 +16,7 @@ from kernels.choice import DTYPES
 from kernels.native import build, library
 from kernels.native.library import Library
 from kernels.plan import make_plan
+from tests.examples import examples
 from tests.unit.kernels.cases import Case, make
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
@@ -86,7 +87,7 @@ def by_reference_norm(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.tuples(st.sampled_from([1, 1, 2, 17]), st.integers(0, 40)), min_size=1, max_size=4),
     st.sampled_from([64, 80, 96, 128, 16, 48, 256]),
@@ -189,7 +190,7 @@ def test_as_many_threads_as_torch_has_within_the_process() -> None:
     assert built.threads_used(1000) <= processors
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 9), st.integers(1, 70), st.sampled_from(DTYPES), st.booleans())
 def test_small_operations(rows: int, size: int, dtype: torch.dtype, in_place: bool) -> None:
     generator = torch.Generator().manual_seed(rows * 100 + size)

@@ -25,10 +25,11 @@ from moonpool.kv.frames import (
 from moonpool.kv.keys import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
+from tests.examples import examples
 from tests.layouts import uniform_like
 from tests.slices import slice_to_send
 
-SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+SMALL = settings(max_examples=examples(60), database=None)
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=4, head_dim=2, block_tokens=16, dtype="float16")
 SLICE = LAYOUT.slice_bytes(0)  # 512
 FULL = LAYOUT.block_tokens

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from moonpool.errors import FrameError
 from moonpool.kv.frames import SliceRun
 from moonpool.kv_transfer.receiver import SliceBitmap
+from tests.examples import examples
 
-SMALL = settings(max_examples=100, derandomize=True, deadline=None, database=None)
+SMALL = settings(max_examples=examples(100), database=None)
 
 
 def run(layer: int, first: int, count: int = 1, heads: tuple[int, int] = (0, 2)) -> SliceRun:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from services.prefill.core import actions, events
 from services.prefill.core.actions import RefusalReason
+from tests.examples import examples
 from tests.unit.prefill.world import BT, Client, World, staged
 
 STEP = 2 * BT
@@ -102,7 +103,7 @@ def test_a_delay_takes_nothing_from_other_tenants() -> None:
     assert steps(world, 3) == [[1], [4], [4]], "only the step under way goes before"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40), st.integers(0, 4)), min_size=2, max_size=8))
 def test_nobody_is_overtaken_by_a_prompt_that_came_later_than_its_own_delay(
     prompts: list[tuple[int, int, int]],

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moonpool.scheduling.block_manager import BlocksLent
 from services.prefill.core import actions, events
+from tests.examples import examples
 from tests.unit.prefill.world import BT, LAYERS, World, staged
 
 STORES = ("store-0", "store-1")
@@ -164,7 +165,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.world.check_rest()
 
 
-PrefillMachine.TestCase.settings = settings(derandomize=True, max_examples=30, stateful_step_count=50, deadline=None)
+PrefillMachine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=50)
 TestPrefillMachine = PrefillMachine.TestCase
 
 

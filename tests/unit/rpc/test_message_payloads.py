@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from moonpool.errors import FrameError
 from moonpool.rpc.messages import PayloadMessage, payload_bytes, payload_deserializer, serialize_payload
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
+from tests.examples import examples
 
-SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+SMALL = settings(max_examples=examples(60), database=None)
 read_request = payload_deserializer(decode_pb2.ReceiveKVRequest)
 
 uint32 = st.integers(0, 2**32 - 1)

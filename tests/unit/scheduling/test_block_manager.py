@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import COLD_S, BlockManager, OutOfBlocks
+from tests.examples import examples
 from tests.unit.scheduling.helpers import key
 
 
@@ -174,7 +175,7 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.manager.num_available == self.blocks
 
 
-BlockMachine.TestCase.settings = settings(derandomize=True, max_examples=40, stateful_step_count=40, deadline=None)
+BlockMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
 TestBlockMachine = BlockMachine.TestCase
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.transport.flow_control import ByteCredits, CreditReturn, StreamTraffic
+from tests.examples import examples
 from tests.unit.transport.turns import turn
 
-SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+SMALL = settings(max_examples=examples(60), database=None)
 LONG_S = 60.0
 
 

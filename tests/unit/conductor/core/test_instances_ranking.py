@@ -15,6 +15,7 @@ from services.conductor.core.latency_model import DecodeLatencyModel, Demand, Pr
 from services.conductor.core.prefill_pool import PrefillPool, PromptToPlace
 from services.conductor.placement.base import PlacementRequest
 from services.conductor.placement.policies import POLICIES
+from tests.examples import examples
 
 from .worlds import SECOND_PER_TOKEN, SHAPE, World, decode_at, facts, prefill_at
 
@@ -108,7 +109,7 @@ def nested(pairs: Sequence[tuple[int, int]], place: int) -> int:
     return mask & ((1 << 70) - 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(MEMBERS, BITS, PREFIXES, st.integers(1, 9), st.floats(0.0, 3.0), BITS)
 def test_a_search_equals_a_full_scan(
     placed: list[tuple[float, float, int]],
@@ -167,7 +168,7 @@ STORED = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(ENGINES, PREFIXES, st.lists(STORED, max_size=3), st.sampled_from([1, 60]), st.integers(1, 4))
 def test_the_best_prefills_equal_a_full_scan(
     engines: list[tuple[Speeds, float, float, int, int]],
@@ -197,7 +198,7 @@ def test_the_best_prefills_equal_a_full_scan(
     assert [choice.known_s for choice in choices] == [total for total, _ in best]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(ENGINES, PREFIXES, BITS, st.integers(0, 40))
 def test_the_best_decodes_are_those_of_a_full_scan(
     engines: list[tuple[Speeds, float, float, int, int]], prefixes: list[tuple[int, int]], suspects: int, need: int

@@ -14,6 +14,7 @@ from services.conductor.core.latency_model import (
     OutputLengthModel,
     Stratum,
 )
+from tests.examples import examples
 
 ONE: Stratum = ("tenant",)
 
@@ -97,7 +98,7 @@ def test_strata_are_bounded() -> None:
     assert lengths.outlives(("tenant 0", "3"), 20) == lengths.outlives((), 20)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 5000), st.booleans(), st.sampled_from("ab"))), st.floats(0, 10**7))
 def test_a_curve_falls_from_one(answers: list[tuple[int, bool, str]], at: float) -> None:
     lengths = OutputLengthModel()

@@ -17,6 +17,7 @@ from services.conductor.core.prefix_index import (
     PrefixIndex,
     slots_in,
 )
+from tests.examples import examples
 
 
 def chain(*names: str) -> list[bytes]:
@@ -265,16 +266,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert count == len(held) if self.limit == 1 << 20 else count <= min(len(held), self.limit)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
 TestIndexMachine = IndexMachine.TestCase
-
-
-class LongIndexMachine(IndexMachine):
-    """The same, for longer."""
-
-
-LongIndexMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
-TestIndexForLong = pytest.mark.timeout(600)(pytest.mark.slow(LongIndexMachine.TestCase))
 
 
 def test_equal_sets_have_one_number() -> None:

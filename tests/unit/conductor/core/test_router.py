@@ -24,6 +24,7 @@ from services.conductor.core.router import RoutingDecision
 from services.conductor.placement.base import Candidates, PrefillChoice
 from services.conductor.placement.decode_policies.least_time import SPEED_NOISE
 from services.conductor.placement.policies import POLICIES
+from tests.examples import examples
 
 from .worlds import BLOCK_TOKENS, SHAPE, World, facts
 
@@ -178,7 +179,7 @@ SCENES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(SCENES, st.sampled_from(sorted(SECONDS)))
 def test_a_plan_equals_that_of_a_full_scan(scene: Scene, name: str) -> None:
     policy = POLICIES[name]
@@ -241,7 +242,7 @@ ALIKE = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(ALIKE, st.sampled_from(["kvcache_centric", "cache_aware"]), st.integers(1, BLOCKS * BLOCK_TOKENS + 15))
 def test_the_width_of_a_class_is_what_a_plan_may_lose(
     drawn: list[tuple[float, float, int]], name: str, tokens: int

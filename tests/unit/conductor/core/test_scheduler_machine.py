@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Callable
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -22,6 +21,7 @@ from services.conductor.core.events import (
     TakeOverSequence,
 )
 from services.conductor.core.latency_model import SloLimits
+from tests.examples import examples
 
 from .world import BLOCK, NO_ROOM, World
 
@@ -255,12 +255,4 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 TestRequests = RequestMachine.TestCase
-TestRequests.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
-
-
-class LongRequestMachine(RequestMachine):
-    """The same, for longer."""
-
-
-LongRequestMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
-TestRequestsForLong = pytest.mark.timeout(600)(pytest.mark.slow(LongRequestMachine.TestCase))
+TestRequests.settings = settings(max_examples=examples(60), stateful_step_count=50)

@@ -26,6 +26,7 @@ from services.conductor.placement.base import (
     StoredPrefix,
 )
 from services.conductor.placement.policies import POLICIES
+from tests.examples import examples
 
 from ..core.world import LIMITS
 from ..core.worlds import SECOND_PER_TOKEN, SHAPE, World, facts
@@ -328,7 +329,7 @@ def alone_s(one: InstanceFacts, tokens: int) -> float:
     return PrefillLatencyModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(ENGINES, ENGINES, st.integers(1, 600), FACTORS, FACTORS, st.sampled_from(AdmissionMode))
 def test_an_idle_cluster_refuses_only_what_nobody_could_keep(
     computing: list[tuple[Speeds, int, int]],
@@ -355,7 +356,7 @@ def test_an_idle_cluster_refuses_only_what_nobody_could_keep(
     assert len([action for action in out if isinstance(action, CallReserve)]) == 1 - len(refused)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     SPEEDS,
     st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0.0, 0.5, 3.0, 40.0])), min_size=2, max_size=12),
@@ -371,7 +372,7 @@ def test_a_prompt_of_one_step_goes_to_a_wide_pipeline_only_where_it_is_free_soon
     assert all(other_s > queue_s for width, other_s in pipelines if width < stages)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(list(POLICIES)), ENGINES, st.integers(0, 99), st.lists(st.integers(1, 600), max_size=12))
 def test_equal_histories_give_equal_placements(
     policy: str, computing: list[tuple[Speeds, int, int]], seed: int, prompts: list[int]

@@ -8,6 +8,7 @@ from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.placement.base import PrefillChoice
 from services.conductor.placement.policies import POLICIES
 from services.conductor.placement.policies.social import LATE_PATIENCE, LIMIT_S, PATIENCE
+from tests.examples import examples
 
 from ..core.worlds import SECOND_PER_TOKEN, World, facts
 
@@ -115,7 +116,7 @@ def test_tenants_wait_for_their_turns() -> None:
     assert choice.queue_s == pytest.approx(10.0), "the step under way: its turn comes next"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.0, 100.0)), max_size=8),
     st.integers(1, 60),

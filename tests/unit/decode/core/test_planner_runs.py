@@ -39,6 +39,7 @@ from services.decode.core.events import (
 )
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings, Preemption
+from tests.examples import examples
 
 BT = 4
 LONGEST = 60
@@ -218,7 +219,7 @@ ASK = st.builds(
     batch=st.integers(1, 6),
     most=st.sampled_from([2, 3, 1000]),
 )
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(40))
 def test_steps_at_once_are_as_steps_one_by_one(
     way: Preemption, asks: list[Ask], blocks: int, batch: int, most: int
 ) -> None:
@@ -234,7 +235,7 @@ def test_steps_at_once_are_as_steps_one_by_one(
     batch=st.integers(1, 5),
     steps=st.sampled_from([(2, 2), (9, 9), (1000, 1000), (1000, 9)]),
 )
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(40))
 def test_blocks_granted_ahead_change_nothing_but_the_runs(asks: list[Ask], batch: int, steps: tuple[int, int]) -> None:
     """Where there is room for all: the same as steps one by one, also the blocks, but for when and which they are."""
     single, plain, ahead = (

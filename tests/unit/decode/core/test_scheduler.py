@@ -9,6 +9,7 @@ from services.decode.core.actions import FenceConductor, RequestAdopted, Request
 from services.decode.core.events import AbortRequest, EngineDied, SearchRules, StreamOpened
 from services.decode.core.request import NO_STREAM, RequestStatus
 from services.decode.core.settings import Preemption
+from tests.examples import examples
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.decode.core.world import SPEEDS, World, config
@@ -353,7 +354,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert sorted(ended) == sorted(promised), "every request that was promised room ends once, or is forgotten once"
 
 
-DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=35, stateful_step_count=60, deadline=None)
+DecodeMachine.TestCase.settings = settings(max_examples=examples(35), stateful_step_count=60)
 TestDecodeMachine = DecodeMachine.TestCase
 
 

@@ -20,6 +20,7 @@ from services.kvstore.core.store import ReadLease
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.core.writes import PutSession
 from services.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
+from tests.examples import examples
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -342,5 +343,5 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
+StoreMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=30)
 TestStore = StoreMachine.TestCase

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.kvstore.dram.arena import AHEAD_BYTES, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+from tests.examples import examples
 from tests.unit.kvstore.invariants import check
 
 MIB = 1 << 20
@@ -149,7 +150,7 @@ def test_no_memory_beyond_the_budget_is_brought_in() -> None:
     assert small.resident_bytes == len(block)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30))
 @given(
     st.lists(
         st.tuples(st.sampled_from([64, 3000, 40_000, 65_536, 70_000, 262_144]), st.integers(0, 9)),

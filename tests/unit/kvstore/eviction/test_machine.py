@@ -15,6 +15,7 @@ from services.kvstore.eviction.base import EvictionPolicy
 from services.kvstore.eviction.kv_aware import KVAware
 from services.kvstore.eviction.policies import POLICIES
 from services.kvstore.eviction.sessions import SessionRetention
+from tests.examples import examples
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 from tests.unit.kvstore.invariants import check
 
@@ -126,15 +127,11 @@ class SessionMachine(PolicyMachine):
 @pytest.mark.parametrize("name", POLICIES)
 def test_any_order_of_events_with_sessions(name: str) -> None:
     machine = type("Machine", (SessionMachine,), {"make": staticmethod(POLICIES[name])})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(15), stateful_step_count=30))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_any_order_of_events(name: str) -> None:
     policies = {**POLICIES, "kv-aware": lambda: KVAware(refit_least=8)}  # so that it learns within some steps
     machine = type("Machine", (PolicyMachine,), {"make": staticmethod(policies[name])})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(15), stateful_step_count=30))

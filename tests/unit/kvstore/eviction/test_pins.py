@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
 from services.kvstore.eviction.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
+from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 from tests.unit.kvstore.invariants import check
 
@@ -250,5 +251,5 @@ class PinMachine(RuleBasedStateMachine):
         assert expected == self.kept == {key for key in KEYS if key in self.pins}
 
 
-PinMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+PinMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
 TestPinMachine = PinMachine.TestCase

@@ -24,6 +24,7 @@ from services.kvstore.ssd.records import BadRecordError, SsdReader
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from tests.examples import examples
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.ssd.power import PowerFiles
@@ -289,7 +290,7 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-TierMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None, derandomize=True)
+TierMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=25)
 TestTier = TierMachine.TestCase
 
 
@@ -299,7 +300,7 @@ class DisksMachine(TierMachine):
     disks = 2
 
 
-DisksMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None, derandomize=True)
+DisksMachine.TestCase.settings = settings(max_examples=examples(15), stateful_step_count=25)
 TestDisks = DisksMachine.TestCase
 
 
@@ -313,7 +314,7 @@ def test_without_syncs_a_loss_of_power_loses_blocks_and_a_crash_of_the_process_n
     ProcessMachine.lost = 0
     run_state_machine_as_test(
         ProcessMachine,
-        settings=settings(max_examples=20, stateful_step_count=25, deadline=None, derandomize=True),
+        settings=settings(max_examples=examples(20), stateful_step_count=25),
     )
     assert ProcessMachine.lost > 0
 
@@ -370,5 +371,5 @@ class LongTierMachine(TierMachine):
     """The same, for longer."""
 
 
-LongTierMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+LongTierMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=60)
 TestTierForLong = pytest.mark.timeout(1800)(pytest.mark.slow(LongTierMachine.TestCase))

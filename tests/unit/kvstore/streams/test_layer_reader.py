@@ -22,6 +22,7 @@ from services.kvstore.core.store import LeasedBlock, ReadLease
 from services.kvstore.dram.arena import Arena
 from services.kvstore.layer_reader import LayerReader, LostBlock
 from services.kvstore.ssd.records import BadRecordError, SsdReader
+from tests.examples import examples
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 
 SHAPE = KVLayout.uniform(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
@@ -160,7 +161,7 @@ async def test_a_passing_error_ends_the_reading_there_and_forgets_no_block(numbe
 BLOCK = st.tuples(st.sampled_from(["dram", "cold", "reserved"]), st.none() | st.none() | st.integers(0, 8))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(
     blocks=st.lists(BLOCK, min_size=1, max_size=9),
     wanted=st.tuples(st.integers(0, 8), st.integers(1, 9)).filter(lambda pair: pair[0] < pair[1]),

@@ -18,6 +18,7 @@ from moonpool.kv.blocks import PARTS
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.tiered_store import StoreListener
+from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, held, in_part, keys_of, open_ssd
 
 KEYS = keys_of(6)
@@ -131,7 +132,7 @@ async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     return sum(each.cut_off for each in followers)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(st.lists(STEP, max_size=30))
 def test_a_follower_knows_what_is_here_and_nothing_that_was_removed(steps: list[Any]) -> None:
     asyncio.run(follow(steps, keys_per_page=1))  # so that changes come between the pages

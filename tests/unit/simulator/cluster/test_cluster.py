@@ -13,6 +13,7 @@ from simulator.cluster.config import DecodeMemory, Runs, SloTargets
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request, TokenTimes
 from simulator.network import CallDelays, exponential
 from simulator.traces.mooncake import TraceRequest
+from tests.examples import examples
 from tests.unit.simulator.cluster.rig import config, request, run
 
 
@@ -184,7 +185,7 @@ def story(ended: list[Request]) -> list[object]:
     "way", [pytest.param(way, marks=pytest.mark.slow if way is not Preemption.AUTO else ()) for way in Preemption]
 )
 @given(plans=REQUESTS, blocks=st.integers(22, 60), slow=st.sampled_from((1.0, 2.0)))
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(20))
 def test_steps_at_once_are_as_steps_one_by_one(
     way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int, slow: float
 ) -> None:
@@ -248,7 +249,7 @@ def test_a_crash_loses_no_request(name: str) -> None:
 
 
 @given(seed=st.integers(0, 2**32), drop=st.floats(0.0, 0.3), late=st.floats(0.0, 0.2))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_lost_and_late_messages_leave_nothing_behind(seed: int, drop: float, late: float) -> None:
     delays = CallDelays(drop_share=drop, late_share=late, late_s=3.0)
     trace = [request(0.1 * number, 200, 20, 100 * (number % 3)) for number in range(15)]

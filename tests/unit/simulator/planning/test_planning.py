@@ -28,6 +28,7 @@ from simulator.planning.planner import (
     parse_slo,
 )
 from simulator.traces.mooncake import write_trace
+from tests.examples import examples
 from tests.unit.simulator.cluster.rig import NO_DELAYS, PROFILE, request
 
 HARDWARE = Hardware("round", {"round": "none"}, {"prefill": 3.0, "decode": 2.0, "kvstore": 1.0}, 10**9, 0)
@@ -111,7 +112,7 @@ BOUND = 6
 COSTS = st.sampled_from([0.0, 0.1, 1.0, 1.5, 3.0, 10.0])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.lists(st.integers(1, BOUND + 2), min_size=BOUND, max_size=BOUND), min_size=BOUND + 1, max_size=BOUND + 1
