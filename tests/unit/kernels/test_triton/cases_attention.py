@@ -16,9 +16,12 @@ from tests.unit.kernels.test_triton.pools import DTYPES, make
 RAGGED = [(1, 33), (5, 21), (1, 1), (3, 3), (17, 60)]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 40)]
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+SLOWLY = pytest.mark.slow if os.environ.get("TRITON_INTERPRET") == "1" else ()
+"""Of what a GPU does in a moment and the interpreter in many seconds."""
+EACH_DTYPE = pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=SLOWLY) for dtype in DTYPES[1:])])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_ragged_batch(dtype: torch.dtype) -> None:
     case = make(RAGGED, dtype=dtype)
     case.check(case.prefill())
@@ -41,7 +44,7 @@ def test_shapes(head_dim: int, group: int, block_tokens: int) -> None:
     case.check(case.decode())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("length", [2, 16, 17, 33, 75, 130])
 def test_dropping_the_last_key_is_out_of_tolerance(length: int, dtype: torch.dtype) -> None:
     """The kernel itself is told a context without the last token: what it gives must not pass for right."""
@@ -173,10 +176,6 @@ KINDS = {
     "sinks": AttentionKind(sinks=torch.tensor([-2.0, 0.5, 3.0, 9.0, 0.0, -9.0, 1.0, 2.0])),
     "all": AttentionKind(40, 1.5, torch.tensor([4.0, 0.5, 3.0, -1.0, 0.0, 2.0, 1.0, 2.0])),
 }
-
-
-SLOWLY = pytest.mark.slow if os.environ.get("TRITON_INTERPRET") == "1" else ()
-"""Of what a GPU does in a moment and the interpreter in many seconds."""
 
 
 @pytest.mark.parametrize(

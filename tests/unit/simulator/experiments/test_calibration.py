@@ -70,7 +70,7 @@ def test_a_fit_foresees_requests_that_it_has_not_seen() -> None:
     """The stack is a simulation with extras; half of its requests are fitted, the others are foreseen."""
     half = len(REQUESTS) // 2
     stack = serve(Extras(1.4, 0.05, 1.3, 0.004, 0.02, prompt_s=0.05).applied(CONFIG), REQUESTS)
-    extras, near = fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=60)
+    extras, near = fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=40)
     assert near < 0.2
     assert extras.host_slowdown == 1.0, "each engine has cores of its own"
     assert fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=3) == fit(
