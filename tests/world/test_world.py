@@ -37,9 +37,9 @@ def run(module: str, *flags: str, hash_seed: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-WORKLOAD = Run(requests=20, prefill=3, decode=3, jitter_s=0.0)
+WORKLOAD = Run(requests=40, prefill=3, decode=3, jitter_s=0.0)
 """Without random delays: what comes first decides between equal instances in both worlds alike."""
-FLAGS = ("--requests", "20", "--prefill", "3", "--decode", "3", "--jitter-s", "0")
+FLAGS = ("--requests", "40", "--prefill", "3", "--decode", "3", "--jitter-s", "0")
 
 
 @pytest.fixture(scope="module")
