@@ -9,8 +9,8 @@ SOAK_SECONDS ?= 3600
 MUTANTS ?= 200
 # Runs test-gpu without .venv and without a network.
 GPU_PYTHON ?=
-# Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
-TEST_PROCESSES ?= 2
+# Tests at once, for two cores: many of them wait for processes that start, or for timers. A file's or folder's tests share stacks, so they stay together.
+TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu test-engines mutants check lint format protos bench clients load soak clean

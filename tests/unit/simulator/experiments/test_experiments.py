@@ -199,18 +199,18 @@ def simulate(*args: str) -> subprocess.CompletedProcess[str]:
 SMALL_CLUSTER = ("--prefill", "2", "--decode", "2", "--kvstore", "1")
 TINY = (
     ("cache", "--requests", "200", "--capacities", "inf,100"),
-    ("scale", "--requests", "30", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
-    ("scheduling", "--requests", "12", *SMALL_CLUSTER),
-    ("race", "--requests", "8", "--policy", "kvcache_centric,social", *SMALL_CLUSTER),
-    ("ratio", "--requests", "12", "--instances", "4", "--kvstore", "1"),
-    ("overload", "--requests", "20", *SMALL_CLUSTER),
+    ("scale", "--requests", "16", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
+    ("scheduling", "--requests", "8", *SMALL_CLUSTER),
+    ("race", "--requests", "5", "--policy", "kvcache_centric,social", *SMALL_CLUSTER),
+    ("ratio", "--requests", "8", "--instances", "4", "--kvstore", "1"),
+    ("overload", "--requests", "12", *SMALL_CLUSTER),
     ("pipeline", "--requests", "2"),
     ("roles", "--machines", "4", "--part-s", "60", "--parts", "2", "--reading-per-s", "0.2", "--talking-per-s", "0.5"),
-    ("conductors", "--requests", "12", *SMALL_CLUSTER, "--crash-s", "2"),
+    ("conductors", "--requests", "8", *SMALL_CLUSTER, "--crash-s", "2"),
     ("transfer",),
-    ("memory", "--requests", "24", "--pool-blocks", "150", "--max-tokens", "1024"),
-    ("hot", "--requests", "30", *SMALL_CLUSTER),
-    ("faults", "--requests", "10", "--seeds", "2"),
+    ("memory", "--requests", "16", "--pool-blocks", "150", "--max-tokens", "1024"),
+    ("hot", "--requests", "16", *SMALL_CLUSTER),
+    ("faults", "--requests", "6", "--seeds", "2"),
 )
 ALL_OF_THEM = """
 import json, sys
