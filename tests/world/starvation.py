@@ -31,7 +31,8 @@ KEPT: list[Simulation] = []
 def starved(names: Sequence[str], how: str, seconds: float = 20.0) -> dict[str, Any]:
     """What became of a stream; see above. The process must end with `leave` afterwards."""
     KEPT.append(simulation := Simulation())
-    return simulation.run(_serve(simulation, names, how, seconds))
+    found: dict[str, Any] = simulation.run(_serve(simulation, names, how, seconds))
+    return found
 
 
 async def _serve(simulation: Simulation, names: Sequence[str], how: str, seconds: float) -> dict[str, Any]:
