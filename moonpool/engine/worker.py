@@ -197,12 +197,13 @@ class StageLoader:
         return replace(self.engine, blocks=found.blocks, step_tokens=found.step_tokens)
 
     def _load_weights(self) -> "StageModel":
+        from moonpool.engine.footprint import release_memory
         from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
 
         engine, spec = self.engine, self.spec
         folder = Path(engine.weights_folder) if engine.weights_folder and self.device is None else None
         imatrix = Path(engine.imatrix) if engine.imatrix else None
-        return load_stage(
+        model = load_stage(
             Path(engine.checkpoint),
             self.config,
             torch_dtype(engine.dtype),
@@ -213,6 +214,8 @@ class StageLoader:
             kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, folder, imatrix),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )
+        release_memory()  # what was unpacked on the way
+        return model
 
     def _open_platform(self) -> "tuple[StagePlatform, Footprint]":
         import torch

@@ -1,5 +1,6 @@
-"""Weights in a file that is mapped: the same numbers, also where memory holds no whole model."""
+"""The memory of weights: about their file's; in a file that is mapped, also where memory holds no whole model."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers.gguf_files import write_gguf
 from kernels.native import library
 from moonpool.checkpoint import load_config
+from moonpool.engine.footprint import release_memory
 from moonpool.errors import ConfigError
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
@@ -41,6 +44,26 @@ def test_results_are_the_same(shape: str, quantization: Any, checkpoint: Callabl
     assert held.mapped_bytes == 0
     assert held.weight_bytes * 0.8 < mapped.mapped_bytes < held.weight_bytes * 1.1
     assert not list((tmp_path / "weights").iterdir())
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file holds, without what was freed."""
+    gc.collect()
+    release_memory()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_codes_take_the_memory_of_their_file(tmp_path: Path) -> None:
+    folder = create("tiny-llama", tmp_path / "model", 3, "float32", overrides=LARGE)
+    file = write_gguf("llama", folder, tmp_path / "model.gguf", "Q8_0")
+    config = load_config(file)
+    load_stage(file, config, torch.bfloat16, 0, 1, kept=KeptWeights("auto"))  # what the first use takes
+    before = anonymous_bytes()
+    stage = load_stage(file, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights("auto"))
+    grown = anonymous_bytes() - before
+    print(f"{grown / file.stat().st_size:.3f} of the file")
+    assert stage.weight_bytes * 0.9 < grown < 1.15 * file.stat().st_size + (2 << 20)  # a large page is not filled
 
 
 def test_a_folder_that_is_none_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
