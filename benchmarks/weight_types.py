@@ -154,13 +154,13 @@ def expert_call(stage: StageModel) -> Callable[[], None]:
     return call
 
 
-def trained_rows(progress: Progress) -> Iterator[Row]:
+def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
     """Perplexity and changed predictions."""
     path = trained()
     config = load_config(path)
     texts = windows(path)
 
-    def stage(kind: Quantization) -> StageModel:
+    def stage(kind: Quantization, path: Path = path) -> StageModel:
         return load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind))
 
     dense = stage("none")
@@ -182,6 +182,9 @@ def trained_rows(progress: Progress) -> Iterator[Row]:
         progress(f"{name}: perplexity {after:.4f}, {after / before - 1:+.3%}; {mean(others):.2%} other predictions")
         yield bounded(f"{name}: perplexity over bfloat16's", "", [after / before], "allowed", WORSE[kind])
         yield bounded(f"{name}: other most likely tokens", "share", [mean(others)], "allowed", AGREE[kind])
+        if kind == "int4" and options.beside is not None:
+            theirs = perplexity([predict(stage("none", options.beside), tokens, "auto") for tokens in texts])
+            yield bounded(f"{name}: perplexity over {options.beside.name}'s", "", [after / theirs], "allowed", 1.0)
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -190,7 +193,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     if options.threads:
         torch.set_num_threads(options.threads)
     sources = [
-        trained_rows(progress),
+        trained_rows(options, progress),
         expert_rows(options, progress),
         *(speed_rows(shape, options, progress) for shape in options.shapes),
     ]
@@ -204,6 +207,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES[:1]), help=f"that are timed; {', '.join(SHAPES)}")
+    parser.add_argument("--beside", type=Path, help="the trained model in 4 bits by llama.cpp, as Q4_K_M, a GGUF file")
     parser.add_argument("--threads", type=int, help="torch's threads (default: its own); 1 is timed by processor time")
 
 

@@ -294,8 +294,8 @@ def pack_int8(weight: Tensor, group: int = 32) -> PackedWeight:
 def pack_int4(weight: Tensor, group: int = 32, importance: Tensor | None = None) -> PackedWeight:
     """Return a dense `weight` [outputs, inputs] in nibbles.
 
-    Each group has the scale and the offset of the least squared error that a search finds; an input's error counts as
-    `importance` [inputs] says, float32.
+    Each group has the scale and the offset of the least squared error that a search finds. Errors of large weights
+    count more, and an input's as `importance` [inputs] says, float32.
 
     Raises:
         ValueError: `group` does not divide the inputs, or a weight is not finite; `importance` has another shape.
@@ -336,7 +336,8 @@ def _searched(groups: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     `counts`: of each number's error, [n, group] or [].
     """
-    counts = counts.expand_as(groups)
+    root = groups.square().mean(1, keepdim=True).sqrt().clamp(min=1e-30)
+    counts = counts * (1 + groups.abs() / root)  # as llama.cpp weighs them
     low, high = groups.amin(1), groups.amax(1)
     middle, reach = (low + high) / 2, (high - low) / 2
     best: tuple[Tensor, ...] | None = None
