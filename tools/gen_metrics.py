@@ -20,6 +20,7 @@ from services.conductor.servicer import CONDUCTOR_METRICS
 from services.decode.service import DECODE_METRICS
 from services.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
 from services.gateway.serving.metrics import EngineCollector, GatewayMetrics
+from services.indexer.service import INDEXER_METRICS
 from services.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
 from services.prefill.service import PREFILL_METRICS
 
@@ -49,6 +50,7 @@ SERVICES: dict[str, Sequence[Table]] = {
     "kvstore": (STORE_METRICS, SSD_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, LISTENER_METRICS, PROCESS_METRICS),
     "gateway": (SERVER_METRICS, RESPONSE_METRICS, BODY_METRICS, PROCESS_METRICS),
     "adapter": (ADAPTER_METRICS, PROCESS_METRICS),
+    "indexer": (INDEXER_METRICS, PROCESS_METRICS),
 }
 
 

@@ -763,18 +763,28 @@ ADAPTER_PACKAGES = ("aiohttp", "msgspec", "zmq")
 @app.command("adapter", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
 def adapter_(context: typer.Context) -> None:
     """Join a vLLM server to the cluster: adapter vllm --engine URL --model MODEL --conductor ADDRESS."""
-    from moonpool.errors import ConfigError
-
     args = context.args
     if args and not args[0].startswith("-"):
         args = ["--set", f"kind={args[0]}", *args[1:]]
+    raise typer.Exit(_main_with_extra("adapter")(args))
+
+
+@app.command("indexer", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
+def indexer_(context: typer.Context) -> None:
+    """Tell other routers which engine holds which KV: HTTP as Mooncake's conductor, KV events as vLLM."""
+    raise typer.Exit(_main_with_extra("indexer")(context.args))
+
+
+def _main_with_extra(service: str) -> Any:
+    """A service's `main`. Raises ConfigError if the extra `adapter` is not installed."""
+    from moonpool.errors import ConfigError
+
     try:
-        main = importlib.import_module("services.adapter.__main__").main
+        return importlib.import_module(f"services.{service}.__main__").main
     except ModuleNotFoundError as error:
         if error.name not in ADAPTER_PACKAGES:
             raise
-        raise ConfigError("adapter", f"needs {error.name}: pip install 'moonpool[adapter]'") from error
-    raise typer.Exit(main(args))
+        raise ConfigError(service, f"needs {error.name}: pip install 'moonpool[adapter]'") from error
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)

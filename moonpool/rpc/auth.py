@@ -212,13 +212,15 @@ class ApiKeys:
 
 ROLE_URI = "moonpool:role:"
 ENGINES = frozenset({"prefill", "decode"})
-INSTANCES = ENGINES | {"kvstore"}
+ADAPTER = "adapter"
+"""An adapter joins as prefill and as decode instance, for an engine that moves KV by itself."""
+INSTANCES = ENGINES | {"kvstore", ADAPTER}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
 KEEPERS = ENGINES | {"client"}
 """Roles that keep KV in kvstores; a client only under one tenant's keys (`moonpool.kv.values.check_owned`)."""
 READERS = OPERATORS | {"conductor"}
-ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
+ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator", ADAPTER)
 _CONDUCTOR = {
     "Generate": CLIENTS,
     "Join": INSTANCES,
@@ -231,6 +233,7 @@ _CONDUCTOR = {
     "DeleteContext": CLIENTS,
     "UpdateSession": CLIENTS,
     "DeleteKV": CLIENTS,
+    "WatchKV": OPERATORS | {"gateway"},
     "ConductorStats": OPERATORS | {"gateway"},
 }
 _PREFILL = {
@@ -248,6 +251,7 @@ _DECODE = {
     "Forget": frozenset({"conductor"}),
     "DecodeStats": READERS,
 }
+_ADAPTER = {"HandOver": frozenset({ADAPTER})}
 _KVSTORE = {
     "Put": KEEPERS,
     "Get": KEEPERS,
@@ -271,6 +275,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         ("PrefillService", _PREFILL),
         ("DecodeService", _DECODE),
         ("KVStoreService", _KVSTORE),
+        ("AdapterService", _ADAPTER),
     )
     for method, roles in table.items()
 }
@@ -325,13 +330,13 @@ def is_client() -> bool:
 
 
 def require_role(role: str) -> None:
-    """Checks that the caller has this role, where connections are secured.
+    """Checks that the caller has this role, or is an adapter in an engine's role, where connections are secured.
 
     Raises:
         Mismatch: the caller has another role.
     """
     who = current_caller()
-    if who is not None and who.role != role:
+    if who is not None and who.role != role and not (who.role == ADAPTER and role in ENGINES):
         raise Mismatch("instance.kind", f"the certificate's role is {who.role}, not {role}")
 
 

@@ -321,6 +321,157 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class WatchKVRequest(_message.Message):
+    """Follows the KV of the cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchKVRequest: _TypeAlias = WatchKVRequest  # noqa: Y015
+
+@_typing.final
+class KVHolder(_message.Message):
+    """An instance that has joined. None of its blocks is known yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def instance(self) -> _kv_pb2.Instance:
+        """Which instance."""
+
+    @_builtins.property
+    def model(self) -> Global___ModelInfo:
+        """What an engine serves; unset for a kvstore."""
+
+    def __init__(
+        self,
+        *,
+        instance: _kv_pb2.Instance | None = ...,
+        model: Global___ModelInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVHolder: _TypeAlias = KVHolder  # noqa: Y015
+
+@_typing.final
+class HeldKVChange(_message.Message):
+    """A change of what an instance holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Id of the instance."""
+    @_builtins.property
+    def events(self) -> _kv_pb2.KVEvents:
+        """The change; its number means nothing here."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        events: _kv_pb2.KVEvents | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldKVChange: _TypeAlias = HeldKVChange  # noqa: Y015
+
+@_typing.final
+class TokenChain(_message.Message):
+    """Tokens that were a prompt, or a prompt and its answer: they tell what the chain's blocks stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose chain."""
+    cache_salt: _builtins.str
+    """Its salt; empty = none."""
+    token_ids: _builtins.bytes
+    """Little-endian int32."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenChain: _TypeAlias = TokenChain  # noqa: Y015
+
+@_typing.final
+class WatchKVResponse(_message.Message):
+    """A piece of what a watcher learns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOINED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    SYNCED_FIELD_NUMBER: _builtins.int
+    left: _builtins.str
+    """Id of an instance that has left, with all its blocks."""
+    synced: _builtins.bool
+    """All that was held at the beginning has been told."""
+    @_builtins.property
+    def joined(self) -> Global___KVHolder:
+        """An instance has joined, or has joined again without blocks."""
+
+    @_builtins.property
+    def changed(self) -> Global___HeldKVChange:
+        """What an instance holds has changed."""
+
+    @_builtins.property
+    def chain(self) -> Global___TokenChain:
+        """What blocks stand for."""
+
+    def __init__(
+        self,
+        *,
+        joined: Global___KVHolder | None = ...,
+        left: _builtins.str = ...,
+        changed: Global___HeldKVChange | None = ...,
+        chain: Global___TokenChain | None = ...,
+        synced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "changed", b"changed", "joined", b"joined", "left", b"left", "message", b"message", "synced", b"synced"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "changed", b"changed", "joined", b"joined", "left", b"left", "message", b"message", "synced", b"synced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["joined", "left", "changed", "chain", "synced"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WatchKVResponse: _TypeAlias = WatchKVResponse  # noqa: Y015
+
+@_typing.final
 class SessionTurn(_message.Message):
     """A turn of a session, a conversation or an agent's run, whose turns continue each other's prompts. What is told here
     changes where requests are placed and how long KV is kept, and never an answer.
@@ -1082,6 +1233,7 @@ class JoinHello(_message.Message):
     KV_DOMAIN_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
     USES_KVSTORES_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1100,6 +1252,8 @@ class JoinHello(_message.Message):
     """KV goes from one instance to another only within a domain. Empty = all that move KV as this contract says."""
     uses_kvstores: _builtins.bool
     """An engine in a domain that reads and writes kvstores by itself: blocks there count as a prefix that can be loaded."""
+    http_address: _builtins.str
+    """HOST:PORT at which an engine of another make serves OpenAI's interface, for proxies that pick engines. Empty = none."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1132,10 +1286,11 @@ class JoinHello(_message.Message):
         kv_domain: _builtins.str = ...,
         unsupported: _abc.Iterable[_builtins.str] | None = ...,
         uses_kvstores: _builtins.bool = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

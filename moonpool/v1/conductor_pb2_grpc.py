@@ -90,6 +90,11 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.FromString,
                 _registered_method=True)
+        self.WatchKV = channel.unary_stream(
+                '/moonpool.v1.ConductorService/WatchKV',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.FromString,
+                _registered_method=True)
         self.ConductorStats = channel.unary_unary(
                 '/moonpool.v1.ConductorService/ConductorStats',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ConductorStatsRequest.SerializeToString,
@@ -178,6 +183,13 @@ class ConductorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKV(self, request, context):
+        """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConductorStats(self, request, context):
         """Everything the conductor holds, as gauges.
         """
@@ -242,6 +254,11 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.DeleteKV,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.SerializeToString,
+            ),
+            'WatchKV': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKV,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.SerializeToString,
             ),
             'ConductorStats': grpc.unary_unary_rpc_method_handler(
                     servicer.ConductorStats,
@@ -547,6 +564,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/DeleteKV',
             moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.DeleteKVResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKV(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/WatchKV',
+            moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class ConductorServiceStub:
     """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
     DeleteKV: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]
     """Deletes KV from every tier of every instance, also from those that join later."""
+    WatchKV: _grpc.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]
+    """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
     ConductorStats: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]
     """Everything the conductor holds, as gauges."""
 
@@ -85,6 +87,8 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
     DeleteKV: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]  # type: ignore[assignment]
     """Deletes KV from every tier of every instance, also from those that join later."""
+    WatchKV: _aio.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]  # type: ignore[assignment]
+    """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
     ConductorStats: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]  # type: ignore[assignment]
     """Everything the conductor holds, as gauges."""
 
@@ -178,6 +182,14 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DeleteKVResponse, _abc.Awaitable[_conductor_pb2.DeleteKVResponse]]:
         """Deletes KV from every tier of every instance, also from those that join later."""
+
+    @_abc_1.abstractmethod
+    def WatchKV(
+        self,
+        request: _conductor_pb2.WatchKVRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_conductor_pb2.WatchKVResponse], _abc.AsyncIterator[_conductor_pb2.WatchKVResponse]]:
+        """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
 
     @_abc_1.abstractmethod
     def ConductorStats(

@@ -18,6 +18,8 @@ from moonpool.v1 import kv_pb2, prefill_pb2
 from services.adapter.base import EngineClient, EnginePrompt
 
 FINISHES = {"stop": kv_pb2.FINISH_REASON_STOP, "length": kv_pb2.FINISH_REASON_LENGTH}
+MEETS = "bootstrap_room"
+"""A transfer with this names no KV that is there, but where both engines of a pair meet."""
 log = get_logger(__name__)
 
 
@@ -127,6 +129,11 @@ class EnginePart:
     ordered: Callable[[EnginePrompt], None]
     uses_kvstores: bool = False
 
+    def meetings(self, width: int) -> Sequence[Mapping[str, Any]] | None:
+        """For each answer, where both engines of a pair meet; None if they are asked one after the other."""
+        found = [self.client.meeting(self._prompt(choice, (), alone=True, keep=True)) for choice in range(width)]
+        return [one for one in found if one is not None] if all(found) else None
+
     def answer(
         self,
         choice: int,
@@ -138,32 +145,40 @@ class EnginePart:
         transfer: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
         """Begins an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
+        prompt = self._prompt(choice, known, alone=alone, keep=keep, transfer=transfer)
+        found = EngineAnswer(prompt, changed, self.told_cached)
+        self.ordered(prompt)
+        found.start(self.client, self.token_timeout_s)
+        return found
+
+    def _prompt(
+        self,
+        choice: int,
+        known: Sequence[int],
+        *,
+        alone: bool,
+        keep: bool,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> EnginePrompt:
         incoming = self.incoming
         sampling, params = incoming.sampling, incoming.sampling.params
         tokens = incoming.token_ids + array("i", known)
         generated = len(tokens) - sampling.prompt_tokens
-        found = EngineAnswer(
-            EnginePrompt(
-                f"{incoming.request_id}/{choice}",
-                tokens,
-                params,
-                stream_seed(params.seed or 0, choice),
-                1 if alone else params.max_tokens - generated,
-                0 if alone else max(0, params.min_tokens - generated),
-                tuple(sorted(sampling.end_token_ids)),
-                self.salt,
-                incoming.spec.priority,
-                self.rank,
-                incoming.spec.tenant if self.uses_kvstores else None,
-                keep,
-                transfer,
-            ),
-            changed,
-            self.told_cached,
+        return EnginePrompt(
+            f"{incoming.request_id}/{choice}",
+            tokens,
+            params,
+            stream_seed(params.seed or 0, choice),
+            1 if alone else params.max_tokens - generated,
+            0 if alone else max(0, params.min_tokens - generated),
+            tuple(sorted(sampling.end_token_ids)),
+            self.salt,
+            incoming.spec.priority,
+            self.rank,
+            incoming.spec.tenant if self.uses_kvstores else None,
+            keep,
+            transfer,
         )
-        self.ordered(found.prompt)
-        found.start(self.client, self.token_timeout_s)
-        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +197,7 @@ class PromisedRequest:
         awaits_kv: the prompt is computed at another engine, and answers begin when its KV is there.
         known: for each choice, the tokens that the conductor has; empty before the start.
         transfers: for each choice, the prompt's KV at the other engine; empty before it is there.
+        meets: the engines of the pair work at the same time.
     """
 
     number: int
@@ -198,6 +214,7 @@ class PromisedRequest:
     awaits_kv: bool = False
     known: Sequence[Sequence[int]] = ()
     transfers: Sequence[Mapping[str, Any]] = ()
+    meets: bool = False
     over: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -216,15 +233,23 @@ class PromisedRequest:
         """Tokens in all running answers, with their prompts."""
         return sum([len(it.prompt.token_ids) + len(it.tokens) for it in self.answers if not it.over])
 
-    def compute(self) -> None:
-        """Begins all answers."""
-        self.answers = [self.part.answer(choice, (), self._changed) for choice in range(self.width)]
+    def compute(self, transfers: Sequence[Mapping[str, Any] | None] | None = None) -> None:
+        """Begins all answers; `transfers` name their prompt's KV at another engine."""
+        places = transfers or [None] * self.width
+        self.answers = [
+            self.part.answer(choice, (), self._changed, transfer=place) for choice, place in enumerate(places)
+        ]
         base = len(self.part.incoming.token_ids) - self.part.incoming.sampling.prompt_tokens
         self.positions, self.sent = [base] * self.width, [0] * self.width
 
     def start(self, subscriber: Subscriber, known: Sequence[Sequence[int]]) -> None:
         """Sends what comes behind the known tokens of each answer; an answer with others is begun anew."""
         self.subscriber = subscriber
+        if self.meets and known:
+            self.sent = [len(tokens) for tokens in known]  # both engines give the first token
+            for answer in list(self.answers):
+                self._changed(answer)
+            return
         if self.awaits_kv and known:
             self.known = known
             self._go_on()
@@ -243,9 +268,13 @@ class PromisedRequest:
             self._changed(answer)
 
     def handed_over(self, transfers: Sequence[Mapping[str, Any]]) -> None:
-        """The prompt's KV is at another engine."""
+        """The prompt's KV is at another engine, or will be: then both are at work, and both give the first token."""
         self.transfers = transfers
-        self._go_on()
+        self.meets = any(transfer.get(MEETS) for transfer in transfers)
+        if self.meets:
+            self.compute(transfers)
+        else:
+            self._go_on()
 
     def _go_on(self) -> None:
         """Begins the answers behind the first tokens, once both tokens and KV are there."""

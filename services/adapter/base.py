@@ -9,25 +9,9 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moonpool.kv_events.stream import EventSource
 from moonpool.logprobs import Logprobs
 from moonpool.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Where an engine's data-parallel rank publishes KV events.
-
-    Attributes:
-        rank: the rank.
-        endpoint: the PUB socket's, as a client connects.
-        replay_endpoint: the ROUTER socket's; "" = no replay.
-        topic: topic of the events.
-    """
-
-    rank: int
-    endpoint: str
-    replay_endpoint: str = ""
-    topic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +135,13 @@ class EngineClient(ABC):
             Unavailable: the engine is lost, or cannot go on.
             InvalidRequest: the engine refuses the prompt.
         """
+
+    def meeting(self, prompt: EnginePrompt) -> Mapping[str, Any] | None:
+        """Where the engine that computes a prompt meets the one that answers, if both must be asked at the same time.
+
+        None: the answer tells where KV is (`EngineOutput.transfer`), and the other engine is asked afterwards.
+        """
+        return None
 
     @abstractmethod
     async def clear_cache(self) -> bool:

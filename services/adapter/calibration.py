@@ -41,6 +41,8 @@ async def keeps_kv(client: EngineClient) -> bool:
         Unavailable: the engine does not answer.
     """
     prompt = replace(_prompt(1, 1, 1), keep=True)
+    if client.meeting(prompt) is not None:
+        return True
     return bool([output async for output in client.generate(prompt)][-1].transfer)
 
 

@@ -1,5 +1,6 @@
 """Flags of an adapter."""
 
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -17,10 +18,10 @@ class AdapterConfig(ServiceConfig):
     conductor: PeerAddresses = Field(
         min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
     )
-    kind: Literal["vllm"] = Field("vllm", description="make of the engine")
-    engine: str = Field(description="URL of the engine's HTTP server, http://HOST:PORT")
+    kind: Literal["vllm", "sglang"] = Field("vllm", description="make of the engine")
+    engine: str = Field(description="URL of the engine's HTTP server, http://HOST:PORT or https://HOST:PORT")
     role: Literal["both", "prefill", "decode"] = Field(
-        "both", description="both = the engine computes prompts and answers; the others work in pairs, over NIXL"
+        "both", description="both = the engine computes prompts and answers; the others work in pairs"
     )
     kv_domain: str = Field(
         "", description="engines of one name move KV to each other; needed by the roles prefill and decode"
@@ -38,6 +39,9 @@ class AdapterConfig(ServiceConfig):
         "counts in placement; then all engines of the cluster do",
     )
     engine_api_key: str = Field("", description="API key that the engine's HTTP server wants; default: none")
+    engine_ca: Path | None = Field(
+        None, description="authorities that an https engine's certificate must come from (PEM); default: the system's"
+    )
     max_running: int = Field(
         0,
         ge=0,

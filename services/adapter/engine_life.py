@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from moonpool import world
 from moonpool.checkpoint import (
@@ -23,15 +24,15 @@ from moonpool.engine.subscriber import conductor_identity
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, chain_root, namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_events.cache import EngineCache
+from moonpool.kv_events.events import ExtraKeys
+from moonpool.kv_events.stream import EventStream
 from moonpool.scheduling.latency import SpeedTracker
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from services.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
 from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EnginePrompt
 from services.adapter.config import AdapterConfig
-from services.adapter.core.engine_cache import EngineCache
-from services.adapter.core.kv_events import ExtraKeys
-from services.adapter.event_stream import EventStream
 
 NAMES_PER_BLOCK = 4
 log = get_logger(__name__)
@@ -87,7 +88,9 @@ class EngineLife:
         self._epoch = ""  # in salts: another one after each deletion
         self.cache = EngineCache(facts.block_tokens, self._root_of, NAMES_PER_BLOCK * facts.blocks)
         self.cache_changed = asyncio.Event()
-        self.streams = [EventStream(source, self.cache, self.cache_changed) for source in facts.sources]
+        self.streams = [
+            EventStream(source, self.cache.rank(source.rank), self.cache_changed) for source in facts.sources
+        ]
         self.load = EngineLoad(0, 0, 0.0)
         self.speeds: SpeedTracker
         self.requests: dict[int, PromisedRequest] = {}
@@ -322,6 +325,7 @@ class EngineLife:
             kv_domain=domain,
             unsupported=self.facts.unsupported,
             uses_kvstores=self._config.kvstores,
+            http_address=urlsplit(self._config.engine).netloc,
         )
 
     def model_info(self) -> conductor_pb2.ModelInfo:

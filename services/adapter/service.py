@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ from moonpool.engine.request import IncomingRequest, RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.errors import ConfigError, InvalidRequest, TransferFailed, Unavailable
 from moonpool.kv.blocks import KeyChanges
+from moonpool.kv_events.stream import EventStream
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.process import ProcessContext
@@ -33,7 +34,8 @@ from services.adapter.base import EngineClient, EngineFacts
 from services.adapter.calibration import keeps_kv, measured_speeds
 from services.adapter.config import AdapterConfig
 from services.adapter.engine_life import EngineLife, ServedCheckpoint
-from services.adapter.event_stream import EventStream
+from services.adapter.http_session import HttpSession
+from services.adapter.sglang import SglangClient
 from services.adapter.vllm import VllmClient
 
 POLL_S = 0.25
@@ -45,8 +47,11 @@ SETTLE_S = 3.0
 BESIDE_THREADS = 2
 HAND_OVER_S = 5.0
 KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
-ENGINE_CLIENTS: dict[str, Callable[[str, str], EngineClient]] = {"vllm": VllmClient}
-"""By `AdapterConfig.kind`: makes the client of an engine at a URL, with an API key."""
+ENGINE_CLIENTS: dict[str, tuple[str, Callable[[HttpSession], EngineClient]]] = {
+    "vllm": ("vLLM", VllmClient),
+    "sglang": ("SGLang", SglangClient),
+}
+"""By `AdapterConfig.kind`: the make's name, and what makes a client."""
 log = get_logger(__name__)
 
 
@@ -171,7 +176,7 @@ class AdapterPrefillServicer:
         """Has a prompt computed; the answer goes on at the engine, for the promise that is the target."""
         incoming = await self._adapter.reader.read(request.sequence)
         life = self._adapter.engine()
-        live, delivered = self._promised(life, request, incoming), False
+        live, delivered, met = self._promised(life, request, incoming), False, None
         self._open[live] = None
         try:
             cached, loaded = life.cached_tokens(incoming), life.loaded_tokens(incoming, request)
@@ -179,8 +184,13 @@ class AdapterPrefillServicer:
             life.prompts_taken += 1
             apart = request.HasField("target") and self._adapter.config.role == "prefill"
             if apart:
+                met = live.part.meetings(live.width)
+                if met is not None:  # both engines are asked at once
+                    await self._hand_over(request.target, live, met)
                 live.answers = [
-                    live.part.answer(choice, (), lambda _: live.wake.set(), alone=True, keep=True)
+                    live.part.answer(
+                        choice, (), lambda _: live.wake.set(), alone=True, keep=True, transfer=met and met[choice]
+                    )
                     for choice in range(live.width)
                 ]
             elif request.HasField("target"):
@@ -192,8 +202,8 @@ class AdapterPrefillServicer:
             life.computed(live.answers[0], cached, alone=alone and len(live.answers) == 1)
             message = first_token_message(live.answers, cached, loaded)
             yield prefill_pb2.PrefillResponse(first_token=message)
-            if apart:
-                await self._hand_over(request.target, live)
+            if apart and met is None:
+                await self._hand_over(request.target, live, [answer.transfer for answer in live.answers])
             yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
             delivered = request.HasField("target") and not apart
         finally:
@@ -201,9 +211,10 @@ class AdapterPrefillServicer:
             if not delivered:
                 live.end()
 
-    async def _hand_over(self, target: kv_pb2.TransferTarget, live: PromisedRequest) -> None:
-        """Tells the adapter of the decode side where the prompt's KV is."""
-        transfers = [answer.transfer for answer in live.answers]
+    async def _hand_over(
+        self, target: kv_pb2.TransferTarget, live: PromisedRequest, transfers: Sequence[Mapping[str, Any] | None]
+    ) -> None:
+        """Tells the adapter of the decode side where the prompt's KV is, or will be."""
         if not all(transfers):
             raise TransferFailed("the engine names no KV: it runs without a connector that moves KV (docs/engines.md)")
         stub: Any = AdapterServiceStub(self._channels.get(target.decode.address))
@@ -403,7 +414,8 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
     async with contextlib.AsyncExitStack() as stack:
         security = Security.of(config)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
-        client = ENGINE_CLIENTS[config.kind](config.engine, config.engine_api_key)
+        name, made = ENGINE_CLIENTS[config.kind]
+        client = made(HttpSession(name, config.engine, config.engine_api_key, config.engine_ca))
         stack.push_async_callback(client.aclose)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         adapter = Adapter(config, beside)

@@ -8,17 +8,13 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-import msgspec
-
-from moonpool.errors import ConfigError, InvalidRequest, Unavailable
+from moonpool.errors import ConfigError, Unavailable
+from moonpool.kv_events.stream import EventSource
 from moonpool.logprobs import Logprobs
-from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt, EventSource
+from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
+from services.adapter.http_session import HttpSession, endpoint_for
 
-CONNECT_TIMEOUT_S = 5.0
-ASK_TIMEOUT_S = 5.0
-LINE_BYTES = 1 << 20
-"""Longest line in a stream of server-sent events."""
+GENERATE = "/inference/v1/generate"
 MAX_SEED = (1 << 63) - 1
 UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
 """Options that are not passed on. Grammars begin with the first token: an answer that moves would lose the grammar."""
@@ -28,28 +24,21 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class VllmClient(EngineClient):
-    """One vLLM server at "http://HOST:PORT"; `api_key` "" = not needed."""
+    """One vLLM server; see `HttpSession`."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        self._url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            read_bufsize=LINE_BYTES,
-        )
+    def __init__(self, session: HttpSession) -> None:
+        self._http = session
         self._block_tokens = 1
 
     async def describe(self) -> EngineFacts:
         """See `EngineClient`."""
-        models = msgspec.json.decode(await self._get("/v1/models"))
-        version = msgspec.json.decode(await self._get("/version"))["version"]
-        samples = read_samples(await self._get("/metrics"))
+        models = await self._http.get_json("/v1/models")
+        version = (await self._http.get_json("/version"))["version"]
+        samples = read_samples(await self._http.get("/metrics"))
         cache = _labels(samples, "vllm:cache_config_info")
         if cache.get("enable_prefix_caching") == "False":
             raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
-        if "/inference/v1/generate" not in msgspec.json.decode(await self._get("/openapi.json"))["paths"]:
+        if GENERATE not in (await self._http.get_json("/openapi.json"))["paths"]:
             raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
         self._block_tokens = int(cache["block_size"])
         return EngineFacts(
@@ -58,7 +47,7 @@ class VllmClient(EngineClient):
             block_tokens=self._block_tokens,
             blocks=int(cache["num_gpu_blocks"]),
             max_tokens=int(models["data"][0]["max_model_len"]),
-            sources=self._sources(msgspec.json.decode(await self._get("/kv_event_sources"))),
+            sources=self._sources(await self._http.get_json("/kv_event_sources")),
             unsupported=UNSUPPORTED,
             page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
             if "moonpool_kv_info" in samples
@@ -70,7 +59,7 @@ class VllmClient(EngineClient):
             raise ConfigError(
                 "engine", "vLLM publishes no KV events; start it with --kv-events-config (docs/engines.md)"
             )
-        host = urlsplit(self._url).hostname or ""
+        host = urlsplit(self._http.url).hostname or ""
         return tuple([
             EventSource(
                 int(rank),
@@ -83,7 +72,7 @@ class VllmClient(EngineClient):
 
     async def load(self) -> tuple[str, EngineLoad]:
         """See `EngineClient`."""
-        samples = read_samples(await self._get("/metrics"))
+        samples = read_samples(await self._http.get("/metrics"))
         usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
         running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
         waiting = sum([value for _, value in samples.get("vllm:num_requests_waiting", [])])
@@ -106,25 +95,15 @@ class VllmClient(EngineClient):
                     yield again
             return
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
+        headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
-        try:
-            url = f"{self._url}/inference/v1/generate"
-            async with self._session.post(url, json=request_body(prompt), headers=headers) as response:
-                if response.status != 200:
-                    raise _refusal(response.status, await response.text())
-                async for line in response.content:
-                    data = line[6:].strip() if line.startswith(b"data: ") else b""
-                    if data == b"[DONE]":
-                        if not finish:
-                            raise Unavailable("vLLM ended an answer without a reason")
-                        return
-                    output = read_chunk(msgspec.json.decode(data), top) if data else None
-                    if output is not None:
-                        finish = output.finish or finish
-                        yield output
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
-        raise Unavailable("vLLM broke off an answer")
+        async for message in self._http.events(GENERATE, request_body(prompt), headers):
+            output = read_chunk(message, top)
+            if output is not None:
+                finish = output.finish or finish
+                yield output
+        if not finish:
+            raise Unavailable("vLLM ended an answer without a reason")
 
     async def _after_whole_blocks(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """An answer behind a prompt of whole blocks and a first token.
@@ -153,14 +132,7 @@ class VllmClient(EngineClient):
 
     async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
         """Computes a prompt that is kept: only whole answers tell where KV is."""
-        try:
-            url = f"{self._url}/inference/v1/generate"
-            async with self._session.post(url, json=request_body(prompt)) as response:
-                if response.status != 200:
-                    raise _refusal(response.status, await response.text())
-                message = msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        message = await self._http.post_json(GENERATE, request_body(prompt))
         output = read_chunk(message, prompt.params.logprobs or 0)
         if output is None:
             raise Unavailable("vLLM gave no token")
@@ -169,29 +141,11 @@ class VllmClient(EngineClient):
 
     async def clear_cache(self) -> bool:
         """See `EngineClient`. vLLM can clear the cache if started with VLLM_SERVER_DEV_MODE=1."""
-        try:
-            async with self._session.post(f"{self._url}/reset_prefix_cache", timeout=_asking()) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        return await self._http.posted("/reset_prefix_cache")
 
     async def aclose(self) -> None:
         """See `EngineClient`."""
-        await self._session.close()
-
-    async def _get(self, path: str) -> str:
-        try:
-            async with self._session.get(self._url + path, timeout=_asking()) as response:
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
-        if response.status != 200:
-            raise Unavailable(f"vLLM at {self._url}: {path} answers {response.status}")
-        return text
-
-
-def _asking() -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        await self._http.aclose()
 
 
 def request_body(prompt: EnginePrompt) -> dict[str, Any]:
@@ -280,15 +234,6 @@ def read_samples(text: str) -> Samples:
     return found
 
 
-def endpoint_for(endpoint: str, rank: int, host: str) -> str:
-    """How a client connects to an endpoint at which the engine binds; a rank's port is the first port + rank."""
-    scheme, _, place = endpoint.partition("://")
-    if scheme != "tcp":
-        return endpoint
-    bound, _, port = place.rpartition(":")
-    return f"tcp://{host if bound in ('*', '0.0.0.0', '[::]', '::') else bound}:{int(port) + rank}"  # noqa: S104
-
-
 def _labels(samples: Samples, name: str) -> dict[str, str]:
     if name not in samples:
         raise Unavailable(f"vLLM does not report {name} (yet)")
@@ -298,13 +243,3 @@ def _labels(samples: Samples, name: str) -> dict[str, str]:
 def _life(samples: Samples) -> str:
     started = samples.get("process_start_time_seconds")
     return str(started[0][1]) if started else ""
-
-
-def _refusal(status: int, text: str) -> Exception:
-    try:
-        told = msgspec.json.decode(text)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        told = text[:200]
-    if 400 <= status < 500 and status not in (408, 429):
-        return InvalidRequest("sequence", f"vLLM refuses it: {told}")
-    return Unavailable(f"vLLM answers {status}: {told}")

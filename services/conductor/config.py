@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moonpool.config import ByteSize, ListenAddress, read_mapping
+from moonpool.config import ByteSize, ListenAddress, OptionalAddress, read_mapping
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.delete_kv import check_ttls
 from moonpool.rpc.auth import ClientPortConfig
@@ -238,6 +238,11 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         None,
         description="file to which a trace of all requests is written, for the simulator: times, lengths and keyed "
         "hashes of blocks, no text; default: none",
+    )
+    picker_listen: OptionalAddress = Field(
+        "",
+        description="HOST:PORT at which proxies ask for engines, as an endpoint picker of the Gateway API inference "
+        "extension (Envoy's ext_proc, in plaintext); default: none; docs/endpoint_picker.md",
     )
     max_index_keys: int = Field(
         4_000_000,

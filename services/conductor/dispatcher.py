@@ -35,6 +35,9 @@ from services.conductor.core.events import (
     ClientGone,
     CompleteRequest,
     DropRequest,
+    EndpointAsked,
+    EndpointDone,
+    EndpointPicked,
     Event,
     FailRequest,
     Failure,
@@ -121,6 +124,7 @@ class Dispatcher:
         self._wall_clock = wall_clock
         self._sessions: dict[int, GenerateStream] = {}  # by the request's number at the core
         self._numbers = itertools.count(1)
+        self._picks: dict[int, asyncio.Future[EndpointPicked]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -176,6 +180,41 @@ class Dispatcher:
         finally:
             self.client_left(session, session.outgoing)
 
+    async def pick_endpoint(
+        self, message: conductor_pb2.GenerateRequest, others: Sequence[str], within_s: float
+    ) -> EndpointPicked:
+        """Ask the core which engine shall serve a request that a proxy sends by itself.
+
+        The prompt counts at the engine until `endpoint_done`. `others` must not be chosen; the proxy waits `within_s`.
+
+        Raises:
+            MoonpoolError: the request is wrong, or is refused.
+        """
+        now = self._clock()
+        request = await self._reader.read(message, arrived=now, deadline=now + within_s)
+        spec = replace(request.spec, number=next(self._numbers))
+        self._picks[spec.number] = picked = asyncio.get_running_loop().create_future()
+        try:
+            self._post(EndpointAsked(spec, tuple(request.prompt_keys), tuple(others)))
+            found = await picked
+        except BaseException:
+            self.endpoint_done(spec.number)
+            raise
+        finally:
+            del self._picks[spec.number]
+        if found.failure is not None:
+            raise error_of(found.failure)
+        return found
+
+    def _endpoint_picked(self, action: EndpointPicked) -> None:
+        picked = self._picks.get(action.request)
+        if picked is not None and not picked.done():  # else the proxy has left
+            picked.set_result(action)
+
+    def endpoint_done(self, number: int) -> None:
+        """The engine has begun to answer a proxy's request, or never will."""
+        self._post(EndpointDone(number))
+
     def client_left(self, session: GenerateStream, outgoing: OutputQueue) -> None:
         """The reader of these messages has left, or has all messages. Another call may have the request by now."""
         if session.spec.number in self._sessions and session.outgoing is outgoing:
@@ -218,7 +257,10 @@ class Dispatcher:
         """Carry out an action of the core, without blocking. A defect in doing so ends the action's request."""
         session = self._sessions.get(getattr(action, "request", 0))
         try:
-            self._perform(action)
+            if isinstance(action, EndpointPicked):
+                self._endpoint_picked(action)
+            else:
+                self._perform(action)
         except Exception:
             if session is None:
                 raise

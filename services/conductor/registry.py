@@ -33,6 +33,7 @@ from services.conductor.core.router import ReplicatePrefix
 from services.conductor.core.sessions import TellSession
 from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import StepsPool
+from services.conductor.kv_watchers import KVWatchers
 from services.conductor.proto_conversion import activity_to_proto, instance_facts, kind_to_proto, load_facts
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
@@ -55,7 +56,8 @@ class ModelIdentity:
 class ClusterMember:
     """An instance during one incarnation, while joined.
 
-    `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine.
+    `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine;
+    `http_address`: of an engine's own HTTP server.
     """
 
     instance: kv_pb2.Instance
@@ -64,6 +66,7 @@ class ClusterMember:
     load: conductor_pb2.LoadReport
     either: bool = False
     process: str = ""
+    http_address: str = ""
 
     @property
     def id(self) -> str:
@@ -145,6 +148,7 @@ class Registry:
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
             either=hello.either_role,
             process=hello.process,
+            http_address=hello.http_address,
         )
         self._members[instance.id] = member
         return member
@@ -255,6 +259,7 @@ class ClusterMembers:
         self.registry = Registry(served)
         self.steps = StepsPool(channels, self._waited_s)
         self.probe = channels.probe
+        self.watchers = KVWatchers()
         self._post = post
         self._tell = tell
         self._send: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}  # by instance id
@@ -280,6 +285,7 @@ class ClusterMembers:
         except Exception:  # the member's stream ends before membership
             self.leave(member, lost=False)
             raise
+        self.watchers.joined(member.instance, member.model)
         return member
 
     def leave(self, member: ClusterMember, *, lost: bool) -> None:
@@ -290,6 +296,7 @@ class ClusterMembers:
         if not self.registry.leave(member):
             return
         del self._send[member.id]
+        self.watchers.left(member.id)
         if lost:
             self._lost(member, "is lost")
         else:
@@ -314,6 +321,7 @@ class ClusterMembers:
         cooled = unpack_keys(events.cooled_keys, "events.cooled_keys", max_keys=MAX_EVENT_KEYS)
         keys, ends = (tuple(stored), tuple(removed)), (events.snapshot_begin, events.snapshot_end)
         self._post(KeysChanged(member.id, events.sequence, *keys, *ends, tuple(cooled)))
+        self.watchers.changed(member.id, events)
 
     def change_role(self, instance_id: str, kind: kv_pb2.InstanceKind.ValueType) -> None:
         """Request that an instance changes roles.
@@ -347,6 +355,7 @@ class ClusterMembers:
         match action:
             case Resync(instance):
                 log.warning("snapshot of the KV keys asked for", instance=instance)
+                self.watchers.dropped(instance)
                 send(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
             case ReplicatePrefix(instance, keys, source, tenant):
                 holder = self.find(source)

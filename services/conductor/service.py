@@ -18,7 +18,7 @@ from moonpool.runtime.driver import Driver
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2, ext_proc_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
 from services.conductor.contexts import ContextServices, NamedContextManager
 from services.conductor.core.cluster_state import ClusterView
@@ -27,6 +27,7 @@ from services.conductor.core.router import RoutingConfig
 from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
 from services.conductor.deletion import KVDeletions
 from services.conductor.dispatcher import Dispatcher, InstanceCalls
+from services.conductor.endpoint_picker import EndpointPicker
 from services.conductor.explain import (
     DecisionLog,
     PredictionMetrics,
@@ -42,6 +43,7 @@ from services.conductor.servicer import ConductorParts, ConductorServicer
 
 log = get_logger(__name__)
 
+PICKER = ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"]
 DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` for which open requests may go on; then they end as cancelled."""
@@ -61,6 +63,11 @@ async def conductor(
         servicer = await stack.enter_async_context(assembled(config, checkpoint, channels, spans, metrics))
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
+        if config.picker_listen:
+            picker = EndpointPicker(servicer.cluster.registry, servicer.dispatcher)
+            asked = await stack.enter_async_context(serving(config.picker_listen, [(PICKER, picker)], grace_s=GRACE_S))
+            servicer.picker_address = asked.address
+            log.info("proxies ask for engines here", address=asked.address)
         rpcs = [(DESCRIPTOR, servicer)]
         server = await stack.enter_async_context(serving(config.listen, rpcs, grace_s=GRACE_S, security=security))
         address = config.advertised(server.port)

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -150,6 +151,8 @@ class ConductorServicer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self.picker_address = ""
+        """Where proxies ask for engines; "" = nowhere."""
         self.served = 0
         self.resumed = 0
         self.gauges = MetricSet().add(CONDUCTOR_METRICS, self).add(PROCESS_METRICS, None)
@@ -192,7 +195,9 @@ class ConductorServicer:
                     message, used = await self._contexts.expand(request, deadline - self._clock())
                     call.session = session = await self._dispatcher.open(message, request_id, arrived, deadline)
                     self.resumed += session.request.resume is not None
+                    self._tell_watchers(session)
                     await self._send(call, session, deadline, context)
+                    self._tell_watchers(session)
                     if used is not None and session.number:
                         used(session.cached_tokens)
             self.served += self._calls.get(request_id) is call
@@ -234,6 +239,14 @@ class ConductorServicer:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
             self._dispatcher.client_left(session, outgoing)
+
+    def _tell_watchers(self, session: GenerateStream) -> None:
+        """Tell those who watch the cluster's KV what the request's blocks stand for."""
+        if self.cluster.watchers:
+            request = session.request
+            for choice in session.choices:
+                tokens = request.prompt + choice.tokens
+                self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens)
 
     def _tenants(self) -> Counter[str]:
         return Counter([call.message.tenant for call in self._calls.values()])
@@ -340,10 +353,24 @@ class ConductorServicer:
         own = frozenset(map(tenant_of, selection.tenants))  # a client may call the client's own tenant ""
         return await self.deletions.delete(replace(selection, tenants=own), request.id)
 
+    async def WatchKV(
+        self, request: conductor_pb2.WatchKVRequest, context: object
+    ) -> AsyncIterator[conductor_pb2.WatchKVResponse]:
+        """What the instances hold, and each change."""
+        members = [(member.instance, member.model) for member in self.cluster.registry]
+        async with aclosing(self.cluster.watchers.watch(members, self.core.cluster.index)) as messages:
+            async for message in messages:
+                yield message
+
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
     ) -> conductor_pb2.ConductorStatsResponse:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Owner of the open requests."""
+        return self._dispatcher
 
     @property
     def running(self) -> int:
@@ -415,6 +442,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     Metric("instances", "Members of the cluster.", lambda it: len(it.cluster.registry)),
     Metric("index_keys", "Block keys in the prefix index.", lambda it: len(it.core.cluster.index)),
     Metric("decisions", "Recent requests that can be explained.", lambda it: it.decisions),
+    Metric("kv_watchers", "Programs that follow the cluster's KV.", lambda it: len(it.cluster.watchers)),
     counter("requests_served_total", "Calls of clients that ended.", lambda it: it.served),
     counter("requests_resumed_total", "Streams that clients continued after a lost connection.", lambda it: it.resumed),
     counter(

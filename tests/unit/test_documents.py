@@ -16,6 +16,7 @@ from services.adapter.config import AdapterConfig
 from services.conductor.config import ConductorConfig
 from services.decode.config import DecodeConfig
 from services.gateway.config import GatewayConfig
+from services.indexer.config import IndexerConfig
 from services.kvstore.config import KVStoreConfig
 from services.prefill.config import PrefillConfig
 
@@ -29,9 +30,19 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "kvstore": KVStoreConfig,
     "gateway": GatewayConfig,
     "adapter": AdapterConfig,
+    "indexer": IndexerConfig,
 }
-FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit", "--kv-events-config", "--kv-transfer-config"}
-"""Flags of programs that are not ours: debootstrap, docker and vLLM."""
+FOREIGN = {
+    "--variant",
+    "--include",
+    "--scale",
+    "--default-ulimit",
+    "--kv-events-config",
+    "--kv-transfer-config",
+    "--model-path",
+    "--disaggregation-mode",
+}
+"""Flags of programs that are not ours: debootstrap, docker, vLLM and SGLang."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")
 

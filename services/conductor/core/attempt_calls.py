@@ -230,7 +230,7 @@ class AttemptCalls:
         """Begins an attempt: from now on the prompt counts at the prefill instance."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         incarnation = self._cluster.incarnation(decision.prefill.id)
-        claim = self._claim_prefill(request, decision, now)
+        claim = self.claim_prefill(request, decision, now)
         attempt = request.attempt = ScheduledAttempt(sequence, decision, incarnation, candidates, claim, begun=now)
         request.enter(RequestState.PLACED)
         self._take_part(request, attempt, decision.prefill.id)
@@ -242,10 +242,11 @@ class AttemptCalls:
         """Places the prompt at another prefill instance; the reservation at decode stays."""
         attempt.decision, attempt.begun = decision, now
         attempt.incarnation = self._cluster.incarnation(decision.prefill.id)
-        attempt.prefill_claim = self._claim_prefill(request, decision, now)
+        attempt.prefill_claim = self.claim_prefill(request, decision, now)
         self._take_part(request, attempt, decision.prefill.id)
 
-    def _claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
+    def claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
+        """Counts a prompt at the chosen prefill instance; returns the claim's number."""
         best, spec = decision.prefill, request.spec
         key = spec.queue_key if best.delay_s is None else spec.queue_key_at(now).delayed(best.delay_s)
         tokens = self._cluster.tokens_to_compute(decision)

@@ -284,6 +284,28 @@ class ClientGone:
 
 
 @frozen
+class EndpointAsked:
+    """A proxy asks which engine shall serve a request that the proxy sends by itself.
+
+    Attributes:
+        spec: the request.
+        keys: for all full blocks of the prompt.
+        others: ids of instances that must not be chosen.
+    """
+
+    spec: RequestSpec
+    keys: tuple[bytes, ...]
+    others: tuple[str, ...] = ()
+
+
+@frozen
+class EndpointDone:
+    """The engine has begun to answer a proxy's request, or never will."""
+
+    request: int
+
+
+@frozen
 class SessionUpdated:
     """A client says between two turns what is known of a session."""
 
@@ -417,7 +439,7 @@ class ReserveGranted:
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
 """Result of a call; None = ended normally."""
-FromClient = RequestArrived | Rehashed | StopRequested | ClientGone | SessionUpdated
+FromClient = RequestArrived | Rehashed | StopRequested | ClientGone | SessionUpdated | EndpointAsked | EndpointDone
 FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
 Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]
@@ -592,4 +614,23 @@ Order = (
     | LeaveSequence
     | CancelIo
 )
-Action = Order | AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest
+
+
+@frozen
+class EndpointPicked:
+    """Answer to `EndpointAsked`.
+
+    Attributes:
+        request: the request's number.
+        engines: ids of prefill instances, best first; empty if there is a failure.
+        failure: why there is none.
+        predicted_ttft_s: at the first of them.
+    """
+
+    request: int
+    engines: tuple[str, ...]
+    failure: Failure | None = None
+    predicted_ttft_s: float = 0.0
+
+
+Action = Order | EndpointPicked | AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest

@@ -237,6 +237,18 @@ class BlockTrie:
         node = self._nodes.get(key)
         return node is not None and bool(self._sets.masks[self._raw[node]] >> slot & 1)
 
+    def part(self, begin: int, end: int) -> Iterator[tuple[bytes, int]]:
+        """Blocks at the places from `begin` up to `end`, with the mask of their holders."""
+        for node in range(begin, min(end, len(self._keys))):
+            key, mask = self._keys[node], self._sets.masks[self._raw[node]] & ~self._lost
+            if key is not None and mask:
+                yield key, mask
+
+    @property
+    def places(self) -> int:
+        """Places for blocks, in use or not."""
+        return len(self._keys)
+
     def store(self, slot: int, keys: Iterable[bytes], version: int) -> None:
         """Notes that a holder holds these blocks, as reported at `version`."""
         nodes, raw, sets, told = self._nodes, self._raw, self._sets, self._told
@@ -686,6 +698,25 @@ class PrefixIndex:
             if not self._trie.holds(slot, window_key(keys[index])):
                 end = index
         return end
+
+    def parts(self, places: int) -> Iterator[dict[str, tuple[list[bytes], list[bytes]]]]:
+        """All blocks of each instance, `places` places of the index at a time; and those of them on SSD only.
+
+        The index may change between two parts.
+        """
+        memory_of = {holder.slot: holder.memory for holder in self._holders.values() if holder.memory != NO_SLOT}
+        begin = 0
+        while begin < self._trie.places:
+            found: dict[str, tuple[list[bytes], list[bytes]]] = {}
+            for key, mask in self._trie.part(begin, begin + places):
+                for slot in slots_in(mask):
+                    if slot in self._owners:
+                        held, cold = found.setdefault(self._owners[slot], ([], []))
+                        held.append(key)
+                        if slot in memory_of and not mask >> memory_of[slot] & 1:
+                            cold.append(key)
+            yield found
+            begin += places
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain each instance holds; those with none are left out."""

@@ -28,6 +28,9 @@ from services.conductor.core.events import (
     CompleteRequest,
     CompletionReason,
     DropRequest,
+    EndpointAsked,
+    EndpointDone,
+    EndpointPicked,
     Event,
     FailRequest,
     Failure,
@@ -146,6 +149,7 @@ class RequestScheduler:
         self._shares = FairShares()
         self.memory_queue = DecodeMemoryQueue(self._shares, self.ledger)
         self.slo_queue = SloQueue(self._shares, self._timers, limits.max_queued, limits.max_queued_bytes)
+        self._endpoint_claims: dict[int, int] = {}  # of proxies' requests, by number
         self._calls = AttemptCalls(cluster, self._timers, self._actions, limits.reserve_timeout_s, self._gate)
 
     def __len__(self) -> int:
@@ -164,7 +168,7 @@ class RequestScheduler:
     @property
     def claims(self) -> list[int]:
         """Claims on the cluster that requests hold, ascending."""
-        return self._calls.claims(self.requests.values())
+        return sorted([*self._calls.claims(self.requests.values()), *self._endpoint_claims.values()])
 
     def due(self) -> float | None:
         """Time of the next timer, or of the next order for a session; None = there is neither."""
@@ -184,6 +188,10 @@ class RequestScheduler:
                 self._arrived(now, spec, keys)
             case Rehashed() | StopRequested() | ClientGone():
                 self._from_client(now, event)
+            case EndpointAsked(spec, keys, others):
+                self._pick_endpoint(now, ScheduledRequest(spec, keys, suspects=list(others)))
+            case EndpointDone(number):
+                self._cluster.release(self._endpoint_claims.pop(number, 0), now)
             case SessionUpdated(tenant, turn):
                 self._actions += self.sessions.update(tenant, turn, now)
             case PrefillAccepted() | FirstToken() | KVDelivered() | TokensArrived():
@@ -228,6 +236,21 @@ class RequestScheduler:
                 assert request.tokens == tokens, f"{tokens} tokens, not {request.tokens}"
                 request.keys = keys
                 self._place(now, request)
+
+    def _pick_endpoint(self, now: float, request: ScheduledRequest) -> None:
+        """Answers a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
+        number, (decision, decodes) = request.spec.number, self._admitted(now, request, at_decode=False)
+        failure = next((one for one in (decision, decodes) if isinstance(one, Failure)), None)
+        if isinstance(decision, Failure) or failure is not None:
+            self._actions.append(EndpointPicked(number, (), failure))
+            return
+        usable = [it.id for it in decision.candidates if not it.excluded and it.id not in request.suspects]
+        if decision.prefill.id not in usable:
+            failure = Failure(FailureKind.UNAVAILABLE, "no engine that a proxy can reach takes requests now")
+            self._actions.append(EndpointPicked(number, (), failure))
+            return
+        self._endpoint_claims[number] = self._calls.claim_prefill(request, decision, now)
+        self._actions.append(EndpointPicked(number, tuple(usable), None, decision.prefill.ttft_s))
 
     def _stop(self, now: float, request: ScheduledRequest, failure: Failure | None) -> None:
         """Completes an answer as cancelled.
@@ -1025,7 +1048,7 @@ class RequestScheduler:
     def digest(self) -> bytes:
         """Hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
-        state = self.requests, self.tenants, self.ledger, self.sessions, *queues
+        state = self.requests, self._endpoint_claims, self.tenants, self.ledger, self.sessions, *queues
         return digest_of(*state, self._shares, self._calls, self._timers)
 
 

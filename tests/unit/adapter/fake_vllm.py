@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,7 +127,7 @@ class FakeVllm:
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.engine.clear()
-        await self._publish()
+        await self.publish()
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -164,7 +165,7 @@ class FakeVllm:
     async def _keep(self, body: dict[str, Any], tokens: list[int], salt: str, hit: int) -> web.Response:
         assert (body["sampling_params"]["max_tokens"], body["stream"]) == (1, False)
         self.engine.compute(tokens, salt)
-        await self._publish()
+        await self.publish()
         if body["request_id"] != "calibration":
             self.kept[body["request_id"]] = tokens
         transfer = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": body["request_id"]}
@@ -180,7 +181,7 @@ class FakeVllm:
     ) -> None:
         await asyncio.sleep(self.token_s * len(tokens))
         self.engine.compute(tokens, salt)
-        await self._publish()
+        await self.publish()
         for count in range(1, sampling["max_tokens"] + 1):
             if count == 2:
                 await self.gate.wait()
@@ -191,7 +192,7 @@ class FakeVllm:
             finish = "stop" if stops else "length" if count == sampling["max_tokens"] else None
             if finish:
                 self.engine.compute(tokens[:-1], salt)  # the last token's KV is never computed
-                await self._publish()
+                await self.publish()
             await self._write(response, {"choices": [{"index": 0, "token_ids": tokens[-1:], "finish_reason": finish}]})
             if finish:
                 return
@@ -201,7 +202,7 @@ class FakeVllm:
 
     # --- ZMQ -------------------------------------------------------------------------------------------------------
 
-    async def _publish(self) -> None:
+    async def publish(self) -> None:
         batch = self.engine.publish()
         if batch is not None:
             number, message = batch
@@ -223,7 +224,9 @@ class FakeVllm:
 
 
 @asynccontextmanager
-async def fake_vllm(folder: Path, name: str, vocab_size: int) -> AsyncIterator[FakeVllm]:
+async def fake_vllm(
+    folder: Path, name: str, vocab_size: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[FakeVllm]:
     """A running server."""
     server = FakeVllm(folder, name, vocab_size)
     context = zmq.asyncio.Context()
@@ -234,9 +237,9 @@ async def fake_vllm(folder: Path, name: str, vocab_size: int) -> AsyncIterator[F
     replaying = asyncio.create_task(server.answer_replays(replays))
     runner = web.AppRunner(server.app(), shutdown_timeout=0.1, access_log=None, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    server.url = f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield server
     finally:

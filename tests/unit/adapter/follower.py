@@ -1,8 +1,9 @@
 """An adapter's core at a model engine: feeds, caches, and replays that are answered at once."""
 
 from moonpool.kv.keys import BlockKey, block_keys, chain_root
-from services.adapter.core.engine_cache import EngineCache
-from services.adapter.core.event_feed import (
+from moonpool.kv_events.cache import EngineCache
+from moonpool.kv_events.events import ExtraKeys, read_batch
+from moonpool.kv_events.feed import (
     ApplyBatch,
     AskReplay,
     BatchArrived,
@@ -13,7 +14,6 @@ from services.adapter.core.event_feed import (
     ForgetBlocks,
     ReplayEnded,
 )
-from services.adapter.core.kv_events import ExtraKeys, read_batch
 from tests.unit.adapter.model_engine import ModelEngine
 
 NAMESPACE = b"n" * 32

@@ -8,8 +8,8 @@ import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root
-from services.adapter.core.engine_cache import NO_RANK, EngineCache
-from services.adapter.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, read_batch
+from moonpool.kv_events.cache import NO_RANK, EngineCache
+from moonpool.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, read_batch
 from tests.unit.adapter.follower import NAMESPACE, root_of
 
 SIZE = 4

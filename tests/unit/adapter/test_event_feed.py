@@ -1,6 +1,7 @@
 """Batches in order: gaps, replays, and engines that restart."""
 
-from services.adapter.core.event_feed import (
+from moonpool.kv_events.events import EventBatch
+from moonpool.kv_events.feed import (
     MAX_HELD,
     ApplyBatch,
     AskReplay,
@@ -12,7 +13,6 @@ from services.adapter.core.event_feed import (
     Interrupted,
     ReplayEnded,
 )
-from services.adapter.core.kv_events import EventBatch
 
 
 def batch(time: float) -> EventBatch:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from services.adapter.core.event_feed import Interrupted
+from moonpool.kv_events.feed import Interrupted
 from tests.unit.adapter.follower import Follower
 from tests.unit.adapter.model_engine import ModelEngine
 

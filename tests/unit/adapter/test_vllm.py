@@ -8,7 +8,8 @@ import pytest
 from moonpool.errors import Unavailable
 from moonpool.sampling_params import SamplingParams
 from services.adapter.base import EngineOutput, EnginePrompt
-from services.adapter.vllm import endpoint_for, read_chunk, read_samples, request_body
+from services.adapter.http_session import endpoint_for
+from services.adapter.vllm import read_chunk, read_samples, request_body
 
 
 def prompt(**changes: Any) -> EnginePrompt:

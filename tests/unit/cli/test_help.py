@@ -18,7 +18,7 @@ def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
     verbs = re.findall(r"^│ ([a-z]+) {2,}", shown, re.MULTILINE)
     assert verbs[:9] == ["serve", "run", "chat", "pull", "list", "ps", "stop", "generate", "demo"]
-    assert sorted(verbs[-6:]) == ["adapter", "conductor", "decode", "gateway", "kvstore", "prefill"]
+    assert sorted(verbs[-7:]) == ["adapter", "conductor", "decode", "gateway", "indexer", "kvstore", "prefill"]
     assert "─ Commands ─" not in shown, "each verb stands under a heading"
 
 

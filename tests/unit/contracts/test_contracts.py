@@ -35,7 +35,7 @@ def test_generated_code_is_what_the_protos_say(tmp_path: Path) -> None:
     committed = {path.name: path.read_bytes() for path in (ROOT / "moonpool/v1").glob("*_pb2*.py*")}
     stale = sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     assert not stale, f"run `make protos`; not up to date: {stale}"
-    assert len(fresh) == 4 * len(MODULES)
+    assert len(fresh) == 4 * (len(MODULES) + 1)  # and Envoy's, which are not ours to release
 
 
 def test_nothing_released_is_broken() -> None:

@@ -35,7 +35,7 @@ JOIN_NOT = ("conductor", "gateway")
 """Services that do not join a conductor."""
 LANDING = "landing"
 """The stage that builds what copies and hashes KV."""
-KINDS = tuple(sorted({path.parent.name for path in (ROOT / "services").glob("*/__main__.py")} - {"adapter"}))
+KINDS = tuple(sorted({path.parent.name for path in (ROOT / "services").glob("*/__main__.py")} - {"adapter", "indexer"}))
 
 
 def config_class(kind: str) -> type[ServiceConfig]:

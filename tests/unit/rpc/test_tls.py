@@ -25,7 +25,7 @@ from moonpool.rpc.auth import (
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Security, Tls
-from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
+from moonpool.v1 import adapter_pb2, conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from tests.unit.clocks import hurried
 
@@ -39,6 +39,7 @@ CONTRACTS: list[ServiceDescriptor] = [
         (prefill_pb2, "PrefillService"),
         (decode_pb2, "DecodeService"),
         (kvstore_pb2, "KVStoreService"),
+        (adapter_pb2, "AdapterService"),
     )
 ]
 
@@ -95,7 +96,7 @@ async def test_a_role_calls_what_it_may_and_nothing_else(tmp_path: Path) -> None
     async with secured(tmp_path) as server:
         async with Channels(tls(tmp_path, "conductor", "conductor-7")) as channels:
             assert await reserve(server, channels) == "conductor conductor-7"
-        for role in ("prefill", "decode", "kvstore", "gateway", "client", "operator"):
+        for role in ("prefill", "decode", "kvstore", "gateway", "client", "operator", "adapter"):
             async with Channels(tls(tmp_path, role)) as channels:
                 with pytest.raises(PermissionDenied, match=f"role {role} may not call Reserve"):
                     await reserve(server, channels)

@@ -8,7 +8,7 @@ from functools import partial
 
 from moonpool.kv.blocks import KeyChanges, NetChanges
 from moonpool.kv.keys import BlockKey, block_keys
-from services.adapter.core.kv_events import (
+from moonpool.kv_events.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -18,13 +18,18 @@ from services.adapter.core.kv_events import (
 )
 
 DEVICE_MEDIA = ("", "GPU")
-"""Media from which an engine computes at once. Blocks in other media are not told."""
+"""Media from which an engine computes at once, in the words of vLLM and SGLang."""
+HOST_MEDIA = ("CPU", "CPU_PINNED")
+DISK_MEDIA = ("STORAGE", "DISK", "EXTERNAL")
+"""Media below the host's memory. SGLang calls storage of another process EXTERNAL."""
 WHOLE_KINDS = ("", "full_attention", "mla_attention", "sink_full_attention")
 WINDOWED_KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
 """Kinds of groups whose blocks have the hashes of whole chains."""
 
 RootOf = Callable[[ExtraKeys | None], BlockKey | None]
 """Root for the chain whose first block has these extra keys; None = a chain unknown here."""
+KeysOf = Callable[[bytes, Sequence[int], int], Sequence[BlockKey]]
+"""Keys of the blocks behind a root or a key: parent, tokens, tokens per block."""
 
 
 class RankCache:
@@ -38,6 +43,8 @@ class RankCache:
         root_of: finds the chain of a first block.
         changed: called with keys that are held from now on, and keys that are not any more.
         max_names: hashes that are remembered at most, beside those of held blocks.
+        media: media whose blocks are told; blocks elsewhere only teach what hashes mean.
+        keys_of: computes keys.
     """
 
     def __init__(
@@ -46,11 +53,14 @@ class RankCache:
         root_of: RootOf,
         changed: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
         max_names: int,
+        media: Sequence[str] = DEVICE_MEDIA,
+        keys_of: KeysOf = block_keys,
     ) -> None:
         self._block_tokens = block_tokens
         self._root_of = root_of
         self._changed = changed
         self._max_names = max_names
+        self._media, self._keys_of = media, keys_of
         self._names: dict[BlockHash, BlockKey] = {}  # the oldest first
         self._groups_of: dict[BlockHash, int] = {}  # mask of the groups that hold a block
         self._groups = 0  # mask of all groups met so far
@@ -92,7 +102,7 @@ class RankCache:
 
     def _stored(self, event: BlockStored) -> None:
         self._name(event)
-        if event.medium not in DEVICE_MEDIA:
+        if event.medium not in self._media:
             return
         if event.block_tokens != self._block_tokens or event.kind not in (*WHOLE_KINDS, *WINDOWED_KINDS):
             self._opaque = True
@@ -122,7 +132,7 @@ class RankCache:
         if extra is not None:  # from a block with an image or the like on, hashes mean more than tokens
             named = next((at for at, keys in enumerate(extra) if keys and at >= salted), named)
         tokens = event.token_ids[: named * self._block_tokens]
-        for block, key in zip(event.hashes, block_keys(parent, tokens, self._block_tokens), strict=False):
+        for block, key in zip(event.hashes, self._keys_of(parent, tokens, self._block_tokens), strict=False):
             if self._names.pop(block, key) != key:
                 self._retract([block])
             self._names[block] = key
@@ -147,7 +157,7 @@ class RankCache:
             self._changed(keys, ())
 
     def _removed(self, event: BlockRemoved) -> None:
-        if event.medium not in DEVICE_MEDIA:
+        if event.medium not in self._media:
             return
         gone = ~0 if event.group is None else 1 << event.group
         for block in event.hashes:

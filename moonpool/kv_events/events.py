@@ -1,6 +1,6 @@
 """KV events of engines, read from decoded messages.
 
-The events are those of vLLM: maps since 2026, arrays before. SGLang sends arrays with the same order of fields.
+The events are those of vLLM: maps since 2026, arrays before. SGLang sends the same, with salts in a field of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,8 +84,10 @@ _FIELDS = {
 """Fields of events that come as arrays, in their order."""
 
 
-def read_batch(message: object) -> EventBatch:
+def read_batch(message: object, *, salt_field: bool = False) -> EventBatch:
     """An event batch from a decoded message. Unknown kinds of events and unknown fields are skipped.
+
+    With `salt_field`, maps tell the salt of a chain in `cache_salt`, and no salt where this is missing.
 
     Raises:
         InvalidRequest: the message is no event batch; names the field at fault.
@@ -100,12 +102,39 @@ def read_batch(message: object) -> EventBatch:
         raise InvalidRequest("batch.ts", f"must be a number, is {time!r}")
     if not isinstance(events, Sequence) or isinstance(events, str | bytes):
         raise InvalidRequest("batch.events", "must be a list")
-    return EventBatch(float(time), tuple([found for one in events if (found := _event(one)) is not None]))
+    return EventBatch(float(time), tuple([found for one in events if (found := _event(one, salt_field)) is not None]))
 
 
-def _event(message: object) -> EngineEvent | None:
+def write_batch(batch: EventBatch, rank: int = 0) -> list[object]:
+    """A batch as vLLM's message: an array, with events as maps. The message is to be encoded with msgpack."""
+    return [batch.time, [_map_of(event) for event in batch.events], rank]
+
+
+def _map_of(event: EngineEvent) -> dict[str, object]:
+    match event:
+        case BlockStored():
+            return {
+                "type": "BlockStored",
+                "block_hashes": event.hashes,
+                "parent_block_hash": event.parent,
+                "token_ids": event.token_ids,
+                "block_size": event.block_tokens,
+                "lora_id": None,
+                "medium": event.medium,
+                "lora_name": None,
+                "extra_keys": event.extra_keys and [list(keys) or None for keys in event.extra_keys],
+                "group_idx": event.group,
+                "kv_cache_spec_kind": event.kind,
+            }
+        case BlockRemoved():
+            return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": event.medium}
+        case AllBlocksCleared():
+            return {"type": "AllBlocksCleared"}
+
+
+def _event(message: object, salt_field: bool) -> EngineEvent | None:
     if isinstance(message, Mapping):
-        kind, fields = message.get("type"), message
+        kind, fields = message.get("type"), dict(message)
     elif isinstance(message, Sequence) and not isinstance(message, str | bytes) and message:
         kind = message[0]
         fields = dict(zip(_FIELDS.get(kind, ()) if isinstance(kind, str) else (), message[1:], strict=False))
@@ -113,7 +142,8 @@ def _event(message: object) -> EngineEvent | None:
         raise InvalidRequest("event", "must be a map or an array")
     match kind:
         case "BlockStored":
-            return _stored(fields)
+            salted = salt_field and isinstance(message, Mapping)
+            return _stored(fields | {"extra_keys": _salts(fields)} if salted else fields)
         case "BlockRemoved":
             return _removed(fields)
         case "AllBlocksCleared":
@@ -121,6 +151,14 @@ def _event(message: object) -> EngineEvent | None:
         case str():
             return None
     raise InvalidRequest("event.type", f"must be a text, is {kind!r}")
+
+
+def _salts(fields: Mapping[str, Any]) -> list[object] | None:
+    hashes, salt = fields.get("block_hashes"), _text(fields, "cache_salt")
+    if not isinstance(hashes, Sequence):
+        return None
+    first = [[salt]] if salt and fields.get("parent_block_hash") is None else [None]
+    return [*first, *[None] * (len(hashes) - 1)] if hashes else []
 
 
 def _stored(fields: Mapping[str, Any]) -> BlockStored:

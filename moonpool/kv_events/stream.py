@@ -1,16 +1,16 @@
 """Reads an engine's KV events from ZMQ, asks for replays, and keeps the engine's cache by them."""
 
 import asyncio
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from moonpool.errors import InvalidRequest
-from moonpool.telemetry.logs import get_logger
-from services.adapter.base import EventSource
-from services.adapter.core.engine_cache import EngineCache
-from services.adapter.core.event_feed import (
+from moonpool.kv_events.events import EngineEvent, EventBatch, read_batch
+from moonpool.kv_events.feed import (
     ApplyBatch,
     AskReplay,
     BatchArrived,
@@ -21,7 +21,7 @@ from services.adapter.core.event_feed import (
     Interrupted,
     ReplayEnded,
 )
-from services.adapter.core.kv_events import EventBatch, read_batch
+from moonpool.telemetry.logs import get_logger
 
 REPLAY_TIMEOUT_S = 2.0
 """Seconds without a batch after which a replay counts as broken off."""
@@ -31,12 +31,48 @@ NUMBER_BYTES = 8
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where an engine's data-parallel rank publishes KV events.
+
+    Attributes:
+        rank: the rank.
+        endpoint: the PUB socket's, as a client connects.
+        replay_endpoint: the ROUTER socket's; "" = no replay.
+        topic: topic of the events.
+        salt_field: events tell salts in a field of their own, as SGLang's do.
+    """
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+    salt_field: bool = False
+
+
+class EventSink(Protocol):
+    """Takes the events of one rank, in order; see `RankCache`."""
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the rank caches in an unknown way."""
+
+    def apply(self, event: EngineEvent) -> None:
+        """Takes an event."""
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+
+    def restart(self) -> None:
+        """Forgets all that was learnt."""
+
+
 class EventStream:
     """One rank's events.
 
     Args:
         source: where they are published.
-        cache: the engine's; this rank's part is kept here.
+        cache: the rank's.
         changed: called after the cache has changed.
 
     Attributes:
@@ -44,9 +80,9 @@ class EventStream:
         settled: set once the first replay is over.
     """
 
-    def __init__(self, source: EventSource, cache: EngineCache, changed: "asyncio.Event") -> None:
+    def __init__(self, source: EventSource, cache: EventSink, changed: "asyncio.Event") -> None:
         self._source = source
-        self._cache = cache.rank(source.rank)
+        self._cache = cache
         self._changed = changed
         self._orders: asyncio.Queue[AskReplay] = asyncio.Queue()
         self.feed = EventFeed()
@@ -78,7 +114,7 @@ class EventStream:
             frames = await socket.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == NUMBER_BYTES:
                 self.batches += 1
-                self._handle(BatchArrived(int.from_bytes(frames[1], "big"), _read(frames[2])))
+                self._handle(BatchArrived(int.from_bytes(frames[1], "big"), self._decoded(frames[2])))
 
     def _handle(self, event: FeedEvent) -> None:
         for order in self.feed.handle(event):
@@ -123,14 +159,13 @@ class EventStream:
             if not frames[-1]:
                 self._handle(ReplayEnded(replay, complete=True))
                 return
-            self._handle(BatchReplayed(replay, int.from_bytes(frames[-2], "big"), _read(frames[-1])))
+            self._handle(BatchReplayed(replay, int.from_bytes(frames[-2], "big"), self._decoded(frames[-1])))
         log.warning("the engine answers no replay of its KV events", endpoint=self._source.replay_endpoint)
         self._handle(ReplayEnded(replay, complete=False))
 
-
-def _read(payload: bytes) -> EventBatch | None:
-    try:
-        return read_batch(msgspec.msgpack.decode(payload))
-    except (msgspec.DecodeError, InvalidRequest) as error:
-        log.warning("KV events cannot be read", error=str(error))
-        return None
+    def _decoded(self, payload: bytes) -> EventBatch | None:
+        try:
+            return read_batch(msgspec.msgpack.decode(payload), salt_field=self._source.salt_field)
+        except (msgspec.DecodeError, InvalidRequest) as error:
+            log.warning("KV events cannot be read", error=str(error))
+            return None

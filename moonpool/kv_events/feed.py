@@ -7,7 +7,7 @@ that the replay's first batch proves that the numbers mean the same engine.
 from dataclasses import dataclass, field
 
 from moonpool.frozen import frozen
-from services.adapter.core.kv_events import EventBatch
+from moonpool.kv_events.events import EventBatch
 
 
 @frozen

@@ -1,0 +1,1 @@
+"""What an indexer knows, without I/O."""

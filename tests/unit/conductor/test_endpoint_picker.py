@@ -1,0 +1,181 @@
+"""The endpoint picker, asked as Envoy asks it: whole and streamed bodies, subsets, refusals."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from moonpool.kv.keys import block_keys, chain_root
+from moonpool.rpc.channels import Channels
+from moonpool.v1 import conductor_pb2
+from moonpool.v1.ext_proc_pb2 import (
+    HeaderMap,
+    HeaderValue,
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
+from moonpool.v1.ext_proc_pb2_grpc import ExternalProcessorStub
+from services.conductor import endpoint_picker
+from tests.unit.conductor.fakes import BLOCK_TOKENS, FakeMember, decode, prefill
+from tests.unit.conductor.stack import WAIT_S, Stack, stack
+
+DESTINATION = "x-gateway-destination-endpoint"
+DUPLEX = ProtocolConfiguration(request_body_mode="FULL_DUPLEX_STREAMED", response_body_mode="FULL_DUPLEX_STREAMED")
+BUFFERED = ProtocolConfiguration(request_body_mode="BUFFERED")
+
+
+class Proxy:
+    """One HTTP request at a proxy."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def send(self, **message: Any) -> None:
+        await self.call.write(ProcessingRequest(**message))
+
+    async def headers(self, config: ProtocolConfiguration, *, alone: bool = False, **headers: str) -> None:
+        found = [HeaderValue(key=key.replace("_", "-"), raw_value=value.encode()) for key, value in headers.items()]
+        message = HttpHeaders(headers=HeaderMap(headers=found), end_of_stream=alone)
+        await self.send(request_headers=message, protocol_config=config)
+
+    async def body(self, *pieces: bytes) -> None:
+        for at, piece in enumerate(pieces):
+            await self.send(request_body=HttpBody(body=piece, end_of_stream=at == len(pieces) - 1))
+
+    async def read(self) -> ProcessingResponse:
+        response: ProcessingResponse = await asyncio.wait_for(self.call.read(), WAIT_S)
+        return response
+
+
+@asynccontextmanager
+async def proxied(*engines: FakeMember, **settings: Any) -> AsyncIterator[tuple[Stack, Any]]:
+    """A conductor with engines that have HTTP servers at NAME:80; yields the stub of its picker, too."""
+    async with stack(picker_listen="127.0.0.1:0", **settings) as running:
+        for engine in engines:
+            hello: conductor_pb2.JoinHello = await running.serve(engine)
+            hello.http_address = f"{engine.id}:80"
+            await running.follow(engine, hello)
+            await running.joined(engine)
+        await running.join(decode())
+        await running.until(lambda: running.cluster.registry.ready)
+        async with Channels() as channels:
+            yield running, ExternalProcessorStub(channels.get(running.servicer.picker_address))
+
+
+def set_headers(response: Any) -> dict[str, str]:
+    return {one.header.key: one.header.raw_value.decode() for one in response.header_mutation.set_headers}
+
+
+def body_of(responses: Sequence[ProcessingResponse]) -> bytes:
+    parts = [one.request_body.response.body_mutation.streamed_response for one in responses]
+    assert [part.end_of_stream for part in parts] == [False] * (len(parts) - 1) + [True]
+    return b"".join(part.body for part in parts)
+
+
+def held(tokens: list[int]) -> list[bytes]:
+    return list(block_keys(chain_root(b"n" * 32, ""), tokens, BLOCK_TOKENS))
+
+
+async def test_a_streamed_request_goes_where_its_prefix_is_and_on_unchanged() -> None:
+    one, two, tokens = prefill(0), prefill(1), list(range(6 * BLOCK_TOKENS))
+    two.keys = held(tokens)
+    async with proxied(one, two, policy="sglang") as (running, stub):  # the longest prefix decides
+        await running.until(lambda: running.servicer.core.cluster.index.held("prefill-1") == 6)
+        proxy = Proxy(stub.Process())
+        sent = json.dumps({"prompt": [*tokens, 7], "stream": True, "unknown": "x" * 150_000}).encode()
+        await proxy.headers(DUPLEX, content_type="application/json")
+        await proxy.body(sent[:1000], sent[1000:90_000], sent[90_000:])
+        picked = await proxy.read()
+        headers = set_headers(picked.request_headers.response)
+        assert headers[DESTINATION].split(",") == ["prefill-1:80", "prefill-0:80"]
+        assert picked.dynamic_metadata["envoy.lb"][DESTINATION] == headers[DESTINATION]
+        pieces = [await proxy.read()]
+        while not pieces[-1].request_body.response.body_mutation.streamed_response.end_of_stream:
+            pieces.append(await proxy.read())
+        assert body_of(pieces) == sent
+        assert len(running.servicer.core.cluster.claims) == 1  # the prompt counts at its engine
+        await proxy.send(response_headers=HttpHeaders())
+        assert (await proxy.read()).HasField("response_headers")
+        assert not running.servicer.core.cluster.claims
+        await proxy.send(response_body=HttpBody(body=b"data: 1\n\n"))
+        passed = (await proxy.read()).response_body.response.body_mutation.streamed_response
+        assert (passed.body, passed.end_of_stream) == (b"data: 1\n\n", False)
+        await proxy.send(response_trailers=HttpTrailers())
+        assert (await proxy.read()).HasField("response_trailers")
+        await proxy.call.done_writing()
+        await running.rest()
+
+
+async def test_a_buffered_chat_is_answered_step_by_step() -> None:
+    async with proxied(prefill()) as (running, stub):
+        proxy = Proxy(stub.Process())
+        await proxy.headers(BUFFERED)
+        assert (await proxy.read()) == ProcessingResponse(request_headers={})  # type: ignore[arg-type]
+        turns = [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "image_url"}]}]
+        await proxy.body(json.dumps({"messages": turns, "max_tokens": 3}).encode())
+        picked = (await proxy.read()).request_body.response
+        assert set_headers(picked) == {DESTINATION: "prefill-0:80"}
+        assert picked.clear_route_cache
+        proxy.call.cancel()  # the client has left: the prompt counts no more
+        await running.until(lambda: not running.servicer.core.cluster.claims)
+
+
+async def test_requests_without_a_body_and_subsets() -> None:
+    async with proxied(prefill(0), prefill(1)) as (_, stub):
+        proxy = Proxy(stub.Process())
+        await proxy.headers(DUPLEX, alone=True)
+        assert len(set_headers((await proxy.read()).request_headers.response)[DESTINATION].split(",")) == 2
+        for allowed, status in ((["prefill-1:80"], 0), (["other:80"], 503), ([], 503)):
+            proxy, message = Proxy(stub.Process()), ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True))
+            hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+            hint.update({"x-gateway-destination-endpoint-subset": allowed})
+            await proxy.call.write(message)
+            response = await proxy.read()
+            assert response.immediate_response.status.code == status
+            if not status:
+                assert set_headers(response.request_headers.response)[DESTINATION] == "prefill-1:80"
+
+
+async def refused(stub: Any, body: bytes, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    proxy = Proxy(stub.Process())
+    await proxy.headers(DUPLEX, **headers)
+    await proxy.body(body)
+    answer = (await proxy.read()).immediate_response
+    told = {one.header.key: one.header.raw_value.decode() for one in answer.headers.set_headers}
+    error = json.loads(answer.body)["error"]
+    assert answer.details == error["code"]
+    return answer.status.code, error, told
+
+
+async def test_refusals_have_our_reasons(monkeypatch: Any) -> None:
+    busy = prefill()
+    async with proxied(busy) as (running, stub):
+        prompt = json.dumps({"prompt": "Hello"}).encode()
+        status, error, told = await refused(stub, prompt, x_slo_ttft_ms="0.001")
+        assert (status, error["code"], error["type"]) == (429, "ttft_slo", "rate_limit_error")
+        assert told["content-type"] == "application/json"
+        assert (await refused(stub, b"{"))[0] == 400
+        assert (await refused(stub, b"[]"))[0] == 400
+        assert (await refused(stub, prompt, x_slo_ttft_ms="soon"))[1]["message"].startswith("x-slo-ttft-ms")
+        assert (await refused(stub, b'{"messages": [1]}'))[1]["message"].startswith("messages[0]")
+        assert (await refused(stub, json.dumps({"prompt": list(range(9999))}).encode()))[0] == 400
+        monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 100)
+        assert (await refused(stub, b" " * 101))[0] == 413
+        busy.load.draining = True
+        assert busy.agent is not None
+        busy.agent.notify()
+        await running.until(lambda: not running.cluster.registry.ready)
+        assert (await refused(stub, b"{}"))[0] == 503
+        await running.rest()
+
+
+async def test_without_such_engines_the_answer_is_503() -> None:
+    async with stack(prefill(), decode(), picker_listen="127.0.0.1:0") as running, Channels() as channels:
+        await running.until(lambda: running.cluster.registry.ready)
+        status, error, _ = await refused(ExternalProcessorStub(channels.get(running.servicer.picker_address)), b"{}")
+        assert (status, error["code"]) == (503, "unavailable")

@@ -1,0 +1,184 @@
+"""A cluster's own KV: queried over HTTP, and published as vLLM publishes KV events."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from moonpool.kv.keys import block_keys, chain_root
+from moonpool.kv_events.events import BlockRemoved, BlockStored, EventBatch, read_batch
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.indexer.core.cluster import ClusterKV, ServedModel
+from services.indexer.core.index import Scope, TieredIndex, salt_root, sequence_keys
+from tests.unit.conductor.fakes import BLOCK_TOKENS, decode, prefill, store
+from tests.unit.conductor.stack import stack
+from tests.unit.indexer.test_http import WAIT_S, hit, indexer, rolling_hashes
+
+NAMESPACE = b"n" * 32
+
+
+class Subscriber:
+    """A subscriber of KV events, as a router has one."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: dict[str, str]) -> None:
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.connect(source["endpoint"])
+        self.replays = context.socket(zmq.DEALER)
+        self.replays.connect(source["replay_endpoint"])
+
+    async def replay(self, start: int) -> list[tuple[int, EventBatch]]:
+        await self.replays.send_multipart([b"", start.to_bytes(8, "big")])
+        found = list[tuple[int, EventBatch]]()
+        while True:
+            *_, number, payload = await self.replays.recv_multipart()
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return found
+            found.append((int.from_bytes(number, "big"), read_batch(msgspec.msgpack.decode(payload))))
+
+
+def keys_of(tokens: list[int], tenant: str = "") -> list[Any]:
+    return block_keys(chain_root(NAMESPACE, tenant), tokens, BLOCK_TOKENS)
+
+
+async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path: Path) -> None:
+    draw = random.Random(9)
+    tokens = [draw.randrange(1000) for _ in range(4 * BLOCK_TOKENS)]
+    one, two, kept = prefill(), decode(), store()
+    one.keys = list(keys_of(tokens))
+    kept.keys = list(keys_of(tokens)[:3])
+    settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
+    async with stack(one, two, kept) as running:
+        await running.until(lambda: running.servicer.core.cluster.index.held("kvstore-0") == 3)
+        async with indexer(conductor=running.address, **settings) as index:
+            query = {"model": running.checkpoint.name, "token_ids": tokens}
+            stored = {"longest_matched": 3 * BLOCK_TOKENS, "DP": {"0": 3 * BLOCK_TOKENS}, "GPU": 0}
+            stored |= {"CPU": 3 * BLOCK_TOKENS, "DISK": 0}
+            wanted = {"prefill-0": hit(4 * BLOCK_TOKENS), "kvstore-0": stored}
+            await index.until("/query", query, {"default": wanted})
+            assert (await index.post("/query", {**query, "tenant_id": "ann"}))[1] == {"ann": {}}
+
+            more = [*tokens, *[draw.randrange(1000) for _ in range(BLOCK_TOKENS)]]
+            one.store(list(keys_of(more)[4:]))
+            answered = await running.client.generate(token_ids=[*more, 5])  # its tokens are told with the request
+            assert answered.token_ids
+            by_hash = {"model": running.checkpoint.name, "seq_hashes": rolling_hashes(more)}
+            wanted["prefill-0"] = hit(5 * BLOCK_TOKENS)
+            await index.until("/query_by_hash", by_hash, {"default": wanted})
+
+            sources = await index.get("/kv_event_sources")
+            assert set(sources) == {"prefill-0", "kvstore-0"}
+            context = zmq.asyncio.Context()
+            try:
+                subscriber = Subscriber(context, sources["prefill-0"])
+                batches = await subscriber.replay(0)
+                assert [number for number, _ in batches] == list(range(len(batches)))
+                told = [event for _, batch in batches for event in batch.events]
+                assert all(isinstance(event, BlockStored) for event in told)
+                assert [token for event in told for token in event.token_ids] == more  # type: ignore[union-attr]
+                assert [one for event in told for one in event.hashes] == rolling_hashes(more)  # type: ignore[union-attr]
+                [first] = [event for event in told if isinstance(event, BlockStored) and event.parent is None]
+                assert (first.medium, first.block_tokens, first.kind) == ("GPU", BLOCK_TOKENS, "full_attention")
+                other = Subscriber(context, sources["kvstore-0"])
+                [(_, last)] = (await other.replay(0))[-1:]
+                assert {event.medium for event in last.events} == {"CPU"}  # type: ignore[union-attr]
+            finally:
+                context.destroy(linger=0)
+
+
+async def test_published_events_feed_another_indexer(tmp_path: Path) -> None:
+    tokens, one = list(range(3 * BLOCK_TOKENS)), prefill()
+    one.keys = list(keys_of(tokens, "ann"))
+    settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
+    async with stack(one, decode()) as running, indexer(conductor=running.address, **settings) as ours:
+        query = {"model": running.checkpoint.name, "token_ids": tokens, "tenant_id": "ann"}
+        await ours.until("/query", query, {"ann": {"prefill-0": hit(3 * BLOCK_TOKENS)}})
+        source = (await ours.get("/kv_event_sources"))["prefill-0"]
+        async with indexer() as theirs:
+            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_TOKENS, "type": "moonpool"}
+            assert (await theirs.post("/register", body))[0] == 200
+            salted = {"model": "m", "token_ids": tokens, "cache_salt": "ann:"}
+            await theirs.until("/query", salted, {"default": {"x": hit(3 * BLOCK_TOKENS)}})
+            assert (await theirs.post("/query", {**salted, "cache_salt": ""}))[1] == {"default": {}}
+
+
+def test_a_walk_of_changes_keeps_index_and_events_true() -> None:
+    draw = random.Random(11)
+    index = TieredIndex()
+    cluster = ClusterKV(index, max_names=40)
+    follower: dict[str, dict[int, str]] = {}  # what a subscriber knows: medium by hash
+    model = ServedModel("m", NAMESPACE, 4)
+    chains = [[draw.randrange(9) for _ in range(4 * draw.randrange(1, 9))] for _ in range(12)]
+    truth: dict[str, dict[bytes, str]] = {}
+    for _ in range(3000):
+        name, chain = draw.choice(("p", "d", "s")), draw.choice(chains)
+        keys = block_keys(chain_root(NAMESPACE, ""), chain, 4)
+        match draw.randrange(8):
+            case 0:
+                cluster.joined(name, None if name == "s" else model)
+                truth[name] = {}
+            case 1:
+                cluster.left(name)
+                truth.pop(name, None)
+            case 2 | 3 | 4:
+                anew, medium = draw.random() < 0.1, "CPU" if name == "s" else "GPU"
+                cooled = [key for key in keys if name == "s" and draw.random() < 0.3]
+                cluster.changed(name, keys, (), cooled, anew=anew)
+                if name in truth:
+                    truth[name] = {} if anew else truth[name]
+                    truth[name] |= {key: "STORAGE" if key in cooled else medium for key in keys}
+            case 5:
+                gone = [key for key in keys if draw.random() < 0.5]
+                cluster.changed(name, (), gone)
+                for key in gone:
+                    truth.get(name, {}).pop(key, None)
+            case _:
+                cluster.named("", "", chain)
+                if cluster.model is not None:
+                    known = [one for one, held in truth.items() if keys and keys[0] in held]
+                    shown = sequence_keys(salt_root(""), chain, 4)
+                    found = index.match(Scope("m", "default", 4), shown)
+                    assert sorted(found) == sorted(known)
+                    for one in known:
+                        lacking = (at for at, key in enumerate(keys) if key not in truth[one])
+                        assert found[one].longest == 4 * next(lacking, len(keys))
+        cluster.check_invariants()
+        for instance, events in cluster.take_events().items():
+            known_there = follower.setdefault(instance, {})
+            for event in events:
+                match event:
+                    case BlockStored():
+                        known_there |= dict.fromkeys(event.hashes, event.medium)  # type: ignore[arg-type]
+                    case BlockRemoved():
+                        for block in event.hashes:
+                            assert known_there.pop(block) == event.medium  # type: ignore[arg-type]
+                    case _:
+                        known_there.clear()
+        for instance, blocks in follower.items():
+            assert set(blocks.values()) <= {*truth.get(instance, {}).values(), "GPU", "CPU", "STORAGE"}
+            assert len(blocks) <= len(truth.get(instance, {}))
+
+
+async def test_a_watcher_that_comes_late_learns_everything_and_each_change() -> None:
+    kept = store()
+    kept.keys = [bytes([at]) * 32 for at in range(3)]
+    async with stack(kept) as running, asyncio.timeout(WAIT_S):
+        await running.until(lambda: running.servicer.core.cluster.index.held("kvstore-0") == 3)
+        stream: Any = running.servicer.WatchKV(conductor_pb2.WatchKVRequest(), None)
+        joined, held, synced = [await anext(stream) for _ in range(3)]
+        assert joined.joined.instance.id == "kvstore-0"
+        assert sorted(held.changed.events.stored_keys) == sorted(b"".join(kept.keys))
+        assert synced.synced
+        kept.store([b"x" * 32])
+        news = await anext(stream)
+        assert (news.changed.instance_id, news.changed.events.stored_keys) == ("kvstore-0", b"x" * 32)
+        running.cluster.watchers.dropped("kvstore-0")  # the index has lost a message
+        cleared = await anext(stream)
+        assert cleared.changed.events == kv_pb2.KVEvents(snapshot_begin=True)
+        await stream.aclose()
+        assert not len(running.cluster.watchers)
