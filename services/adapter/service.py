@@ -189,7 +189,12 @@ class AdapterPrefillServicer:
                     await self._hand_over(request.target, live, met)
                 live.answers = [
                     live.part.answer(
-                        choice, (), lambda _: live.wake.set(), alone=True, keep=True, transfer=met and met[choice]
+                        choice,
+                        (),
+                        lambda _: live.wake.set(),
+                        alone=True,
+                        keep=True,
+                        transfer=met[choice] if met is not None else None,
                     )
                     for choice in range(live.width)
                 ]

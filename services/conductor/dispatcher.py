@@ -193,7 +193,8 @@ class Dispatcher:
         now = self._clock()
         request = await self._reader.read(message, arrived=now, deadline=now + within_s)
         spec = replace(request.spec, number=next(self._numbers))
-        self._picks[spec.number] = picked = asyncio.get_running_loop().create_future()
+        picked: asyncio.Future[EndpointPicked] = asyncio.get_running_loop().create_future()
+        self._picks[spec.number] = picked
         try:
             self._post(EndpointAsked(spec, tuple(request.prompt_keys), tuple(others)))
             found = await picked

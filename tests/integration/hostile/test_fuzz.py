@@ -43,7 +43,7 @@ ENDLESS = {"kvstore.Watch", "conductor.WatchKV"}
 
 
 def test_every_rpc_is_covered() -> None:
-    """What `test_rpc` runs over is all there is in the contract's files, but for adapters and proxies: a stack has none."""
+    """What `test_rpc` runs over is all there is in the contract's files, but for adapters and proxies."""
     folder = Path(__file__).parents[3] / "protos" / "moonpool" / "v1"
     names = [path.name for path in folder.glob("*.proto") if path.stem not in ("adapter", "ext_proc")]
     files = [descriptor_pool.Default().FindFileByName(f"moonpool/v1/{name}") for name in names]

@@ -25,8 +25,11 @@ from tests.unit.conductor.fakes import BLOCK_TOKENS, FakeMember, decode, prefill
 from tests.unit.conductor.stack import WAIT_S, Stack, stack
 
 DESTINATION = "x-gateway-destination-endpoint"
-DUPLEX = ProtocolConfiguration(request_body_mode="FULL_DUPLEX_STREAMED", response_body_mode="FULL_DUPLEX_STREAMED")
-BUFFERED = ProtocolConfiguration(request_body_mode="BUFFERED")
+DUPLEX = ProtocolConfiguration(
+    request_body_mode=ProtocolConfiguration.FULL_DUPLEX_STREAMED,
+    response_body_mode=ProtocolConfiguration.FULL_DUPLEX_STREAMED,
+)
+BUFFERED = ProtocolConfiguration(request_body_mode=ProtocolConfiguration.BUFFERED)
 
 
 class Proxy:
@@ -93,7 +96,8 @@ async def test_a_streamed_request_goes_where_its_prefix_is_and_on_unchanged() ->
         picked = await proxy.read()
         headers = set_headers(picked.request_headers.response)
         assert headers[DESTINATION].split(",") == ["prefill-1:80", "prefill-0:80"]
-        assert picked.dynamic_metadata["envoy.lb"][DESTINATION] == headers[DESTINATION]
+        told: Any = picked.dynamic_metadata["envoy.lb"]
+        assert told[DESTINATION] == headers[DESTINATION]
         pieces = [await proxy.read()]
         while not pieces[-1].request_body.response.body_mutation.streamed_response.end_of_stream:
             pieces.append(await proxy.read())
@@ -141,7 +145,7 @@ async def test_requests_without_a_body_and_subsets() -> None:
                 assert set_headers(response.request_headers.response)[DESTINATION] == "prefill-1:80"
 
 
-async def refused(stub: Any, body: bytes, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+async def refused(stub: Any, body: bytes, **headers: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
     proxy = Proxy(stub.Process())
     await proxy.headers(DUPLEX, **headers)
     await proxy.body(body)

@@ -67,7 +67,8 @@ async def indexer(**settings: Any) -> AsyncIterator[Indexed]:
     task = asyncio.create_task(serve(context, config))
     try:
         async with asyncio.timeout(WAIT_S), aiohttp.ClientSession() as session:
-            await asyncio.wait([asyncio.ensure_future(said.ready), task], return_when=asyncio.FIRST_COMPLETED)
+            ready: asyncio.Future[Any] = said.ready
+            await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 await task
             yield Indexed(session, f"http://{said.ready.result()}")
