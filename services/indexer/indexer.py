@@ -19,7 +19,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from services.indexer.config import IndexerConfig
-from services.indexer.core.cluster import DEFAULT_TENANT, ClusterKV, ServedModel
+from services.indexer.core.cluster import DEFAULT_TENANT, ClusterKV, ClusterModel
 from services.indexer.core.index import TieredIndex
 from services.indexer.core.publishers import Publisher, PublisherCache
 
@@ -145,7 +145,7 @@ class Indexer:
             case "joined":
                 served, model = message.joined.model, None
                 if message.joined.HasField("model"):
-                    model = ServedModel(served.name, served.namespace, served.layout.block_tokens)
+                    model = ClusterModel(served.name, served.namespace, served.layout.block_tokens)
                 self.cluster.joined(message.joined.instance.id, model)
             case "left":
                 self.cluster.left(message.left)

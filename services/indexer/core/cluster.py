@@ -61,7 +61,7 @@ class _Instance:
 
 
 @frozen
-class ServedModel:
+class ClusterModel:
     """What the cluster's engines serve."""
 
     name: str
@@ -82,7 +82,7 @@ class ClusterKV:
         self._instances: dict[str, _Instance] = {}
         self._names: dict[BlockKey, BlockName] = {}  # the oldest first
         self._events: dict[str, list[EngineEvent]] = {}
-        self.model: ServedModel | None = None
+        self.model: ClusterModel | None = None
 
     def __len__(self) -> int:
         """Instances."""
@@ -93,7 +93,7 @@ class ClusterKV:
         events, self._events = self._events, {}
         return events
 
-    def joined(self, instance_id: str, model: ServedModel | None) -> None:
+    def joined(self, instance_id: str, model: ClusterModel | None) -> None:
         """An instance has joined, without blocks; `model` None = a kvstore."""
         self.left(instance_id)
         if model is not None and model != self.model:

@@ -12,7 +12,7 @@ import zmq.asyncio
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.kv_events.events import BlockRemoved, BlockStored, EventBatch, read_batch
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.indexer.core.cluster import ClusterKV, ServedModel
+from services.indexer.core.cluster import ClusterKV, ClusterModel
 from services.indexer.core.index import Scope, TieredIndex, salt_root, sequence_keys
 from tests.unit.conductor.fakes import BLOCK_TOKENS, decode, prefill, store
 from tests.unit.conductor.stack import stack
@@ -112,7 +112,7 @@ def test_a_walk_of_changes_keeps_index_and_events_true() -> None:
     index = TieredIndex()
     cluster = ClusterKV(index, max_names=40)
     follower: dict[str, dict[int, str]] = {}  # what a subscriber knows: medium by hash
-    model = ServedModel("m", NAMESPACE, 4)
+    model = ClusterModel("m", NAMESPACE, 4)
     chains = [[draw.randrange(9) for _ in range(4 * draw.randrange(1, 9))] for _ in range(12)]
     truth: dict[str, dict[bytes, str]] = {}
     for _ in range(3000):
