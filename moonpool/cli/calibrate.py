@@ -4,6 +4,7 @@ import asyncio
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,7 +23,10 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import start_engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
+
+if TYPE_CHECKING:
+    from services.adapter.base import EngineFacts
 
 EMULATED_LAYERS = 8
 """Layers of the emulated KV at most."""
@@ -85,16 +89,33 @@ def run_calibrate(
         measure=False,
     )
     prefills, decodes = asyncio.run(_measure(spec, repeats))
+    hardware = hardware or f"{_hardware_class(threads)}, {model_name(model)} in {kind}"
+    longest = config.max_position_embeddings
+    _write(out, name, hardware, layout, config.num_layers, longest, repeats, (prefills, decodes))
+
+
+def _write(
+    out: Path,
+    name: str,
+    hardware: str,
+    layout: KVLayout,
+    layers: int,
+    max_tokens: int,
+    repeats: int,
+    times: tuple[list[PrefillTime], list[DecodeTime]],
+) -> None:
+    """Fits, prints, and writes the profile; see `run_calibrate`."""
+    prefills, decodes = times
     prefill, decode = fit_profile(prefills), fit_profile(decodes)
     _print_fit(prefills, prefill, decodes, decode)
     text = PROFILE_TEMPLATE.format(
         times=len(prefills) + len(decodes),
         repeats=repeats,
         name=name or out.stem,
-        hardware=hardware or f"{_hardware_class(threads)}, {model_name(model)} in {kind}",
+        hardware=hardware,
         layout=layout,
-        max_tokens=config.max_position_embeddings,
-        layers=min(config.num_layers, EMULATED_LAYERS),
+        max_tokens=max_tokens,
+        layers=min(layers, EMULATED_LAYERS),
         prefill=prefill,
         decode=decode,
     )
@@ -104,6 +125,41 @@ def run_calibrate(
         raise ConfigError("out", f"cannot write {out}: {error.strerror}") from error
     load_profile(str(out))
     typer.echo(f"written: {out}")
+
+
+def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: str, hardware: str, repeats: int) -> None:
+    """Measures a running engine of another make, fits, prints times and errors of the fit, and writes the profile.
+
+    Raises:
+        ConfigError: the file cannot be written, or the engine is too small to be measured.
+        MoonpoolError: the engine does not answer.
+    """
+    config = load_config(resolve(model))
+    facts, prefills, decodes = asyncio.run(measure_engine(make, url, config.vocab_size, repeats))
+    kind = resolve_dtype(config, "auto")
+    hardware = hardware or f"{facts.version}, {model_name(model)} in {kind}"
+    layout = kv_layout(config, kind, facts.block_tokens)
+    _write(out, name, hardware, layout, config.num_layers, facts.max_tokens, repeats, (prefills, decodes))
+
+
+async def measure_engine(
+    make: str, url: str, vocab_size: int, repeats: int
+) -> "tuple[EngineFacts, list[PrefillTime], list[DecodeTime]]":
+    """What an engine at a URL is, and the seconds of its steps. Raises Unavailable."""
+    from services.adapter.calibration import EngineTimer
+    from services.adapter.http_session import HttpSession
+    from services.adapter.service import ENGINE_CLIENTS
+
+    named, made = ENGINE_CLIENTS[make]
+    client = made(HttpSession(named, url))
+    try:
+        facts = await client.describe()
+        timer = EngineTimer(client, facts, vocab_size, repeats)
+        prefills = [PrefillTime(*one.size, one.seconds) for one in await timer.prefill()]
+        decodes = [DecodeTime(batch, batch * each, seconds) for (batch, each), seconds in await timer.decode()]
+        return facts, prefills, decodes
+    finally:
+        await client.aclose()
 
 
 async def _measure(spec: EngineSpec, repeats: int) -> tuple[list[PrefillTime], list[DecodeTime]]:

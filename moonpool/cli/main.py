@@ -46,7 +46,7 @@ from moonpool.cli.options import (
 )
 from moonpool.cli.settings import ServeCommand
 from moonpool.config import ENGINE_PACKAGES, refuse_unknown_variables
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.rpc.tuning import quiet_grpc
 from moonpool.sizes import size_option
 
@@ -686,11 +686,18 @@ def calibrate(
     kv_cache_dtype: KVDtype = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
+    url: Annotated[str, typer.Option(help="Measure a running engine of another make at this URL instead.")] = "",
+    make: Annotated[str, typer.Option(help="Make of the engine at --url: vllm or sglang.")] = "vllm",
 ) -> None:
-    """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
-    from moonpool.cli.calibrate import run_calibrate
+    """Measure a model on this machine, or a running engine, and write a profile for emulation, simulator and `plan`."""
+    from moonpool.cli.calibrate import run_calibrate, run_calibrate_engine
     from moonpool.cli.models import chosen_model
 
+    if url:
+        if make not in ("vllm", "sglang"):
+            raise ConfigError("make", f"must be vllm or sglang, is {make!r}")
+        run_calibrate_engine(make, url, chosen_model(model), out, name=name, hardware=hardware, repeats=repeats)
+        return
     run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype,
                   kv_cache_dtype=kv_cache_dtype, threads=threads, repeats=repeats)  # fmt: skip
 
@@ -777,8 +784,6 @@ def indexer_(context: typer.Context) -> None:
 
 def _main_with_extra(service: str) -> Any:
     """A service's `main`. Raises ConfigError if the extra `adapter` is not installed."""
-    from moonpool.errors import ConfigError
-
     try:
         return importlib.import_module(f"services.{service}.__main__").main
     except ModuleNotFoundError as error:

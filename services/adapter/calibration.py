@@ -1,7 +1,11 @@
-"""First speeds of an engine, from a few prompts: the conductor's predictions start with them."""
+"""Speeds of an engine: from a few prompts, with which predictions start; and step by step, for a profile."""
 
+import asyncio
+import statistics
 from array import array
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moonpool import world
 from moonpool.sampling_params import SamplingParams
@@ -60,3 +64,86 @@ async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[fl
     async for output in client.generate(prompt):
         times += [world.monotonic()] * len(output.token_ids)
     return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)
+
+
+DECODE_STEPS = 16
+"""Tokens that each answer has in a measured batch."""
+PREFILL_BLOCKS = (1, 4, 16)
+BATCHES = (1, 4, 16)
+CONTEXT_BLOCKS = (1, 8)
+
+
+class StepSeconds(NamedTuple):
+    """What a step took: tokens and tokens before them of a prompt, or answers and tokens of each of them."""
+
+    size: tuple[int, int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimer:
+    """Times steps of an engine that does nothing else.
+
+    Attributes:
+        client: of the engine.
+        facts: of the engine.
+        vocab_size: of its model.
+        repeats: times that each size is measured; the median counts.
+        clock: gives seconds.
+    """
+
+    client: EngineClient
+    facts: EngineFacts
+    vocab_size: int
+    repeats: int = 3
+    clock: Callable[[], float] = world.monotonic
+
+    async def prefill(self) -> list[StepSeconds]:
+        """Prompts of several lengths, also behind cached prefixes. Raises Unavailable."""
+        size, room = self.facts.block_tokens, self._room()
+        grid = [(one * size, before * size) for one in PREFILL_BLOCKS for before in (0, *PREFILL_BLOCKS[1:])]
+        await self._prefilled(size, 0)  # an engine's first step takes longer
+        found = []
+        for tokens, prefix in grid:
+            if tokens + prefix < room:
+                times = [await self._prefilled(tokens, prefix) for _ in range(self.repeats)]
+                found.append(StepSeconds((tokens, prefix), statistics.median(times)))
+        return found
+
+    async def decode(self) -> list[StepSeconds]:
+        """Batches of answers of several lengths. Raises Unavailable."""
+        size, room = self.facts.block_tokens, self._room()
+        found = []
+        for batch in BATCHES:
+            for blocks in CONTEXT_BLOCKS:
+                context = blocks * size
+                if context + DECODE_STEPS < room and batch * (context + DECODE_STEPS) < room * 2:
+                    times = [await self._decoded(batch, context) for _ in range(self.repeats)]
+                    found.append(StepSeconds((batch, context + DECODE_STEPS // 2), statistics.median(times)))
+        return found
+
+    def _room(self) -> int:
+        """Tokens of the longest prompt: half of the engine's memory at most."""
+        return min(self.facts.max_tokens, self.facts.blocks * self.facts.block_tokens // 2)
+
+    async def _prefilled(self, tokens: int, prefix: int) -> float:
+        whole = _prompt(prefix + tokens, 1, self.vocab_size)
+        if prefix:
+            await self._times(replace(whole, token_ids=whole.token_ids[: prefix + 1]))
+        began = self.clock()
+        return (await self._times(whole))[0] - began
+
+    async def _decoded(self, batch: int, context: int) -> float:
+        """Seconds of a step while all answers run."""
+        prompts = [_prompt(context, DECODE_STEPS, self.vocab_size) for _ in range(batch)]
+        every = await asyncio.gather(*[self._times(prompt) for prompt in prompts])
+        begin, end = max(times[0] for times in every), min(times[-1] for times in every)
+        steps = sum([begin < at <= end for times in every for at in times]) / batch
+        return (end - begin) / steps if steps else max(times[-1] - times[0] for times in every) / (DECODE_STEPS - 1)
+
+    async def _times(self, prompt: EnginePrompt) -> list[float]:
+        """When each token came."""
+        times = list[float]()
+        async for output in self.client.generate(prompt):
+            times += [self.clock()] * len(output.token_ids)
+        return times
