@@ -18,7 +18,6 @@ from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
-from moonpool.rpc.tls import Security
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, Step, StepResult
 from moonpool.transport.async_utils import ThreadOffload
@@ -83,13 +82,12 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
         1 << 20,
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
-    security = Security.of(config)
-    async with Channels(Security.tls_of(security)) as channels:
+    async with Channels() as channels:
         dialer, transports = open_dialer_and_listener(config, engine, instance)
         kv = EgressLink(), instance, context.spans, quiet, dialer, transports
         shared = InstanceContext(setup, engine, channels, *kv, ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS)))
         decode = DecodeInstance(shared, config)
-        async with transports.running(config), serving(config.listen, [contract(decode)], security=security) as server:
+        async with transports.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)
             running = asyncio.ensure_future(decode.run())
             context.announce(instance.address)

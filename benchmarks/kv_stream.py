@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class FarEnds:
-    """Processes to which KV goes, and the channels to them."""
+    """Processes to which KV goes, and channels to the store. Calls to a decode of this benchmark are always plain."""
 
     channels: Channels
     decode: Child
@@ -83,7 +83,7 @@ class Bench:
         """A way to a far end, and the process there. The store chooses the frames of `Get`."""
         far, dialer = self.secured if transport == TLS_NAME else self.plain, self.dialers[transport]
         if kind == "ReceiveKV":
-            return DecodePath(far.channels, far.decode.address, self.pool, frame_bytes, dialer), far.decode
+            return DecodePath(self.plain.channels, far.decode.address, self.pool, frame_bytes, dialer), far.decode
         if kind == "Get":
             return GetPath(far.channels, far.store.address, self.pool, dialer), far.store
         return PutPath(far.channels, far.store.address, self.pool, frame_bytes, dialer), far.store
