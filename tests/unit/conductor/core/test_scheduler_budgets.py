@@ -1,12 +1,27 @@
 """Budgets and shares over several conductors: what the core of one of them does with what instances pass on."""
 
 from dataclasses import replace
+from pathlib import Path
 
-from services.conductor.core.events import Action, CallReserve, FailRequest
+from moonpool.runtime.journal import JournalWriter, journal_files, rerun
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import (
+    Action,
+    CallReserve,
+    Event,
+    FailRequest,
+    InstanceJoined,
+    LoadReported,
+    RequestArrived,
+    RequestSpec,
+)
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from services.conductor.core.latency_model import SloLimits
+from services.conductor.core.scheduler import ConductorCore
 from services.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity, TenantBudget
 from services.conductor.core.wait_queue import YIELD_S
 
-from .world import LIMITS, NO_ROOM, World
+from .world import LIMITS, NO_ROOM, SHAPE, SPEEDS, World
 
 OTHER = "conductor-1"
 
@@ -155,3 +170,34 @@ def test_others_are_told_who_waits_and_what_was_placed() -> None:
     assert (ann.waiting, ann.waiting_blocks, ann.waiting_s) == (0, 0, 0.0)
     assert ann.work_s > 0
     assert ann.tokens == 2 * 152
+
+
+def test_a_journal_reruns_what_came_from_other_conductors(tmp_path: Path) -> None:
+    """With a snapshot in the middle of everything: the journal's files are small."""
+    budgets = {"*": TenantBudget(requests=3, tokens=500, concurrent=5)}
+    core = ConductorCore(replace(LIMITS, budgets=budgets), ClusterView())
+    writer = JournalWriter(tmp_path, "conductor-0", 1 << 15)
+    facts = [
+        InstanceFacts(name, 1, kind, 64, SHAPE, SPEEDS)
+        for name, kind in (("prefill-0", InstanceKind.PREFILL), ("decode-0", InstanceKind.DECODE))
+    ]
+    events: list[Event] = [InstanceJoined(it) for it in facts]
+    for number in range(1, 40):
+        row = TenantActivity("ann", number, requests=number, running=number % 4, waiting=1, waiting_blocks=9)
+        uses = (ConductorActivity(OTHER, 1, 0.1, (row,)),)
+        events.append(LoadReported("decode-0", LoadFacts(free_blocks=64, conductors=2, activities=uses)))
+        spec = RequestSpec(number, f"r{number}", 40, 8, b"key", SloLimits(), number / 4, 600.0, tenant="ann")
+        events.append(RequestArrived(spec, ()))
+    told = refused = 0
+    for at, event in enumerate(events):
+        actions: list[Action] = []
+        writer.before(core)
+        core.handle(at / 8, event, actions)
+        writer.record(at / 8, event, tuple(actions))
+        told += sum(isinstance(action, TellActivity) for action in actions)
+        refused += sum(isinstance(action, FailRequest) for action in actions)
+    writer.close()
+    assert told
+    assert refused
+    for path in journal_files(tmp_path):
+        assert rerun(path).difference is None
