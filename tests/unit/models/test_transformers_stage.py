@@ -15,7 +15,7 @@ from tests.unit.models.forward import Runner
 from tests.unit.models.test_families import LENGTHS, NEW, TINY, reference
 from tests.unit.models.test_parity import assert_greedy
 
-SERVED = ("apertus", "afmoe", "nanochat", "phimoe")
+SERVED = ("apertus", "afmoe", "nanochat", "phimoe", "bitnet", "flex_olmo")
 
 
 @pytest.mark.parametrize("model_type", SERVED)
