@@ -250,3 +250,24 @@ def test_the_order_of_what_waits_is_that_in_which_it_would_be_served() -> None:
         shares.serve(place.tenant, wanted[place.number].cost)
         it.remove(place.number)
     assert served == foreseen
+
+
+def test_what_an_idle_server_could_have_done_is_forgiven_once() -> None:
+    shares = FairShares()
+    shares.forgive_idle_until(5.0, 2.0)
+    assert shares.time("new") == 10.0
+    shares.forgive_idle_until(6.0, 1.0)
+    assert shares.time("new") == 11.0
+    shares.forgive_idle_until(8.0, 0.0)
+    shares.forgive_idle_until(9.0, 1.0)
+    assert shares.time("new") == 12.0
+
+
+def test_of_tenants_with_equal_times_the_next_items_ranks_count() -> None:
+    shares = FairShares()
+    ranks = {"a": (0.0, 3.0, 9.0), "b": (1.0, 5.0)}
+    queues = [
+        [QueueEntry(QueueKey(tenant, rank, number), 1.0) for number, rank in enumerate(own)]
+        for tenant, own in ranks.items()
+    ]
+    assert [entry.key.rank for entry in shares.order(queues)] == [0.0, 1.0, 3.0, 5.0, 9.0]

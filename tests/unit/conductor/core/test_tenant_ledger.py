@@ -308,3 +308,11 @@ def test_rows_of_others_that_changed_longest_ago_are_forgotten_first() -> None:
     assert news.requests == 2, "it is not the one that was forgotten"
     other = TenantActivity("t2", 4 * MAX_TENANTS, requests=9)
     assert ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (other,))], 0.4) == []
+
+
+@pytest.mark.parametrize(("silent_s", "counted"), [(LIVE_HEARTBEATS, 1), (LIVE_HEARTBEATS + 0.1, 0)])
+def test_use_counts_if_the_conductor_was_heard_of_lately(silent_s: float, counted: int) -> None:
+    ledger = TenantLedger({}, 1.0)
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.0)
+    row = TenantActivity("ann", 1, requests=1)
+    assert len(ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (row,))], silent_s)) == counted
