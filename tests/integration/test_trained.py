@@ -64,7 +64,7 @@ def text(tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")], ids=str)
+@pytest.fixture(scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")], ids="-".join)
 def how(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Element type, and how weights are held: dequantised, or in the file's own codes."""
     found: tuple[str, str] = request.param
