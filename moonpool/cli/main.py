@@ -769,7 +769,7 @@ ADAPTER_PACKAGES = ("aiohttp", "msgspec", "zmq")
 
 @app.command("adapter", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
 def adapter_(context: typer.Context) -> None:
-    """Join a vLLM server to the cluster: adapter vllm --engine URL --model MODEL --conductor ADDRESS."""
+    """Join a vLLM or SGLang server to the cluster: adapter vllm --engine URL --model MODEL --conductor ADDRESS."""
     args = context.args
     if args and not args[0].startswith("-"):
         args = ["--set", f"kind={args[0]}", *args[1:]]

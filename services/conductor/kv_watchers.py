@@ -23,7 +23,7 @@ class _Watcher:
     """Messages for one watcher; `lost`: the watcher has read too slowly."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[conductor_pb2.WatchKVResponse] = asyncio.Queue()
+        self.messages: asyncio.Queue[conductor_pb2.WatchKVResponse | None] = asyncio.Queue()
         self.lost = False
 
     def put(self, message: conductor_pb2.WatchKVResponse) -> None:
@@ -31,8 +31,8 @@ class _Watcher:
         if not self.lost:
             self.messages.put_nowait(message)
 
-    async def next(self) -> conductor_pb2.WatchKVResponse:
-        """The next message; raises Overloaded once messages were dropped."""
+    async def next(self) -> conductor_pb2.WatchKVResponse | None:
+        """The next message, None at the end; raises Overloaded once messages were dropped."""
         if self.lost:
             raise Overloaded("the watcher reads too slowly", reason="watcher_slow", retry_after_s=0.0)
         return await self.messages.get()
@@ -75,10 +75,15 @@ class KVWatchers:
         chain = conductor_pb2.TokenChain(tenant=tenant, cache_salt=cache_salt, token_ids=tokens_to_bytes(tokens))
         self._tell(conductor_pb2.WatchKVResponse(chain=chain))
 
+    def stop(self) -> None:
+        """Ends all streams: the conductor is leaving."""
+        for watcher in self._watchers:
+            watcher.messages.put_nowait(None)
+
     async def watch(
         self, members: Sequence[Member], index: PrefixIndex
     ) -> AsyncGenerator[conductor_pb2.WatchKVResponse, None]:
-        """All that is held, then each change, until closed.
+        """All that is held, then each change, until closed or stopped.
 
         Raises:
             Overloaded: the watcher reads too slowly.
@@ -93,10 +98,13 @@ class KVWatchers:
                     events = kv_pb2.KVEvents(stored_keys=pack_keys(held), cooled_keys=pack_keys(cold))
                     watcher.put(_changed(instance_id, events))
                 while not watcher.messages.empty():
-                    yield await watcher.next()
+                    message = await watcher.next()
+                    if message is None:
+                        return
+                    yield message
             watcher.put(conductor_pb2.WatchKVResponse(synced=True))
-            while True:
-                yield await watcher.next()
+            while (message := await watcher.next()) is not None:
+                yield message
         finally:
             del self._watchers[watcher]
 

@@ -172,6 +172,7 @@ class ConductorServicer:
         except TimeoutError:
             self._dispatcher.stop()
         self._joins.stop()
+        self.cluster.watchers.stop()
 
     # --- Generate -----------------------------------------------------------------------------------------------------
 

@@ -182,3 +182,8 @@ async def test_a_watcher_that_comes_late_learns_everything_and_each_change() -> 
         assert cleared.changed.events == kv_pb2.KVEvents(snapshot_begin=True)
         await stream.aclose()
         assert not len(running.cluster.watchers)
+        stream = running.servicer.WatchKV(conductor_pb2.WatchKVRequest(), None)
+        assert (await anext(stream)).HasField("joined")
+        running.cluster.watchers.stop()  # the conductor is leaving
+        rest = [message.WhichOneof("message") async for message in stream]
+        assert set(rest) <= {"changed", "synced"}
