@@ -44,14 +44,14 @@ class Disturbances:
         At some moment all services of a kind were disturbed; or there were more faults than it is placed again.
         """
         for kind in kinds:
-            if any(first < end and begin < last for first, last in self.down(kind)):
+            if any(first <= end and begin <= last for first, last in self.down(kind)):
                 return f"each {kind} was disturbed"
-        faults = {it.begin for it in self._all if it.begin < end and begin < it.end and _kind(it.service) in kinds}
+        faults = {it.begin for it in self._all if it.begin <= end and begin <= it.end and _kind(it.service) in kinds}
         return f"{len(faults)} faults" if len(faults) > self._retries else ""
 
     def any(self, begin: float, end: float) -> bool:
         """Whether a service was disturbed meanwhile."""
-        return any(it.begin < end and begin < it.end for it in self._all)
+        return any(it.begin <= end and begin <= it.end for it in self._all)
 
     def down(self, kind: str) -> list[Span]:
         """Times in which all services of a kind were disturbed."""

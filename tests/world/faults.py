@@ -78,7 +78,7 @@ class Faults:
         """Inject faults until a time; returns when all services run again."""
         drawn = self._drawn
         while True:
-            await asyncio.sleep(drawn.expovariate(1 / self._plan.gap_s))
+            await asyncio.sleep(min(drawn.expovariate(1 / self._plan.gap_s), max(0.0, until - now())))
             if now() >= until:
                 break
             [kind] = drawn.choices(self._plan.kinds, [WEIGHTS[it] for it in self._plan.kinds])

@@ -122,8 +122,12 @@ class Gateway:
             await self._stopping.wait()
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None, key: str = "") -> Exchange:
-        """Begin a request. The gateway must live."""
-        exchange, app = Exchange(method, path, body, key), await self._app
+        """Begin a request. A dead gateway takes none: its end has come at once."""
+        exchange = Exchange(method, path, body, key)
+        if self.node.dead:
+            exchange.lose()
+            return exchange
+        app = await self._app
         self._exchanges = {it: None for it in self._exchanges if not it.ended.is_set()}
         self._exchanges[exchange] = None
         self._spawn(self._serve(app, exchange))

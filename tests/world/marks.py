@@ -65,17 +65,19 @@ OF_CLIENTS = (
     "a store's value is read",
 )
 ALL = (*OF_CONDUCTORS, *OF_DECODE, *OF_PREFILL, *OF_CLIENTS)
-ONLY_COMPUTED = (
-    "a guess is right",
-    "a guess is wrong",
+SOON = (
+    "a request is placed anew",
+    "a client is gone",
     "beams fork",
-    "beams are placed anew",
-    "an engine dies",
+    "KV is deleted",
+    "a prefix is loaded from a store",
     "a tool is called",
-    "an answer with a format is resumed",
-    "an answer with log probabilities is resumed",
+    "a prompt is cached",
+    "a turn finds the turn before",
+    "a store's value is deleted",
+    "a store's value is read",
 )
-"""Marks that need an engine that computes."""
+"""Marks that a few short storms meet."""
 
 
 DIED = "killed by the storm"

@@ -425,7 +425,7 @@ class Storm:
         """Cached tokens that no earlier request of the tenant explains.
 
         What a client has not heard of an answer's end is not known, and explains any tokens behind what it heard. A
-        request that was placed again finds what it has computed before.
+        request that was placed again, or sent to another conductor, finds what it has computed before.
         """
         known: dict[tuple[str, str], list[tuple[Outcome | None, list[int]]]] = {}
         for tenant in TENANTS:
@@ -436,9 +436,9 @@ class Storm:
             tokens = [(it, [*prompt, *one.tokens]) for one in it.answers] or [(it, prompt)]
             known.setdefault((it.ask.tenant, it.ask.salt), []).extend(tokens)
         for it in known_prompts:
-            again = it.placements > 1 or it.resumes
-            if not is_sdk(it.ask):
-                again = bool(self.plan.corrupt) or self._faults.disturbances.any(it.begin, it.end)
+            again = it.placements > 1 or it.resumes or self._faults.disturbances.any(it.begin, it.end)
+            if not is_sdk(it.ask):  # tells no placements
+                again = again or self.plan.corrupt
             if not it.cached or again:
                 continue
             others, prompt = known[it.ask.tenant, it.ask.salt], self._prompt(it.ask)
@@ -504,6 +504,7 @@ def main() -> None:
     parser.add_argument("--storms", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--minutes", type=float, help="storms until so much time has passed, however many")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long faults happen in each, virtual time")
+    parser.add_argument("--gap-s", type=float, help="mean seconds between two faults; default: by the seed")
     parser.add_argument("--engine", choices=("emulated", "computed"), help="default: by the seed")
     parser.add_argument("--trace", action="store_true", help="show faults and errors")
     parser.add_argument("--log", help="file for all messages of one storm, a line each")
@@ -521,6 +522,8 @@ def main() -> None:
             plan = StormPlan.drawn(seed, args.seconds)
             if args.engine:
                 plan = replace(plan, computes=args.engine == "computed")
+            if args.gap_s:
+                plan = replace(plan, faults=FaultPlan(args.gap_s))
             error, result = forked(partial(run_storm, plan, checkpoint))
             result = result or {"bad": [error], "marks": {}, "story": []}
             story, met, done = result.pop("story"), result.pop("marks"), done + 1
@@ -530,8 +533,9 @@ def main() -> None:
                 print(*story, sep="\n", flush=True)
             if result["bad"]:
                 failed += 1
-                how = f" --engine {args.engine}" if args.engine else ""
-                again = f"python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}{how}"
+                again = f"python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}"
+                again += f" --engine {args.engine}" if args.engine else ""
+                again += f" --gap-s {args.gap_s:g}" if args.gap_s else ""
                 print(f"repeat with: {again}", file=sys.stderr, flush=True)
             of = f"{args.minutes:g} min" if args.minutes else args.storms
             print(f"{done} of {of}: {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)
