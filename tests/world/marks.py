@@ -66,14 +66,26 @@ OF_CLIENTS = (
 )
 ALL = (*OF_CONDUCTORS, *OF_DECODE, *OF_PREFILL, *OF_CLIENTS)
 SOON = (
+    "a takeover",
+    "a takeover with known tokens",
     "a request is placed anew",
+    "a request is placed anew after a damaged frame",
     "a client is gone",
+    "a sequence has outlived its conductor",
+    "an answer is fetched after its end",
+    "a preempted sequence is swapped out",
+    "a guess is right",
+    "a guess is wrong",
     "beams fork",
     "KV is deleted",
     "a prefix is loaded from a store",
+    "a prefix is loaded from a peer",
+    "a stream is resumed",
+    "an answer over HTTP is complete while services are disturbed",
     "a tool is called",
     "a prompt is cached",
     "a turn finds the turn before",
+    "a context is used",
     "a store's value is deleted",
     "a store's value is read",
 )

@@ -436,9 +436,9 @@ class Storm:
             tokens = [(it, [*prompt, *one.tokens]) for one in it.answers] or [(it, prompt)]
             known.setdefault((it.ask.tenant, it.ask.salt), []).extend(tokens)
         for it in known_prompts:
-            again = it.placements > 1 or it.resumes or self._faults.disturbances.any(it.begin, it.end)
+            again = self._faults.disturbances.any(it.begin, it.end) or it.placements > 1 or it.resumes > 0
             if not is_sdk(it.ask):  # tells no placements
-                again = again or self.plan.corrupt
+                again = again or self.plan.corrupt > 0.0
             if not it.cached or again:
                 continue
             others, prompt = known[it.ask.tenant, it.ask.salt], self._prompt(it.ask)
