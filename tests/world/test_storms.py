@@ -36,6 +36,7 @@ def storms(
     return results, paths["paths"]
 
 
+@pytest.mark.timeout(400)
 def test_storms_keep_every_promise() -> None:
     results, paths = storms(FIRST, STORMS, SECONDS, "--gap-s", str(GAP_S))
     assert len(results) == STORMS
