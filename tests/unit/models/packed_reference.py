@@ -33,4 +33,4 @@ def _rows_in_bytes(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
     del module
     x: Tensor = inputs[0]
     numbers, scales = bytes_of_rows(x.flatten(0, -2))
-    return ((numbers * scales.repeat_interleave(32, 1)).view(x.shape),)
+    return ((numbers * scales.repeat_interleave(32, 1)).view(x.shape).to(x.dtype),)
