@@ -22,6 +22,7 @@ from services.conductor.core.events import (
     ClientGone,
     CompleteRequest,
     DropRequest,
+    EndpointPicked,
     Event,
     FailRequest,
     Failure,
@@ -252,6 +253,8 @@ class Conductor:
                 raise AssertionError(f"a message of {instance} is missing")
             case ChangeRole():
                 self._calls.send(lambda: self._change_role(action))
+            case EndpointPicked():
+                raise AssertionError("no picker asks here")
             case _:
                 self._order(action)
 

@@ -15,7 +15,7 @@ from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Ove
 from moonpool.logprobs import TokenLogprobs
 from tests.world.asks import PATHS, SDK, Ask, Interface, tool_arguments
 from tests.world.gateway import Exchange, Gateway
-from tests.world.history import Histories, Operation
+from tests.world.history import KINDS, Histories, Operation
 
 TIMEOUT_S = 120.0
 """Longest time of a request whose client sets none."""
@@ -261,7 +261,7 @@ async def use_stores(
     while now() < until:
         await asyncio.sleep(drawn.expovariate(6.0))
         store, key = drawn.choice(list(clients)), b"key %d" % drawn.randrange(KEYS)
-        client, kind = clients[store], drawn.choices(("put", "get", "delete"), (4, 5, 2))[0]
+        client, kind = clients[store], drawn.choices(KINDS, (4, 5, 2))[0]
         number += 1
         value = f"{tenant}/{number}/".ljust(drawn.choice(VALUE_BYTES), "v") if kind == "put" else ""
         operation = Operation(kind, value, now())

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["put", "get", "delete"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.structured_output import Grammar, MaskBuilder, MaskRequest
+from moonpool.engine.structured_output import MaskBuilder, MaskRequest
+from moonpool.grammar import Grammar
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv.pool import KVPool
 from moonpool.logprobs import TokenLogprobs

@@ -44,7 +44,7 @@ from moonpool.scheduling.sessions import SessionTurn
 from moonpool.transport import fault_injection
 from tests.world.asks import FEATURES, OF, SCHEMA, TENANTS, TEXTS, Ask, Asks, Feature, Interface
 from tests.world.clients import TIMEOUT_S, Outcome, ask_http, ask_sdk, is_sdk, use_stores
-from tests.world.cluster import MODEL, STORE_PORT, Cluster, Simulation
+from tests.world.cluster import MODEL, STORE_PORT, Cluster, Service, Simulation
 from tests.world.disk import Disk
 from tests.world.faults import FLOOD, SKEW_S, FaultPlan, Faults
 from tests.world.gateway import Gateway
@@ -302,7 +302,8 @@ class Storm:
 
     async def _calm(self) -> None:
         """All run, nothing is held, and every feature works over every interface."""
-        for service in [*self.cluster.services.values(), self._gateway]:
+        services: list[Service | Gateway] = [*self.cluster.services.values(), self._gateway]
+        for service in services:
             if service.task.done():
                 self.bad.append(f"{service.node} has ended: {service.task.exception()!r}")
                 return
