@@ -60,6 +60,13 @@ class NoEngine:
     def load(self) -> None:
         """All KV is where steps would compute."""
 
+    async def load_lora(self, lora: bytes, folder: str) -> int:
+        """Nothing to load."""
+        return 0
+
+    async def drop_lora(self, lora: bytes) -> None:
+        """Nothing to drop."""
+
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Nothing to cut."""
 

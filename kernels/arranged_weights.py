@@ -16,6 +16,7 @@ from kernels.native.library import TYPES, Library
 from kernels.packed import PackedTensor
 
 _PLAIN, _WIDE = 0, 2  # enum End of panels.h
+_PANEL = 32  # PANEL of panels.h
 _TABLE_ZERO = 128
 """Added to a table's values, which native code holds as bytes without a sign."""
 
@@ -36,6 +37,7 @@ class ArrangedWeight:
         self._bias = bias
         self.structure = parts
         self.dtype = next(dtype for dtype, code in TYPES.items() if code == parts.type)
+        self._apart: tuple[structures.Panels, Tensor, Tensor | None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +64,30 @@ class ArrangedWeight:
             out = torch.empty(shape, dtype=dtype)
         self.native.product(parts, x, out, _WIDE if wide else _PLAIN)
         return out
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Return a gated weight's gates, then ups, of `x` [M, inputs], before the activation: [M, outputs]."""
+        if self._apart is None:
+            self._apart = self._seats()
+        parts, seats, _ = self._apart
+        whole = torch.empty((x.shape[0], parts.outputs), dtype=self.dtype)
+        self.native.product(parts, x if x.stride(1) == 1 else x.contiguous(), whole, _PLAIN)
+        return whole.index_select(1, seats)
+
+    def _seats(self) -> tuple[structures.Panels, Tensor, Tensor | None]:
+        """Return the gated panels as plain ones, each output's column of their product, and the bias by column."""
+        own, width = self.structure, self.native.width
+        half, parts = own.outputs // 2, structures.Panels.from_buffer_copy(own)
+        column = torch.arange(half)
+        panel, lane = column // (_PANEL // 2), column % (_PANEL // 2)
+        gates = panel * _PANEL + lane // width * (2 * width) + lane % width
+        seats, bias = torch.cat((gates, gates + width)), None
+        parts.outputs, parts.gated, parts.bias = -(-half // (_PANEL // 2)) * _PANEL, 0, None
+        if self._bias is not None:
+            bias = self._bias.new_zeros(parts.outputs)
+            bias[seats] = self._bias
+            parts.bias = bias.data_ptr()
+        return parts, seats, bias
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the weight's rows `index` [n] (int64), [n, inputs]: unchanged, or dequantised from packed weights.

@@ -160,6 +160,28 @@ def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_peer, addresses))
 
 
+def assignments(values: Sequence[str]) -> dict[str, str]:
+    """Values by name, from texts NAME=VALUE.
+
+    Raises:
+        ValueError: a text is not of the form, or a name stands there twice.
+    """
+    found: dict[str, str] = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"must be NAME=VALUE, got {text!r}")
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice")
+        found[name] = value
+    return found
+
+
+def _check_assignments(values: tuple[str, ...]) -> tuple[str, ...]:
+    assignments(values)
+    return values
+
+
 # Bytes, and bytes per second: a number, or a text such as "4GiB".
 ByteSize = Annotated[int, BeforeValidator(parse_size)]
 ByteRate = Annotated[float, BeforeValidator(parse_size)]
@@ -170,6 +192,8 @@ OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
 # "host:port" of other services, or folders: repeat the flag, or separate values by commas.
 PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_peers)]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)]
+# NAME=VALUE, as often as you want; see `assignments`.
+Assignments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_assignments)]
 
 
 class ServiceConfig(BaseSettings):

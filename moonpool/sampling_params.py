@@ -37,6 +37,8 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 UNCOMMON = ("bad_words", "beam_width", "embedding", "logprobs", "n", "prompt_logprobs", "response_format")
 """Options that engines other than Moonpool's may lack. Instances say which ones they do not have as they join."""
+LORA = "lora"
+"""What instances that take no LoRA adapters say beside these options."""
 
 
 class Unset(float):

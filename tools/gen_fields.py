@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
 from services.gateway.endpoints.dashboard import MarkdownBody
 from services.gateway.endpoints.embeddings import EmbeddingsBody
+from services.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
@@ -27,6 +28,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/load_lora_adapter": LoadLoraBody,
+    "/v1/unload_lora_adapter": UnloadLoraBody,
     "/moonpool/sessions/{name}": SessionBody,
     "/moonpool/markdown": MarkdownBody,
 }

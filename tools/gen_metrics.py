@@ -10,6 +10,7 @@ from moonpool import world
 from moonpool.engine.emulated.engine import EMULATED_METRICS
 from moonpool.engine.instance import INSTANCE_METRICS
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS
+from moonpool.engine.loras import LORA_METRICS
 from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric
 from moonpool.telemetry.prometheus import PrometheusMetrics
@@ -42,7 +43,15 @@ see [extend/metric.md](extend/metric.md).
 """
 
 Table = Sequence[Metric[Any]]
-_INSTANCE = (WRITE_BACK_METRICS, READ_METRICS, LENDING_METRICS, DIALER_METRICS, LISTENER_METRICS, INSTANCE_METRICS)
+_INSTANCE = (
+    WRITE_BACK_METRICS,
+    READ_METRICS,
+    LENDING_METRICS,
+    LORA_METRICS,
+    DIALER_METRICS,
+    LISTENER_METRICS,
+    INSTANCE_METRICS,
+)
 SERVICES: dict[str, Sequence[Table]] = {
     "conductor": (CONDUCTOR_METRICS, PROCESS_METRICS),
     "prefill": (PREFILL_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),

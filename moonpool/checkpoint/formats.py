@@ -159,7 +159,9 @@ def inspect_checkpoint(
 
 def _computed(config: ModelConfig) -> str:
     other = config.decoder.not_plain
-    return f"operation by operation: layers have {other}" if other else "all layers in one native call"
+    if other:
+        return f"operation by operation: layers have {other}"
+    return "all layers in one native call; with LoRA adapters operation by operation"
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:

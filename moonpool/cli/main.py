@@ -358,6 +358,10 @@ class ServeOptions:
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a chat template (Jinja) in place of the model's.")
     ] = None
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="LoRA adapter that requests may name as model (may be given again)."),
+    ] = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -380,7 +384,7 @@ def serve(options: ServeOptions) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     from moonpool.cli.models import pulled_model
     from moonpool.cli.serve import run_serve
-    from moonpool.cli.settings import stack_settings
+    from moonpool.cli.settings import lora_settings, stack_settings
     from moonpool.cli.stack import StackPlan
 
     settings = list(options.settings or ())
@@ -390,6 +394,7 @@ def serve(options: ServeOptions) -> None:
         settings += [
             f"{service}.chat_template={options.chat_template.resolve()}" for service in ("conductor", "gateway")
         ]
+    settings = [*lora_settings(options.lora_modules or ()), *settings]
     plan = StackPlan(
         model=pulled_model(options.model),
         data_dir=options.data_dir or Path(),

@@ -146,17 +146,21 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
     """
     if plan.engine.startswith(SCHEME):
         return plan
-    with contextlib.suppress(MoonpoolError):
+    with contextlib.suppress(MoonpoolError, ValueError):
         quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
         found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, quantization=quantization)
         layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
         kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
         blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
+        most_loras, rank = (
+            int(setting_of(plan, "prefill", *its)) for its in (("max_loras", "0"), ("max_lora_rank", "16"))
+        )
         held = estimated_memory(
             found.config, layout, blocks, found.dtype,
-            weights=found.weight_bytes, quantization=quantization, threads=plan.threads,
+            weights=found.weight_bytes, quantization=quantization, threads=plan.threads, loras=(most_loras, rank),
         )  # fmt: skip
-        parts = (("weights", held.weights), ("KV", held.kv), ("work", held.work), ("program", held.program))
+        parts = [("weights", held.weights), ("KV", held.kv), ("work", held.work), ("program", held.program)]
+        parts += [("LoRA adapters", held.loras)] if held.loras else []
         sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
         tokens = blocks * plan.block_size
         most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"

@@ -1,14 +1,14 @@
 """Settings of a stack's services for `moonpool serve`: `--set SECTION.NAME=VALUE`, and a YAML file with sections."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from typer.core import TyperCommand
 
-from moonpool.config import RENAMED, SERVICES, config_class, suggestion
+from moonpool.config import RENAMED, SERVICES, assignments, config_class, suggestion
 from moonpool.errors import ConfigError
 
 KINDS = SERVICES
@@ -66,6 +66,22 @@ def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[
     for kind in flags:
         _check(kind, flags[kind])
     return flags
+
+
+def lora_settings(modules: Sequence[str]) -> list[str]:
+    """The settings, as texts, with which a stack has these LoRA adapters, each NAME=FOLDER, and room for them.
+
+    Raises:
+        ConfigError: an adapter is not of the form, or a name stands there twice.
+    """
+    if not modules:
+        return []
+    try:
+        found = {name: Path(folder).resolve() for name, folder in assignments(modules).items()}
+    except ValueError as error:
+        raise ConfigError("lora_modules", str(error)) from None
+    named = ",".join(f"{name}={folder}" for name, folder in found.items())
+    return [f"conductor.lora_modules={named}", f"engine.max_loras={len(found)}"]
 
 
 def _parse_sections(given: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -12,7 +12,7 @@ Errors are those of `moonpool.errors`.
 """
 
 from moonpool.client.client import AsyncClient, Client
-from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo
+from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo, LoraInfo
 from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
 from moonpool.client.explain import Attempt, Candidate, Explanation
 from moonpool.client.token_stream import AsyncTokenStream, TokenStream
@@ -68,6 +68,7 @@ __all__ = [
     "InstanceInfo",
     "Internal",
     "InvalidRequest",
+    "LoraInfo",
     "Message",
     "Mismatch",
     "MoonpoolError",

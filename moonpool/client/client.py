@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from moonpool.client import translate
 from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking, same_arguments
-from moonpool.client.cluster_state import ClusterState, GaugeValue
+from moonpool.client.cluster_state import ClusterState, GaugeValue, LoraInfo
 from moonpool.client.contexts import DELETE_TIMEOUT_S, AsyncContexts, Contexts, DeletedKV, delete_request, deleted_kv
 from moonpool.client.explain import Explanation
 from moonpool.client.token_stream import AsyncTokenStream, StreamTimeouts, TokenStream
@@ -35,6 +35,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
+LORA_TIMEOUT_S = 150.0
 RESUME_TIMEOUT_S = 30.0
 SILENCE_S = 1.0
 
@@ -138,6 +139,31 @@ class AsyncClient:
         """
         await self._query(translate.change_role(instance_id, kind), timeout_s)
 
+    async def load_lora_adapter(
+        self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout_s: float = LORA_TIMEOUT_S
+    ) -> LoraInfo:
+        """Load a LoRA adapter at all engines: from then on, requests may name the adapter as `model`.
+
+        `lora_path` is a folder in PEFT's format, in or below the conductor's `lora_folder`. With `load_inplace`, an
+        adapter of this name is replaced.
+
+        Raises:
+            InvalidRequest: the name is taken, the path is not allowed, or the adapter cannot be computed; names the
+                field.
+            Unavailable: no prefill or no decode instance could load the adapter.
+        """
+        request = translate.load_lora_adapter(lora_name, lora_path, load_inplace=load_inplace)
+        answer: conductor_pb2.LoadLoraAdapterResponse = await self._query(request, timeout_s)
+        return translate.from_message(LoraInfo, answer.lora)
+
+    async def unload_lora_adapter(self, lora_name: str, *, timeout_s: float = LORA_TIMEOUT_S) -> None:
+        """Unload a LoRA adapter. Requests that have begun go on.
+
+        Raises:
+            NotFound: no adapter of this name is loaded.
+        """
+        await self._query(translate.unload_lora_adapter(lora_name), timeout_s)
+
     async def explain(self, request_id: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> Explanation:
         """Return how a request was placed and why.
 
@@ -224,6 +250,8 @@ class Client(BlockingFacade[AsyncClient]):
     generate = blocking(AsyncClient.generate)
     cluster_state = blocking(AsyncClient.cluster_state)
     change_role = blocking(AsyncClient.change_role)
+    load_lora_adapter = blocking(AsyncClient.load_lora_adapter)
+    unload_lora_adapter = blocking(AsyncClient.unload_lora_adapter)
     explain = blocking(AsyncClient.explain)
     update_session = blocking(AsyncClient.update_session)
     stats = blocking(AsyncClient.stats)

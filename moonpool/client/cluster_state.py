@@ -44,6 +44,23 @@ class InstanceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """A LoRA adapter that requests may ask for as model.
+
+    Attributes:
+        name: the adapter's name.
+        path: folder of the adapter's files.
+        rank: largest rank.
+        base_model: the model that the adapter says it was made for; "" if it does not.
+    """
+
+    name: str
+    path: str
+    rank: int
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True)
 class TenantInfo:
     """Requests of a tenant at the conductor: all, and those that wait. `weight` is the tenant's share."""
 
@@ -136,6 +153,7 @@ class ClusterState:
         emulated: name of the profile if compute is emulated; "" for real compute.
         queue: requests that wait.
         recent: requests that ended.
+        loras: LoRA adapters that requests may ask for.
     """
 
     ready: bool
@@ -147,6 +165,7 @@ class ClusterState:
     emulated: str = ""
     queue: QueueInfo = QueueInfo()
     recent: RecentInfo = RecentInfo()
+    loras: tuple[LoraInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,15 @@ from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo, QueueInfo, RecentInfo, TierInfo
+from moonpool.client.cluster_state import (
+    ClusterState,
+    GaugeValue,
+    InstanceInfo,
+    LoraInfo,
+    QueueInfo,
+    RecentInfo,
+    TierInfo,
+)
 from moonpool.client.explain import Attempt, Candidate, Explanation, Timeline
 from moonpool.client.types import (
     Choice,
@@ -307,6 +315,29 @@ def change_role(instance_id: str, kind: str) -> conductor_pb2.ChangeRoleRequest:
     return conductor_pb2.ChangeRoleRequest(instance_id=instance_id, kind=_ENGINE_KINDS[kind])
 
 
+def load_lora_adapter(lora_name: str, lora_path: str, *, load_inplace: bool) -> conductor_pb2.LoadLoraAdapterRequest:
+    """Build a request to load a LoRA adapter.
+
+    Raises:
+        InvalidRequest: a value does not fit the field; names the field.
+    """
+    request = conductor_pb2.LoadLoraAdapterRequest(load_inplace=load_inplace)
+    _assign(request, "lora_name", lora_name)
+    _assign(request, "lora_path", lora_path)
+    return request
+
+
+def unload_lora_adapter(lora_name: str) -> conductor_pb2.UnloadLoraAdapterRequest:
+    """Build a request to unload a LoRA adapter.
+
+    Raises:
+        InvalidRequest: the name does not fit the field.
+    """
+    request = conductor_pb2.UnloadLoraAdapterRequest()
+    _assign(request, "lora_name", lora_name)
+    return request
+
+
 def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
     """Translate the state of a cluster."""
     return ClusterState(
@@ -319,6 +350,7 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         emulated=message.model.emulated,
         queue=from_message(QueueInfo, message.queue),
         recent=from_message(RecentInfo, message.recent),
+        loras=tuple(from_message(LoraInfo, lora) for lora in message.loras),
     )
 
 

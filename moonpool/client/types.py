@@ -77,7 +77,7 @@ class GenerateArguments(TypedDict, total=False):
         sampling: sampling parameters.
         slo: latency limits.
         tenant: owner of the request; tenants do not share KV.
-        model: name of the model; "" for the model that is served.
+        model: name of the model or of a LoRA adapter; "" for the model that is served.
         request_id: unique in the cluster; "": the conductor chooses an id.
         context: id or tag of a context that precedes the messages or tokens; "" for none.
         context_ttl_s: new time to live of the context in seconds; 0 leaves the time unchanged.

@@ -31,6 +31,7 @@ from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStageStep,
     BlocksFetched,
+    DropLora,
     DropSequence,
     EngineSpec,
     FetchBlocks,
@@ -38,6 +39,8 @@ from moonpool.engine.messages import (
     KVLoaded,
     LayersLoaded,
     LoadKV,
+    LoadLora,
+    LoraAnswer,
     OpenKVGateMessage,
     Shutdown,
     StageDone,
@@ -160,10 +163,12 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
 
 @dataclass(slots=True, eq=False)
 class _PendingAnswers:
-    """A fetch or a load without the answers of some stages."""
+    """A fetch, a load or an adapter's order without the answers of some stages."""
 
     future: "asyncio.Future[None]"
     missing: set[int]
+    nbytes: int = 0
+    failure: MoonpoolError | None = None
 
 
 class PoolMemory:
@@ -304,6 +309,8 @@ class ProcessEngine:
         | AbortStageStep
         | FetchBlocks
         | LoadKV
+        | LoadLora
+        | DropLora
         | Shutdown,
     ) -> None:
         if self._failed.done():
@@ -322,7 +329,23 @@ class ProcessEngine:
         """See `Engine.load`."""
         return None if self._one_pool else self._ask(LoadKV(next(self._numbers)))
 
-    def _ask(self, message: FetchBlocks | LoadKV) -> "asyncio.Future[None]":
+    async def load_lora(self, lora: bytes, folder: str) -> int:
+        """See `Engine.load_lora`."""
+        message = LoadLora(next(self._numbers), lora, folder)
+        future = self._ask(message)
+        answers = self._asked.get(message.number)
+        await future
+        assert answers is not None, "an engine that has failed raises"
+        if answers.failure is not None:
+            await self.drop_lora(lora)  # stages that could load the adapter forget it
+            raise answers.failure
+        return answers.nbytes
+
+    async def drop_lora(self, lora: bytes) -> None:
+        """See `Engine.drop_lora`."""
+        await self._ask(DropLora(next(self._numbers), lora))
+
+    def _ask(self, message: FetchBlocks | LoadKV | LoadLora | DropLora) -> "asyncio.Future[None]":
         """Sends a message; the future is done with the answers of all stages."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._failed.done():
@@ -431,13 +454,15 @@ class ProcessEngine:
             self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
 
     def _handle(
-        self, worker: WorkerProcess, message: LayerDone | StageDone | BlocksFetched | KVLoaded | WorkerFailed
+        self,
+        worker: WorkerProcess,
+        message: LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer | WorkerFailed,
     ) -> None:
         if isinstance(message, WorkerFailed):
             self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
             return
-        if isinstance(message, BlocksFetched | KVLoaded):
-            self._answered(message)
+        if isinstance(message, BlocksFetched | KVLoaded | LoraAnswer):
+            self._answered(message, str(worker))
             return
         flight = self._flights.get(message.step_id)
         if flight is None:
@@ -453,10 +478,14 @@ class ProcessEngine:
             if len(flight.done) == self.stages:
                 self._finish(message.step_id)
 
-    def _answered(self, message: BlocksFetched | KVLoaded) -> None:
+    def _answered(self, message: BlocksFetched | KVLoaded | LoraAnswer, who: str) -> None:
         answer = self._asked.get(message.number)
         if answer is not None:
             answer.missing.discard(message.stage)
+            if isinstance(message, LoraAnswer):
+                answer.nbytes += message.nbytes
+                if message.failure is not None:
+                    answer.failure = error_of_worker(message.failure, who)
             if not answer.missing and not answer.future.done():
                 answer.future.set_result(None)
 

@@ -12,11 +12,13 @@ whose library does not tell their size: when the whole process comes near the bo
 """
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig
 from moonpool.engine.calibration import LONG_TOKENS
 from moonpool.engine.messages import DeviceFootprint, EngineSpec
+from moonpool.families.spec import LayerSpec
 
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
@@ -73,10 +75,52 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
 
 
-def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int) -> DeviceFootprint:
-    """Bytes that one stage holds in device memory. `weights`, `pool`: bytes, as they are held."""
+def device_footprint(
+    model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, loras: int = 0
+) -> DeviceFootprint:
+    """Bytes that one stage holds in device memory. `weights`, `pool`, `loras`: bytes, as they are held."""
     graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
-    return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs)
+    return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, loras)
+
+
+def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_end: int) -> int:
+    """Bytes of all LoRA adapters that some layers may hold: each of the largest rank, on all projections."""
+    element, rank = 4 if engine.dtype == "float32" else 2, engine.max_lora_rank
+    elements = 0
+    for layer in model.decoder.layers[layer_begin:layer_end]:
+        for inputs, outputs, parts in _products(model, layer):
+            ranks = _filled(parts * rank)
+            elements += ranks * inputs + ranks * _filled(outputs)
+    return engine.max_loras * elements * element
+
+
+def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, int]]:
+    """Inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
+    hidden, attention, latent = model.hidden_size, layer.attention, layer.attention.latent
+    heads = attention.num_heads * attention.head_dim
+    if (its := layer.recurrent) is not None:
+        values, keys = its.heads * its.value_dim, its.key_heads * its.key_dim
+        yield hidden, 3 * its.channels + values + 2 * its.heads + 2 * its.width, 6
+        yield max(values, its.width), hidden, 1
+        yield its.width, keys + values, 2
+    elif latent is not None:
+        wide = attention.num_heads * (latent.key_width + latent.rope_width)
+        yield hidden, latent.q_rank or 0, 1
+        yield latent.q_rank or hidden, wide, 1
+        yield hidden, latent.kv_rank + latent.rope_width, 1
+        yield attention.num_heads * latent.value_width, hidden, 1
+    else:
+        yield hidden, 2 * heads + 2 * attention.num_kv_heads * attention.head_dim, 4
+        yield heads, hidden, 1
+    experts = layer.feed_forward.experts
+    inner = layer.feed_forward.inner if experts is None else experts.shared_inner
+    yield hidden, 2 * inner, 2
+    yield inner, hidden, 1
+
+
+def _filled(outputs: int) -> int:
+    """Outputs as panels hold them."""
+    return -(-outputs // _PANEL) * _PANEL
 
 
 def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:

@@ -25,6 +25,7 @@ from moonpool.rpc.process import EXIT_ROLE, ProcessContext
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Security
 from moonpool.runtime.journal import JournalWriter
+from moonpool.sampling_params import LORA
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
@@ -231,6 +232,7 @@ async def run_instance(
                 step_tokens=step_tokens(engine),
                 either_role=config.either_role,
                 process=world.this_process(),
+                unsupported=[] if setup.spec.max_loras else [LORA],
             ),
             service.load,
             HeldKeys(1, lambda _: service.manager.keys()),

@@ -98,6 +98,24 @@ class Engine(Protocol):
         The future raises Unavailable if the engine has failed.
         """
 
+    async def load_lora(self, lora: bytes, folder: str) -> int:
+        """Loads a LoRA adapter on all stages; returns the bytes that they hold of the adapter.
+
+        `lora` is the id: the hash of the content that `folder` must have. From then on, steps may name the id.
+
+        Raises:
+            CheckpointError: The folder is missing, damaged, changed, or does not fit the model.
+            UnsupportedModel: The adapter does something that is not computed, or the rank is too large.
+            Unavailable: The engine has failed.
+        """
+
+    async def drop_lora(self, lora: bytes) -> None:
+        """Forgets a LoRA adapter that no later step names; returns when the memory is free.
+
+        Raises:
+            Unavailable: The engine has failed.
+        """
+
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Ends a run with the current step, or the step after; late calls are ignored.
 

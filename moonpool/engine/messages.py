@@ -5,7 +5,7 @@ stage; each stage answers `LayerDone` per layer (when asked for) and one `StageD
 carries the sampled tokens. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
 `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may come at any time in between, even before
 the step has begun, and are ignored once the step is done. Step ids grow from step to step. `FetchBlocks` is answered by
-one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`.
+one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`, `LoadLora` and `DropLora` by one `LoraAnswer`.
 """
 
 from collections.abc import Mapping
@@ -62,6 +62,10 @@ class EngineSpec:
     """Folder for a file that holds the weights, mapped, on a plain CPU; "" = they are in memory."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
+    max_loras: int = 0
+    """LoRA adapters that the engine holds at most; 0 = none."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter's projections."""
     max_tokens: int = 0
     """Longest sequence in tokens (prompt and output); 0 = the model's own limit. Bounds the warm-up's lengths."""
     gate_timeout_s: float = 30.0
@@ -182,6 +186,36 @@ class KVLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadLora:
+    """Load a LoRA adapter, while steps run."""
+
+    number: int
+    lora: bytes
+    """The adapter's id: the hash of the content that the folder must have."""
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropLora:
+    """Forget a LoRA adapter, behind the steps sent before."""
+
+    number: int
+    lora: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAnswer:
+    """A stage's answer to `LoadLora` or `DropLora`."""
+
+    number: int
+    stage: int
+    nbytes: int = 0
+    """Memory that the stage holds of the adapter."""
+    failure: "WorkerFailed | None" = None
+    """Why the adapter was not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """First message to a worker: the engine, and which stage of the pipeline the worker is."""
 
@@ -244,17 +278,19 @@ class DeviceFootprint:
         pool: KV, as large as the device's part of the host's pool.
         work: everything that steps need.
         graphs: decode graphs; 0 where there are none.
+        loras: LoRA adapters, as many and as large as may be loaded.
     """
 
     weights: int
     pool: int
     work: int
     graphs: int
+    loras: int = 0
 
     @property
     def bound(self) -> int:
         """Upper bound for the memory once the engine is ready, without the device driver's."""
-        return self.weights + self.pool + self.work + self.graphs
+        return self.weights + self.pool + self.work + self.graphs + self.loras
 
     def mebibytes(self) -> dict[str, int]:
         """Return the sizes in MiB, for a log line."""
@@ -272,7 +308,9 @@ class Footprint:
             memory, and the buffers through which KV comes and leaves.
         work: everything that steps need, but for what is in `formats`.
         formats: the tokenizer, grammars and parsers for answers with a given format; 0 but on the last stage.
-        device: what is held in the memory of a device; None on a plain CPU. `weights` and `work` count here, too.
+        device: what is held in the memory of a device; None on a plain CPU. `weights`, `work` and `loras` count here,
+            too.
+        loras: LoRA adapters, as many and as large as may be loaded.
     """
 
     libraries: int
@@ -281,15 +319,16 @@ class Footprint:
     work: int
     formats: int
     device: DeviceFootprint | None = None
+    loras: int = 0
 
     @property
     def bound(self) -> int:
         """Upper bound of the memory once the engine is ready."""
-        return self.libraries + self.weights + self.pool + self.work + self.formats
+        return self.libraries + self.weights + self.pool + self.work + self.formats + self.loras
 
     def mebibytes(self) -> dict[str, int]:
         """Return the sizes in MiB, for a log line."""
-        names = ("libraries", "weights", "pool", "work", "formats", "bound")
+        names = ("libraries", "weights", "pool", "work", "formats", "loras", "bound")
         sizes = {f"{name}_mib": getattr(self, name) >> 20 for name in names}
         return sizes if self.device is None else sizes | self.device.mebibytes()
 

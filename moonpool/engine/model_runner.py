@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,23 @@ from kernels.native.structures import GoOn
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphShape
 from moonpool.engine.footprint import LOGIT_ROWS
 from moonpool.engine.kv_gate import KVGates, StepState
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, KVLoaded, LoadKV, StageDone
+from moonpool.engine.messages import (
+    BlocksFetched,
+    DropLora,
+    FetchBlocks,
+    KVLoaded,
+    LoadKV,
+    LoadLora,
+    LoraAnswer,
+    StageDone,
+    WorkerFailed,
+)
 from moonpool.engine.pipeline import Links
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks
+from moonpool.errors import MoonpoolError
 from moonpool.logprobs import Logprobs
-from moonpool.models.batch import PackedBatch
+from moonpool.models.batch import BatchLoras, PackedBatch
+from moonpool.models.lora import StageLora, load_lora
 from moonpool.models.native_step import NativeRun, Progress, RunResult
 from moonpool.models.stage import StageModel, in_inference_mode
 from moonpool.platforms.base import DeviceEvent
@@ -392,7 +405,7 @@ class StageRunner:
     platform: StagePlatform
     links: Links
     kv_gates: KVGates
-    emit: Callable[[LayerDone | StageDone | BlocksFetched | KVLoaded], None]
+    emit: Callable[[LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer], None]
     """Called by this thread, or another one."""
     gate_timeout_s: float
     masks: MaskBuilder | None = None
@@ -405,6 +418,10 @@ class StageRunner:
     """
     graphs: DecodeGraphs | None = None
     """Graphs of decode steps; None: no step is a graph."""
+    max_lora_rank: int = 0
+    """Largest rank of a LoRA adapter; 0: none is loaded."""
+    loras: dict[bytes, StageLora] = field(default_factory=dict)
+    """LoRA adapters by id. Other threads add, this thread removes."""
     _next: tuple[StepRun, list[int]] | None = None
     """The continuing run, with the next tokens."""
 
@@ -423,6 +440,30 @@ class StageRunner:
         """Bring KV that landed in the host's pool to the device. Any thread may call this method, while steps run."""
         answer = partial(self.emit, KVLoaded(order.number, self.stage)) if order.number else None
         self.platform.memory.load(answer)
+
+    def load_lora(self, order: LoadLora) -> None:
+        """Load an adapter, and answer. Any thread may call this method, while steps run."""
+        if self.platform.device is not None:
+            self.platform.device.enter_thread()
+        try:
+            lora = load_lora(
+                Path(order.folder), order.lora, self.model.config, self.model.layers, self.model.layer_begin,
+                max_rank=self.max_lora_rank,
+            )  # fmt: skip
+        except MoonpoolError as error:
+            failure = WorkerFailed(error.message, type(error).__name__, getattr(error, "field", ""))
+            self.emit(LoraAnswer(order.number, self.stage, failure=failure))
+        except Exception as error:  # a defect costs this adapter, not the stage
+            failure = WorkerFailed(f"LoRA adapter in {order.folder}: {type(error).__name__}: {error}")
+            self.emit(LoraAnswer(order.number, self.stage, failure=failure))
+        else:
+            self.loras[lora.id] = lora
+            self.emit(LoraAnswer(order.number, self.stage, lora.nbytes))
+
+    def drop_lora(self, order: DropLora) -> None:
+        """Forget an adapter, and answer."""
+        self.loras.pop(order.lora, None)
+        self.emit(LoraAnswer(order.number, self.stage))
 
     @in_inference_mode
     def run(self, step: Step) -> bool:
@@ -545,7 +586,8 @@ class StageRunner:
 
     def _receive(self, run: StepRun) -> bool:
         """Bring batch and hidden states to the device; return False if the stage before aborted the step."""
-        run.shape = self.graphs.shape(run.step, run.packed) if self.graphs is not None else None
+        graphs = self.graphs if run.packed.loras is None else None
+        run.shape = graphs.shape(run.step, run.packed) if graphs is not None else None
         if run.shape is None and self.platform.torch_device.type != "cpu":
             run.batch = run.packed.to(self.platform.torch_device)
         if self.model.is_first:
@@ -566,7 +608,8 @@ class StageRunner:
         callback thread follows them.
         """
         step, cpu = run.step, self.platform.device is None
-        progress = self.model.progress() if cpu and step.layer_events else None
+        native = run.batch.loras is None
+        progress = self.model.progress() if cpu and native and step.layer_events else None
         together = cpu and self.model.by_layers and (progress is not None or not step.layer_events)
         signals = self.kv_gates.signals(step.step_id, gated=step.gated) if together else None
         if progress is None:
@@ -604,11 +647,16 @@ class StageRunner:
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         memory = self.platform.memory
         packed = PackedBatch.build(parts, memory.block_tokens, full_hits=full_hits, slot_of=memory.slot_of)
+        if any(it.lora for it in step.sequences):
+            loras = [self.loras[it.lora] if it.lora else None for it in step.sequences]
+            packed.loras = BatchLoras(loras, packed.query_start.tolist(), "cpu")
         return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
     def _begin_native(self, step: Step, masks: PendingMasks | None) -> StepRun | None:
         """Return a run whose first step is like the later steps, so that native calls take the step; else None."""
         if step.steps == 1 or not self.model.native or not all(map(_like_further, step.sequences)):
+            return None
+        if any(it.lora for it in step.sequences):
             return None
         if masks is not None and masks.waits:  # for grammars, which are compiled beside the layers of a first step
             return None

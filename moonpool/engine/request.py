@@ -26,6 +26,7 @@ MAX_NAME_CHARS = 256
 MAX_END_TOKENS = 4096
 MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
 TOKEN_BYTES = 4
+LORA_ID_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class IncomingRequest:
         chain_root: parent of the first key.
         sampling: how the next tokens are chosen.
         spec: the part that schedulers see.
+        lora: id of the LoRA adapter; b"" = the base model.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class IncomingRequest:
     chain_root: BlockKey
     sampling: SequenceSampling
     spec: EngineRequest
+    lora: bytes = b""
 
     @classmethod
     def from_proto(
@@ -77,9 +80,12 @@ class IncomingRequest:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
             raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
-        root = chain_root(namespace, spec.tenant, spec.cache_salt)
+        lora = spec.lora.id
+        if spec.HasField("lora") and len(lora) != LORA_ID_BYTES:
+            raise InvalidRequest("sequence.lora.id", f"must have {LORA_ID_BYTES} bytes, has {len(lora)}")
+        root = chain_root(namespace, spec.tenant, spec.cache_salt, lora)
         if spec.chain_root != root:
-            raise InvalidRequest("sequence.chain_root", "is not that of this namespace, tenant and salt")
+            raise InvalidRequest("sequence.chain_root", "is not that of this namespace, tenant, salt and adapter")
         keys = chain_keys(root, spec.token_ids, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
@@ -99,7 +105,7 @@ class IncomingRequest:
             transient=spec.transient,
             token_cost=1 if params.prompt_logprobs is None else SCORED_TOKEN_COST,
         )
-        return cls(spec.request_id, tokens, BlockKey(root), sampling, seen)
+        return cls(spec.request_id, tokens, BlockKey(root), sampling, seen, lora)
 
     def history(self, token_ids: "array[int] | None" = None) -> TokenHistory:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""

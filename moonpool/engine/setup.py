@@ -50,7 +50,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "model": ("model", "dtype", "max_model_len"),
+        "model": ("model", "dtype", "max_model_len", "max_loras", "max_lora_rank"),
         "KV cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes"),
         "compute": ("device", "threads", "engine"),
     }
@@ -182,6 +182,13 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
             "tokens for up to three sequences with fewer memory reads; off = the head is held once"
         ),
     )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        description="LoRA adapters that the engine holds at the same time, and that requests may ask for; memory is "
+        "counted for so many of the largest rank; 0 = none (docs/lora.md)",
+    )
+    max_lora_rank: int = Field(16, ge=1, description="largest rank of a LoRA adapter")
     max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: ByteRate = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
@@ -287,6 +294,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
+    if model.decoder.other and config.max_loras:
+        raise ConfigError("max_loras", f"not for {model.architecture}, which transformers' own code computes")
     devices = stage_devices(config.device, stages)
     lends = config.core_share and devices[0].platform.uses_host_cores
     by_memory = devices[0].platform.sized_by_memory
@@ -310,6 +319,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
         int8_head=decode and stages == 1 and config.int8_head == "auto",
         deterministic=config.deterministic,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank if config.max_loras else 0,
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),
     )
@@ -430,6 +441,7 @@ def _emulated_setup(
         layout=layout,
         blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale), 0),
         stages=stages,
+        max_loras=config.max_loras,
         max_tokens=min(config.max_model_len or profile.max_tokens, profile.max_tokens),
         emulated=emulated,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moonpool.checkpoint import ModelConfig
-from moonpool.engine.footprint import device_footprint
+from moonpool.engine.footprint import device_footprint, lora_bytes
 from moonpool.engine.messages import EngineSizes, EngineSpec, StageRoom
 from moonpool.errors import ConfigError
 from moonpool.platforms.registry import stage_devices
@@ -96,8 +96,8 @@ def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom
 
 
 def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
-    """Bytes that steps and graphs need beside the pool, which may hold sequences of any length."""
+    """Bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
     longest = spec.max_tokens or model.max_position_embeddings
     sized = replace(spec, step_tokens=tokens, blocks=-(-longest // spec.layout.block_tokens))
     held = device_footprint(model, sized, weights=0, pool=0)
-    return held.work + held.graphs
+    return held.work + held.graphs + lora_bytes(model, spec, 0, model.num_layers)

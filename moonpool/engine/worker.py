@@ -28,6 +28,7 @@ from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStageStep,
+    DropLora,
     DropSequence,
     EngineSizes,
     EngineSpec,
@@ -35,6 +36,7 @@ from moonpool.engine.messages import (
     Footprint,
     LayersLoaded,
     LoadKV,
+    LoadLora,
     OpenKVGateMessage,
     Shutdown,
     StageRoom,
@@ -64,20 +66,24 @@ _FAILED = 1
 class OrderReceiver:
     """Reads the channel in a separate thread, so that gates, aborts and the parent's death are noticed at any time."""
 
-    def __init__(self, channel: BlockingChannel, gates: KVGates, stages: int, rendezvous: str) -> None:
-        # The parent never has more than `stages` steps in flight, and so many fetches; one more place is for Shutdown.
-        self.orders: queue.Queue[Step | FetchBlocks | Shutdown | EngineSizes] = queue.Queue(stages + MAX_FETCHES + 1)
+    def __init__(self, channel: BlockingChannel, gates: KVGates, engine: EngineSpec, rendezvous: str) -> None:
+        # The parent never has more than `stages` steps in flight, so many fetches, and one order for each adapter; one
+        # more place is for Shutdown.
+        places = engine.stages + MAX_FETCHES + engine.max_loras + 1
+        self.orders: queue.Queue[Step | FetchBlocks | DropLora | Shutdown | EngineSizes] = queue.Queue(places)
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
         self.load: Callable[[LoadKV], None] = lambda order: None
         """Brings KV to the device; set before the stage is ready."""
+        self.load_lora: Callable[[LoadLora], None] = lambda order: None
+        """Loads an adapter, in a thread of its own; set before the stage is ready."""
 
     def start(self) -> None:
         """Starts the thread; the thread ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
-    def next_order(self, *, wait: bool) -> Step | FetchBlocks | Shutdown | EngineSizes | None:
+    def next_order(self, *, wait: bool) -> Step | FetchBlocks | DropLora | Shutdown | EngineSizes | None:
         """The next order; None without a waiting order, if not `wait`.
 
         There is no deadline: the process ends when the channel closes.
@@ -101,6 +107,8 @@ class OrderReceiver:
                     self._gates.abort(message.step_id)
                 elif isinstance(message, LoadKV):
                     self.load(message)
+                elif isinstance(message, LoadLora):
+                    threading.Thread(target=self.load_lora, args=(message,), name="lora", daemon=True).start()
                 else:
                     self.orders.put_nowait(message)
         except ChannelClosed:
@@ -176,6 +184,7 @@ class StageLoader:
         runner = StageRunner(
             self.spec.stage, self.model, platform, self._links(), self.gates, self.channel.send, timeout_s, masks
         )
+        runner.max_lora_rank = self.engine.max_lora_rank
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
@@ -220,18 +229,19 @@ class StageLoader:
     def _open_platform(self) -> "tuple[StagePlatform, Footprint]":
         import torch
 
-        from moonpool.engine.footprint import device_footprint, grammar_bytes, work_bytes
+        from moonpool.engine.footprint import device_footprint, grammar_bytes, lora_bytes, work_bytes
         from moonpool.platforms.stage_platform import stage_platform
 
         config, engine, model = self.config, self.engine, self.model
-        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes)
+        loras = lora_bytes(config, engine, self.spec.layer_begin, self.spec.layer_end)
+        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, loras=loras)
         on_failure = partial(_end_process, self.channel)
-        platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs)
+        platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs + sizes.loras)
         work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
         formats = grammar_bytes(config) if model.is_last else 0
         held = None if self.device is None else sizes
         kv_bytes = platform.memory.host_bytes
-        return platform, Footprint(self.libraries_bytes, model.weight_bytes, kv_bytes, work, formats, held)
+        return platform, Footprint(self.libraries_bytes, model.weight_bytes, kv_bytes, work, formats, held, loras)
 
     def _links(self) -> "Links":
         import torch.distributed
@@ -297,6 +307,8 @@ def describe_compute(runner: "StageRunner") -> str:
     """Return what computes the stage's steps, for `WorkerReady`."""
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
     layers = f"layers one by one ({model.one_by_one})" if model.one_by_one else "all layers in one call"
+    if runner.max_lora_rank and not model.one_by_one:
+        layers += ", one by one with LoRA adapters"
     return f"{model.kernels}, {layers}{graphs}"
 
 
@@ -343,7 +355,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     """Load the stage, then run steps until the order to shut down."""
     spec: StageSpec = channel.receive()
     gates = KVGates()
-    receiver = OrderReceiver(channel, gates, spec.engine.stages, spec.rendezvous)
+    receiver = OrderReceiver(channel, gates, spec.engine, spec.rendezvous)
     receiver.start()
     begin = time.monotonic()
     import_libraries()
@@ -355,7 +367,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
         return order
 
     runner, footprint = StageLoader(spec, pool_fd, gates, channel, sizes).load()
-    receiver.load = runner.load
+    receiver.load, receiver.load_lora = runner.load, runner.load_lora
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     model, seconds = runner.model, time.monotonic() - begin
@@ -377,6 +389,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
             return
         if isinstance(order, FetchBlocks):
             runner.fetch(order)
+        elif isinstance(order, DropLora):
+            runner.drop_lora(order)
         else:
             goes_on = run(order)
 

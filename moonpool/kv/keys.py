@@ -50,10 +50,17 @@ def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     return blake3(b"".join(parts)).digest()
 
 
-def chain_root(namespace: bytes, tenant: str, salt: str = "") -> bytes:
-    """32-byte parent of a chain's first block. Chains of different tenants or salts share no key. "" = no salt."""
-    salted = _field(salt.encode()) if salt else b""
-    return blake3(_field(_ROOT_CONTEXT) + _field(namespace) + _field(tenant.encode()) + salted).digest()
+def chain_root(namespace: bytes, tenant: str, salt: str = "", lora: bytes = b"") -> bytes:
+    """32-byte parent of a chain's first block. Chains of different tenants, salts or LoRA adapters share no key.
+
+    "" = no salt, b"" = no adapter.
+    """
+    parts = [_ROOT_CONTEXT, namespace, tenant.encode()]
+    if salt or lora:
+        parts.append(salt.encode())
+    if lora:
+        parts.append(lora)
+    return blake3(b"".join(map(_field, parts))).digest()
 
 
 def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_tokens: int) -> list[BlockKey]:

@@ -27,6 +27,41 @@ LayersScales = Tensor | Sequence[Tensor | None]
 """Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_tokens] float32."""
 
 
+class BatchLoras:
+    """The LoRA adapters of a batch's rows.
+
+    Attributes:
+        adapted: each adapter, a `moonpool.models.lora.StageLora`, with its rows [n] int64; None: all rows.
+        base: rows without an adapter; None: no row.
+        layers: by index in the model, what the adapters make of a layer's weights.
+    """
+
+    def __init__(self, of: Sequence[Any], query_start: Sequence[int], device: torch.device | str) -> None:
+        """Make the adapters of a batch on `device`.
+
+        Args:
+            of: each sequence's adapter; None: the base model alone. At least one has an adapter.
+            query_start: as `PackedBatch.query_start`.
+            device: where the batch is.
+        """
+        self._of = of
+        found: dict[bytes, tuple[Any, list[int]]] = {}
+        for lora, (begin, end) in zip(of, pairwise(query_start), strict=True):
+            found.setdefault(lora.id if lora else b"", (lora, []))[1].extend(range(begin, end))
+        rows = {key: None if len(found) == 1 else torch.tensor(its, device=device) for key, (_, its) in found.items()}
+        self.base = rows.get(b"")
+        self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
+        self.layers: dict[int, Any] = {}
+
+    def of_steps(self) -> BatchLoras:
+        """Return the adapters of a batch with one row for each sequence, on a CPU."""
+        return BatchLoras(self._of, range(len(self._of) + 1), "cpu")
+
+    def to(self, query_start: Tensor, device: torch.device | str) -> BatchLoras:
+        """Return the same for the batch on another device."""
+        return BatchLoras(self._of, query_start.tolist(), device)
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """S sequences' tokens, one after the other: T rows in all.
@@ -58,6 +93,7 @@ class PackedBatch:
     room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
     within: int = 0  # further steps in which no sequence begins a block
     slot_of: NDArray[np.int64] | None = None  # each block's window slot; None: the pool has no such slots
+    loras: BatchLoras | None = None  # the rows' LoRA adapters; None: no row has one
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -159,14 +195,18 @@ class PackedBatch:
         slots = moved["block_tables"], moved["block_ids"]
         if self.slot_of is not None:
             slots = self.slot_tables.to(device), self.slot_ids.to(device)
-        return PackedBatch(**moved, block_tokens=self.block_tokens, slot_tables=slots[0], slot_ids=slots[1])
+        its = PackedBatch(**moved, block_tokens=self.block_tokens, slot_tables=slots[0], slot_ids=slots[1])
+        its.loras = None if self.loras is None else self.loras.to(self.query_start, device)
+        return its
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
         used = (self.arrays["capacity"] // self.block_tokens).tolist()
         tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
         ids = [array("i", [token]).tobytes() for token in tokens]
         parts = list(zip(ids, self.context_lens.tolist(), tables, strict=True))
-        return PackedBatch.build(parts, self.block_tokens, slot_of=self.slot_of)
+        batch = PackedBatch.build(parts, self.block_tokens, slot_of=self.slot_of)
+        batch.loras = None if self.loras is None else self.loras.of_steps()
+        return batch
 
 
 def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:

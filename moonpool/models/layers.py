@@ -118,14 +118,15 @@ class Linear:
         if self.panels is not None:
             return self.panels.product(x, wide=wide, out=out)
         result = in_tiles(self._product, x) if deterministic else self._product(x)
-        # Native and Triton's kernels compute each row alone in any case.
-        alone = choose("silu_mul", result.device, result.dtype) in ("native", "triton")
-        if self.gated and deterministic and not alone:
-            gates, ups = result.chunk(2, dim=-1)
-            result = elementwise(functional.silu, gates, deterministic=True) * ups
-        elif self.gated:
-            result = ops.silu_mul(result)
+        if self.gated:
+            result = gated(result, deterministic=deterministic)
         return result.float() if wide else result
+
+    def apart(self, x: Tensor, *, deterministic: bool) -> Tensor:
+        """Return a gated product before the activation: gates, then ups [rows, outputs]."""
+        if self.panels is not None:
+            return self.panels.apart(x)
+        return in_tiles(self._product, x) if deterministic else self._product(x)
 
     def dense(self) -> Tensor:
         """Return the weight in plain form [outputs, inputs], a packed weight dequantised."""
@@ -156,6 +157,16 @@ class Linear:
             bias = None if self._bias is None else self._bias[outputs].float()
             parts.append(functional.linear(rows, weight.select(outputs).dequantise(), bias).to(self.dtype))
         return torch.cat(parts, dim=1)
+
+
+def gated(both: Tensor, *, deterministic: bool) -> Tensor:
+    """Return silu(gates) * ups from gates, then ups [rows, outputs]."""
+    # Native and Triton's kernels compute each row alone in any case.
+    alone = choose("silu_mul", both.device, both.dtype) in ("native", "triton")
+    if deterministic and not alone:
+        gates, ups = both.chunk(2, dim=-1)
+        return elementwise(functional.silu, gates, deterministic=True) * ups
+    return ops.silu_mul(both)
 
 
 @torch.inference_mode()

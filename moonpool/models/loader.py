@@ -49,7 +49,14 @@ from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.recurrent import RecurrentWeights
 from moonpool.models.stage import StageModel, WeightNotes
-from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
+from moonpool.models.tensors import (
+    Stored,
+    attention_inputs,
+    layer_tensors,
+    network_inputs,
+    outer_tensors,
+    recurrent_inputs,
+)
 from moonpool.models.transformers_stage import load_transformers_stage
 from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
@@ -448,13 +455,8 @@ class _LayerReader:
             return self._recurrent(self._spec.recurrent)
         if spec.latent is not None:
             return self._latent(spec, spec.latent)
-        fused = "qkv" if "qkv.weight" in self._tensors else "q k v"
-        if spec.output_gate:
-            fused = "q k v attention_gate"
-        if spec.values_of_keys:
-            fused = "q k k"
         return AttentionWeights(
-            self._linear(fused),
+            self._linear(attention_inputs(spec, self._tensors)),
             self._norm("q_norm", spec.qk_norm),
             self._norm("k_norm", spec.qk_norm),
             self._linear("output"),
@@ -473,10 +475,9 @@ class _LayerReader:
 
         conv, decay = stacked("conv"), wide("decay")
         assert conv is not None
-        inputs = [name.removesuffix(".weight") for name in self._tensors if name.startswith("inputs")]
         return RecurrentWeights(
             spec,
-            self._linear(" ".join(name for name in inputs if not name.endswith(".bias"))),
+            self._linear(recurrent_inputs(self._tensors)),
             conv,
             stacked("conv_bias"),
             self._linear("output"),
@@ -509,10 +510,9 @@ class _LayerReader:
 
     def _feed_forward(self, prefix: str, spec: FeedForwardSpec) -> FeedForward:
         """Return the network with tensor slots that begin with `prefix`."""
-        names = [f"{prefix}{name}" for name in ("gate", "up") if f"{prefix}{name}.weight" in self._tensors]
         return FeedForward(
             spec,
-            self._linear(" ".join(names) or f"{prefix}gate_up", gated=fused_gate(spec)),
+            self._linear(network_inputs(prefix, self._tensors), gated=fused_gate(spec)),
             self._linear(f"{prefix}down"),
         )
 

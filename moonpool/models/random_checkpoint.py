@@ -272,6 +272,48 @@ def create(
     return folder
 
 
+LORA_SLOTS = ("q", "k", "v", "output", "gate", "up", "down")
+"""Slots of a Llama's projections."""
+
+
+def create_lora(
+    path: Path | str,
+    config: ModelConfig,
+    seed: int = 0,
+    slots: Sequence[str] = LORA_SLOTS,
+    *,
+    rank: int = 8,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a LoRA adapter in PEFT's format into the folder `path`, over what is there, and return the folder.
+
+    The adapter is of all layers' projections at `slots` (`moonpool.models.tensors`), with float32 weights drawn from
+    `seed` that change most greedy tokens. `settings` replaces fields of adapter_config.json.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    for index in range(config.num_layers):
+        stored = layer_tensors(config, index)
+        for slot in slots:
+            part = stored[f"{slot}.weight"]
+            name, (outputs, inputs) = f"base_model.model.{part.name.removesuffix('.weight')}", part.shape
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in tensors if "lora_A" in name})
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 4,
+        "bias": "none",
+        "target_modules": targets,
+    }
+    _write_json(folder / "adapter_config.json", {**fields, **(settings or {})})
+    return folder
+
+
 def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dtype, shard_bytes: int) -> None:
     """Write the weights in one file or several with an index, holding no more than two files' in memory."""
     shapes = _tensor_shapes(config)

@@ -26,6 +26,7 @@ from moonpool.families.spec import AttentionSpec
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.experts import DenseAndExperts
 from moonpool.models.layers import Linear, Norm, RopeTable, elementwise, in_tiles
+from moonpool.models.lora import with_loras
 from moonpool.models.native_step import (
     NativeRun,
     Progress,
@@ -202,7 +203,7 @@ class StageModel:
         Returns:
             The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
         """
-        if self._native is not None:
+        if self._native is not None and batch.loras is None:
             assert isinstance(kv, Tensor), "native layers are alike"
             assert scales is None or isinstance(scales, Tensor)
             assert self.dtype == hidden.dtype
@@ -269,7 +270,7 @@ class StageModel:
             chosen: Address of each sequence's token in each step, int32.
             out: The step before's logits, whose memory may be used.
         """
-        if self._native is None or not (self.is_first and self.is_last) or self._factors:
+        if self._native is None or not (self.is_first and self.is_last) or self._factors or batch.loras is not None:
             return None
         assert isinstance(kv, Tensor), "native layers are alike"
         assert scales is None or isinstance(scales, Tensor)
@@ -304,6 +305,8 @@ class StageModel:
     def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
         """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is the layer's part."""
         weights = self.layers[index - self.layer_begin]
+        if batch.loras is not None:
+            weights = with_loras(batch.loras, index, weights)
         spec = weights.spec
         if index == self._whole_layer:
             batch = batch.without_slots()

@@ -5,7 +5,7 @@ A slot is what the loader asks for, for example "q.weight"; a `Stored` tells the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,13 +51,18 @@ def outer_tensors(config: ModelConfig) -> Slots:
     return slots
 
 
-def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = lambda _: True) -> Slots:
+def layer_tensors(
+    config: ModelConfig,
+    index: int,
+    has: Callable[[str], bool] = lambda _: True,
+    names: TensorNames | None = None,
+) -> Slots:
     """Return the tensors of layer `index`, by slot.
 
     `has` tells whether the checkpoint has a tensor: if a family's folders have all experts in one tensor, other
-    checkpoints (GGUF files, quantised folders) have a tensor for each.
+    checkpoints (GGUF files, quantised folders) have a tensor for each. `names`: None = the family's.
     """
-    names, spec = FAMILIES[config.architecture].names, config.decoder.layers[index]
+    names, spec = names or FAMILIES[config.architecture].names, config.decoder.layers[index]
     slots: Slots = {}
     for slot in ("attention_norm", "attention_out_norm", "feed_forward_norm", "feed_forward_out_norm"):
         if getattr(spec, slot):
@@ -79,6 +84,48 @@ def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = 
     return {
         slot: Stored(f"{prefix}{part.name}", part.shape, part.kept_shape, part.arrange) for slot, part in slots.items()
     }
+
+
+def attention_inputs(spec: AttentionSpec, tensors: Container[str]) -> str:
+    """Return the slots, by space, of the projections that attention reads its input by: one product."""
+    if spec.output_gate:
+        return "q k v attention_gate"
+    if spec.values_of_keys:
+        return "q k k"
+    return "qkv" if "qkv.weight" in tensors else "q k v"
+
+
+def recurrent_inputs(tensors: Iterable[str]) -> str:
+    """Return the slots, by space, of the projections that a recurrent part reads its input by: one product."""
+    names = [name.removesuffix(".weight") for name in tensors if name.startswith("inputs")]
+    return " ".join(name for name in names if not name.endswith(".bias"))
+
+
+def network_inputs(prefix: str, tensors: Container[str]) -> str:
+    """Return the slots, by space, of a network's gates and ups: one product. Its slots begin with `prefix`."""
+    names = [f"{prefix}{name}" for name in ("gate", "up") if f"{prefix}{name}.weight" in tensors]
+    return " ".join(names) or f"{prefix}gate_up"
+
+
+def projections(layer: LayerSpec, tensors: Slots) -> dict[str, str]:
+    """Return the slots, by space, of each product whose rows are the batch's, by place in `LayerWeights`.
+
+    Products of experts, whose rows are gathered, and absorbed products are left out.
+    """
+    places = {"attention.output": "output"}
+    if layer.recurrent is not None:
+        places["attention.inputs"] = recurrent_inputs(tensors)
+        places |= {f"attention.{slot}": slot for slot in ("steps", "gates")}
+    elif layer.attention.latent is not None:
+        places |= {f"attention.{slot}": slot for slot in ("q_a", "q_b", "kv_a")}
+    else:
+        places["attention.qkv"] = attention_inputs(layer.attention, tensors)
+    network, prefix = "feed_forward", ""
+    if layer.feed_forward.experts is not None:
+        network, prefix = "feed_forward.shared", "shared_"
+    places[f"{network}.gate_up"] = network_inputs(prefix, tensors)
+    places[f"{network}.down"] = f"{prefix}down"
+    return {place: slots for place, slots in places.items() if f"{slots.split()[0]}.weight" in tensors}
 
 
 def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, paired: int) -> Slots:

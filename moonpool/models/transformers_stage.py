@@ -70,6 +70,7 @@ class TransformersStage(StageModel):
     def __init__(self, config: ModelConfig, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.layer_begin, self.layer_end = 0, config.num_layers
+        self.layers = []  # transformers has them
         self.dtype, self.device = dtype, device
         self.deterministic = False
         self.undo = StateUndo()

@@ -234,6 +234,8 @@ _CONDUCTOR = {
     "UpdateSession": CLIENTS,
     "DeleteKV": CLIENTS,
     "WatchKV": OPERATORS | {"gateway"},
+    "LoadLoraAdapter": OPERATORS | {"gateway"},
+    "UnloadLoraAdapter": OPERATORS | {"gateway"},
     "ConductorStats": OPERATORS | {"gateway"},
 }
 _PREFILL = {
@@ -241,6 +243,8 @@ _PREFILL = {
     "ReadKV": ENGINES,
     "Cancel": frozenset({"conductor"}),
     "Forget": frozenset({"conductor"}),
+    "LoadLora": frozenset({"conductor"}),
+    "UnloadLora": frozenset({"conductor"}),
     "PrefillStats": READERS,
 }
 _DECODE = {
@@ -249,6 +253,8 @@ _DECODE = {
     "ReadKV": ENGINES,
     "Steps": frozenset({"conductor"}),
     "Forget": frozenset({"conductor"}),
+    "LoadLora": frozenset({"conductor"}),
+    "UnloadLora": frozenset({"conductor"}),
     "DecodeStats": READERS,
 }
 _ADAPTER = {"HandOver": frozenset({ADAPTER})}

@@ -82,6 +82,8 @@ class SequenceStep:
     """Tokens that end the run when they are sampled."""
     may_skip: bool = False
     """Whether the sequence may go without a token if a mask takes long (`StepResult.late`)."""
+    lora: bytes = b""
+    """Id of the sequence's LoRA adapter; b"" = the base model. Every stage has the adapter."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
 

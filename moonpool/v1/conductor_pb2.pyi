@@ -254,7 +254,7 @@ class GenerateRequest(_message.Message):
     tenant: _builtins.str
     """Whose request this is; tenants do not share KV."""
     model: _builtins.str
-    """Model name; empty = whatever is served, otherwise it must match."""
+    """Name of the model or of a LoRA adapter; empty = the model that is served."""
     priority: _builtins.int
     """As in vLLM: who has a lower one is served earlier; default 0, from -100 to 100. Among the tenant's own requests."""
     whole: _builtins.bool
@@ -1268,7 +1268,7 @@ class JoinHello(_message.Message):
 
     @_builtins.property
     def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of `Sampling` that the engine cannot serve: requests that set one of them go to other instances."""
+        """Fields of `Sampling` that the engine cannot serve, and "lora": requests that set one of them go to other instances."""
 
     def __init__(
         self,
@@ -2467,6 +2467,7 @@ class ClusterStateResponse(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -2489,6 +2490,10 @@ class ClusterStateResponse(_message.Message):
     def recent(self) -> Global___RecentState:
         """Who was answered lately."""
 
+    @_builtins.property
+    def loras(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.LoraAdapter]:
+        """LoRA adapters that requests may ask for, in the order of their names."""
+
     def __init__(
         self,
         *,
@@ -2498,10 +2503,11 @@ class ClusterStateResponse(_message.Message):
         ready: _builtins.bool = ...,
         queue: Global___QueueState | None = ...,
         recent: Global___RecentState | None = ...,
+        loras: _abc.Iterable[_kv_pb2.LoraAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "loras", b"loras", "model", b"model", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3001,6 +3007,103 @@ class DeleteKVResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteKVResponse: _TypeAlias = DeleteKVResponse  # noqa: Y015
+
+@_typing.final
+class LoadLoraAdapterRequest(_message.Message):
+    """Loads a LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    LORA_PATH_FIELD_NUMBER: _builtins.int
+    LOAD_INPLACE_FIELD_NUMBER: _builtins.int
+    lora_name: _builtins.str
+    """The name by which requests ask for it."""
+    lora_path: _builtins.str
+    """Folder of its files, in or below the conductor's --lora-folder."""
+    load_inplace: _builtins.bool
+    """An adapter of this name is replaced: requests that run go on with the old one."""
+    def __init__(
+        self,
+        *,
+        lora_name: _builtins.str = ...,
+        lora_path: _builtins.str = ...,
+        load_inplace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_inplace", b"load_inplace", "lora_name", b"lora_name", "lora_path", b"lora_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadLoraAdapterRequest: _TypeAlias = LoadLoraAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadLoraAdapterResponse(_message.Message):
+    """A LoRA adapter was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    instances: _builtins.int
+    """Instances that have loaded it; others do with their first request for it."""
+    @_builtins.property
+    def lora(self) -> _kv_pb2.LoraAdapter:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        lora: _kv_pb2.LoraAdapter | None = ...,
+        instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "lora", b"lora"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadLoraAdapterResponse: _TypeAlias = LoadLoraAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadLoraAdapterRequest(_message.Message):
+    """Unloads a LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    lora_name: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        lora_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadLoraAdapterRequest: _TypeAlias = UnloadLoraAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadLoraAdapterResponse(_message.Message):
+    """A LoRA adapter was unloaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadLoraAdapterResponse: _TypeAlias = UnloadLoraAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ConductorStatsRequest(_message.Message):

@@ -95,6 +95,16 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/moonpool.v1.ConductorService/LoadLoraAdapter',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/moonpool.v1.ConductorService/UnloadLoraAdapter',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
         self.ConductorStats = channel.unary_unary(
                 '/moonpool.v1.ConductorService/ConductorStats',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.ConductorStatsRequest.SerializeToString,
@@ -190,6 +200,20 @@ class ConductorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """Loads a LoRA adapter: from then on, requests may ask for it by its name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Unloads a LoRA adapter: requests that run go on, no further one finds it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConductorStats(self, request, context):
         """Everything the conductor holds, as gauges.
         """
@@ -259,6 +283,16 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.WatchKV,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
             'ConductorStats': grpc.unary_unary_rpc_method_handler(
                     servicer.ConductorStats,
@@ -591,6 +625,60 @@ class ConductorService:
             '/moonpool.v1.ConductorService/WatchKV',
             moonpool_dot_v1_dot_conductor__pb2.WatchKVRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.WatchKVResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/LoadLoraAdapter',
+            moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/UnloadLoraAdapter',
+            moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

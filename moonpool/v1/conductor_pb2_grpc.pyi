@@ -57,6 +57,10 @@ class ConductorServiceStub:
     """Deletes KV from every tier of every instance, also from those that join later."""
     WatchKV: _grpc.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]
     """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
+    LoadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.LoadLoraAdapterRequest, _conductor_pb2.LoadLoraAdapterResponse]
+    """Loads a LoRA adapter: from then on, requests may ask for it by its name."""
+    UnloadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UnloadLoraAdapterRequest, _conductor_pb2.UnloadLoraAdapterResponse]
+    """Unloads a LoRA adapter: requests that run go on, no further one finds it."""
     ConductorStats: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]
     """Everything the conductor holds, as gauges."""
 
@@ -89,6 +93,10 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """Deletes KV from every tier of every instance, also from those that join later."""
     WatchKV: _aio.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]  # type: ignore[assignment]
     """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
+    LoadLoraAdapter: _aio.UnaryUnaryMultiCallable[_conductor_pb2.LoadLoraAdapterRequest, _conductor_pb2.LoadLoraAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter: from then on, requests may ask for it by its name."""
+    UnloadLoraAdapter: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UnloadLoraAdapterRequest, _conductor_pb2.UnloadLoraAdapterResponse]  # type: ignore[assignment]
+    """Unloads a LoRA adapter: requests that run go on, no further one finds it."""
     ConductorStats: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]  # type: ignore[assignment]
     """Everything the conductor holds, as gauges."""
 
@@ -190,6 +198,22 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_conductor_pb2.WatchKVResponse], _abc.AsyncIterator[_conductor_pb2.WatchKVResponse]]:
         """Follows which blocks the instances hold, and which tokens blocks stand for: first what is held, then each change."""
+
+    @_abc_1.abstractmethod
+    def LoadLoraAdapter(
+        self,
+        request: _conductor_pb2.LoadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.LoadLoraAdapterResponse, _abc.Awaitable[_conductor_pb2.LoadLoraAdapterResponse]]:
+        """Loads a LoRA adapter: from then on, requests may ask for it by its name."""
+
+    @_abc_1.abstractmethod
+    def UnloadLoraAdapter(
+        self,
+        request: _conductor_pb2.UnloadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.UnloadLoraAdapterResponse, _abc.Awaitable[_conductor_pb2.UnloadLoraAdapterResponse]]:
+        """Unloads a LoRA adapter: requests that run go on, no further one finds it."""
 
     @_abc_1.abstractmethod
     def ConductorStats(

@@ -61,6 +61,16 @@ class DecodeServiceStub:
                 request_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/moonpool.v1.DecodeService/LoadLora',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/moonpool.v1.DecodeService/UnloadLora',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
         self.DecodeStats = channel.unary_unary(
                 '/moonpool.v1.DecodeService/DecodeStats',
                 request_serializer=moonpool_dot_v1_dot_decode__pb2.DecodeStatsRequest.SerializeToString,
@@ -107,6 +117,20 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """As `PrefillService.LoadLora`, and so is UnloadLora.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Drops a LoRA adapter once no request uses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DecodeStats(self, request, context):
         """Everything the instance holds, as gauges.
         """
@@ -141,6 +165,16 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Forget,
                     request_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.SerializeToString,
             ),
             'DecodeStats': grpc.unary_unary_rpc_method_handler(
                     servicer.DecodeStats,
@@ -284,6 +318,60 @@ class DecodeService:
             '/moonpool.v1.DecodeService/Forget',
             moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
             moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.DecodeService/LoadLora',
+            moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.DecodeService/UnloadLora',
+            moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,

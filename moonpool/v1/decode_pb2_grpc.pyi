@@ -44,6 +44,10 @@ class DecodeServiceStub:
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
     Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
     """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
+    LoadLora: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LoadLoraRequest, _kv_pb2.LoadLoraResponse]
+    """As `PrefillService.LoadLora`, and so is UnloadLora."""
+    UnloadLora: _grpc.UnaryUnaryMultiCallable[_kv_pb2.UnloadLoraRequest, _kv_pb2.UnloadLoraResponse]
+    """Drops a LoRA adapter once no request uses it."""
     DecodeStats: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeStatsRequest, _decode_pb2.DecodeStatsResponse]
     """Everything the instance holds, as gauges."""
 
@@ -62,6 +66,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
     Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
     """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
+    LoadLora: _aio.UnaryUnaryMultiCallable[_kv_pb2.LoadLoraRequest, _kv_pb2.LoadLoraResponse]  # type: ignore[assignment]
+    """As `PrefillService.LoadLora`, and so is UnloadLora."""
+    UnloadLora: _aio.UnaryUnaryMultiCallable[_kv_pb2.UnloadLoraRequest, _kv_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Drops a LoRA adapter once no request uses it."""
     DecodeStats: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeStatsRequest, _decode_pb2.DecodeStatsResponse]  # type: ignore[assignment]
     """Everything the instance holds, as gauges."""
 
@@ -107,6 +115,22 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.ForgetResponse, _abc.Awaitable[_kv_pb2.ForgetResponse]]:
         """Deletes KV from the pool. Sequences that are here go on, and none of their blocks is kept."""
+
+    @_abc_1.abstractmethod
+    def LoadLora(
+        self,
+        request: _kv_pb2.LoadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.LoadLoraResponse, _abc.Awaitable[_kv_pb2.LoadLoraResponse]]:
+        """As `PrefillService.LoadLora`, and so is UnloadLora."""
+
+    @_abc_1.abstractmethod
+    def UnloadLora(
+        self,
+        request: _kv_pb2.UnloadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.UnloadLoraResponse, _abc.Awaitable[_kv_pb2.UnloadLoraResponse]]:
+        """Drops a LoRA adapter once no request uses it."""
 
     @_abc_1.abstractmethod
     def DecodeStats(

@@ -56,6 +56,16 @@ class PrefillServiceStub:
                 request_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/moonpool.v1.PrefillService/LoadLora',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/moonpool.v1.PrefillService/UnloadLora',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
         self.PrefillStats = channel.unary_unary(
                 '/moonpool.v1.PrefillService/PrefillStats',
                 request_serializer=moonpool_dot_v1_dot_prefill__pb2.PrefillStatsRequest.SerializeToString,
@@ -96,6 +106,20 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Loads a LoRA adapter ahead of requests; a prompt whose adapter is not here loads it, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Drops a LoRA adapter once no request uses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrefillStats(self, request, context):
         """Everything the instance holds, as gauges.
         """
@@ -125,6 +149,16 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Forget,
                     request_deserializer=moonpool_dot_v1_dot_kv__pb2.ForgetRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_kv__pb2.ForgetResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.SerializeToString,
             ),
             'PrefillStats': grpc.unary_unary_rpc_method_handler(
                     servicer.PrefillStats,
@@ -241,6 +275,60 @@ class PrefillService:
             '/moonpool.v1.PrefillService/Forget',
             moonpool_dot_v1_dot_kv__pb2.ForgetRequest.SerializeToString,
             moonpool_dot_v1_dot_kv__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.PrefillService/LoadLora',
+            moonpool_dot_v1_dot_kv__pb2.LoadLoraRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.PrefillService/UnloadLora',
+            moonpool_dot_v1_dot_kv__pb2.UnloadLoraRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.UnloadLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,10 @@ class PrefillServiceStub:
     """Cancels a prefill by request id."""
     Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
     """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
+    LoadLora: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LoadLoraRequest, _kv_pb2.LoadLoraResponse]
+    """Loads a LoRA adapter ahead of requests; a prompt whose adapter is not here loads it, too."""
+    UnloadLora: _grpc.UnaryUnaryMultiCallable[_kv_pb2.UnloadLoraRequest, _kv_pb2.UnloadLoraResponse]
+    """Drops a LoRA adapter once no request uses it."""
     PrefillStats: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatsRequest, _prefill_pb2.PrefillStatsResponse]
     """Everything the instance holds, as gauges."""
 
@@ -62,6 +66,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Cancels a prefill by request id."""
     Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
     """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
+    LoadLora: _aio.UnaryUnaryMultiCallable[_kv_pb2.LoadLoraRequest, _kv_pb2.LoadLoraResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter ahead of requests; a prompt whose adapter is not here loads it, too."""
+    UnloadLora: _aio.UnaryUnaryMultiCallable[_kv_pb2.UnloadLoraRequest, _kv_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Drops a LoRA adapter once no request uses it."""
     PrefillStats: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatsRequest, _prefill_pb2.PrefillStatsResponse]  # type: ignore[assignment]
     """Everything the instance holds, as gauges."""
 
@@ -101,6 +109,22 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.ForgetResponse, _abc.Awaitable[_kv_pb2.ForgetResponse]]:
         """Deletes KV from the pool. Prompts that are here go on, and none of their blocks is kept."""
+
+    @_abc_1.abstractmethod
+    def LoadLora(
+        self,
+        request: _kv_pb2.LoadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.LoadLoraResponse, _abc.Awaitable[_kv_pb2.LoadLoraResponse]]:
+        """Loads a LoRA adapter ahead of requests; a prompt whose adapter is not here loads it, too."""
+
+    @_abc_1.abstractmethod
+    def UnloadLora(
+        self,
+        request: _kv_pb2.UnloadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.UnloadLoraResponse, _abc.Awaitable[_kv_pb2.UnloadLoraResponse]]:
+        """Drops a LoRA adapter once no request uses it."""
 
     @_abc_1.abstractmethod
     def PrefillStats(

@@ -27,6 +27,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv_events.cache import EngineCache
 from moonpool.kv_events.events import ExtraKeys
 from moonpool.kv_events.stream import EventStream
+from moonpool.sampling_params import LORA
 from moonpool.scheduling.latency import SpeedTracker
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
@@ -154,6 +155,8 @@ class EngineLife:
         for option in incoming.sampling.params.uncommon:
             if option in self.facts.unsupported:
                 raise InvalidRequest(f"sequence.sampling.{option}", f"{self.facts.version} behind an adapter has none")
+        if incoming.lora:
+            raise InvalidRequest("sequence.lora", f"{self.facts.version} behind an adapter has none")
         return incoming
 
     def check_open(self) -> None:
@@ -323,7 +326,7 @@ class EngineLife:
             speed=speeds_to_proto(self.speeds.speeds),
             process=world.this_process(),
             kv_domain=domain,
-            unsupported=self.facts.unsupported,
+            unsupported=[*self.facts.unsupported, LORA],
             uses_kvstores=self._config.kvstores,
             http_address=urlsplit(self._config.engine).netloc,
         )

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moonpool.config import ByteSize, ListenAddress, OptionalAddress, read_mapping
+from moonpool.config import Assignments, ByteSize, ListenAddress, OptionalAddress, read_mapping
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.delete_kv import check_ttls
 from moonpool.rpc.auth import ClientPortConfig
@@ -41,7 +41,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     flag_groups: ClassVar = {
-        "model": ("model", "chat_template", "generation_config"),
+        "model": ("model", "chat_template", "generation_config", "lora_modules", "lora_folder"),
         "placement": ("policy", "kvstore_replicas"),
         "overload": ("admission", "queue_deadline_s"),
     }
@@ -65,6 +65,16 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
             "sampling for requests that do not set sampling: auto = as suggested in the checkpoint's "
             "generation_config.json, if present; none = neutral (temperature 1); docs/sampling.md"
         ),
+    )
+    lora_modules: Assignments = Field(
+        (),
+        description="LoRA adapters that requests may ask for as model, as NAME=FOLDER, in PEFT's format; the engines "
+        "need max_loras (docs/lora.md)",
+    )
+    lora_folder: Path | None = Field(
+        None,
+        description="folder in which and below which LoRA adapters may be loaded at run time, the same on all "
+        "machines; default: none may be loaded at run time",
     )
     policy: str = Field(
         DEFAULT_POLICY,

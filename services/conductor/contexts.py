@@ -99,7 +99,8 @@ class ContextServices:
         channels: to kvstores.
         stores: the kvstores that have joined.
         conductor: this conductor's id.
-        model: the served model's name; raises Unavailable before the first engine.
+        model: the name of the served model or LoRA adapter that a client names; "" names the model. Raises
+            InvalidRequest for others, Unavailable before the first engine.
         read: checks and tokenises a request.
         compute: serves a request and drops the output.
         held: number of a chain's leading blocks that each instance holds.
@@ -110,7 +111,7 @@ class ContextServices:
     channels: Channels
     stores: Callable[[], Sequence[kv_pb2.Instance]]
     conductor: str
-    model: Callable[[], str]
+    model: Callable[[str], str]
     read: Callable[[pb.GenerateRequest], Awaitable[ValidRequest]]
     compute: Callable[[pb.GenerateRequest], Awaitable[None]]
     held: Callable[[Sequence[BlockKey]], Mapping[str, int]]
@@ -256,7 +257,7 @@ class ContextRecords:
             InvalidRequest: names the field that is wrong.
             Overloaded: the tenant has too many contexts.
         """
-        check_create(request, model)
+        check_create(request)
         prefix = PIN_PREFIX if request.pin_only else PREFIX
         ids = (record.id for record in self._sync.records.of(CONTEXT, request.tenant))
         if sum(name.startswith(prefix) for name in ids) >= MAX_CONTEXTS:
@@ -368,6 +369,7 @@ class ContextRecords:
         whole.CopyFrom(message)
         whole.ClearField("prompt")
         whole.MergeFrom(prefix_request(context))
+        whole.model = message.model
         if kind == "chat":
             whole.chat.MergeFrom(message.chat)
         else:
@@ -387,14 +389,14 @@ def prefix_request(context: pb.Context) -> pb.GenerateRequest:
     """A request with the context as prompt."""
     made = context.made
     if made.HasField("chat"):
-        return pb.GenerateRequest(chat=made.chat, tenant=made.tenant, cache_salt=made.cache_salt)
-    return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant, cache_salt=made.cache_salt)
+        return pb.GenerateRequest(chat=made.chat, tenant=made.tenant, cache_salt=made.cache_salt, model=context.model)
+    return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant, cache_salt=made.cache_salt, model=context.model)
 
 
 def _of_tokens(context: pb.Context, tokens: Sequence[int]) -> pb.GenerateRequest:
     """A request with tokens of a context as its prompt, whose KV has the context's salt."""
     prompt, made = pb.TokenPrompt(token_ids=tokens), context.made
-    return pb.GenerateRequest(tokens=prompt, tenant=made.tenant, cache_salt=made.cache_salt)
+    return pb.GenerateRequest(tokens=prompt, tenant=made.tenant, cache_salt=made.cache_salt, model=context.model)
 
 
 def _kept_until(context: pb.Context) -> float:
@@ -411,14 +413,12 @@ def _merge_part(context: pb.Context, part: pb.Context, kind: str) -> None:
     context.error = context.error or part.error
 
 
-def check_create(request: pb.CreateContextRequest, model: str) -> None:
-    """Check everything that defines a context, except the prompt.
+def check_create(request: pb.CreateContextRequest) -> None:
+    """Check everything that defines a context, except the prompt and the model.
 
     Raises:
         InvalidRequest: names the field that is wrong.
     """
-    if request.model not in ("", model):
-        raise InvalidRequest("model", f"only {model!r} is served, not {request.model!r}")
     if request.HasField("chat") == request.HasField("prompt"):
         raise InvalidRequest("messages", "a context is made of either messages or token_ids")
     if request.ttl_s:
@@ -633,7 +633,7 @@ class NamedContextManager:
             Overloaded: the tenant has too many contexts.
             Unavailable: no engine or no kvstore has joined.
         """
-        model = self._services.model()
+        model = self._services.model(request.model)
         if not self._services.stores():
             raise Unavailable("contexts are kept by kvstores, and none has joined")
         await self._sync.pull()
@@ -689,7 +689,7 @@ class NamedContextManager:
         """
         if not message.HasField("context"):
             return message, None
-        self._services.model()
+        self._services.model("")
         if self._contexts.knows(message.tenant, message.context.id):
             await self._sync.refresh(within_s)
         else:

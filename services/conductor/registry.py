@@ -16,6 +16,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.rpc.auth import require_role
 from moonpool.rpc.channels import Channels, ProcessorWait
 from moonpool.rpc.stream_writes import bare_write
+from moonpool.sampling_params import LORA
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.streams import ServerStream
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -34,6 +35,7 @@ from services.conductor.core.sessions import TellSession
 from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import StepsPool
 from services.conductor.kv_watchers import KVWatchers
+from services.conductor.loras import LoraEngine
 from services.conductor.proto_conversion import activity_to_proto, instance_facts, kind_to_proto, load_facts
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
@@ -58,6 +60,7 @@ class ClusterMember:
 
     `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine;
     `http_address`: of an engine's own HTTP server.
+    `takes_loras`: requests with a LoRA adapter may go there.
     """
 
     instance: kv_pb2.Instance
@@ -67,6 +70,7 @@ class ClusterMember:
     either: bool = False
     process: str = ""
     http_address: str = ""
+    takes_loras: bool = True
 
     @property
     def id(self) -> str:
@@ -149,6 +153,7 @@ class Registry:
             either=hello.either_role,
             process=hello.process,
             http_address=hello.http_address,
+            takes_loras=LORA not in hello.unsupported,
         )
         self._members[instance.id] = member
         return member
@@ -267,6 +272,10 @@ class ClusterMembers:
     def instances(self, kind: kv_pb2.InstanceKind.ValueType | None = None) -> list[kv_pb2.Instance]:
         """The members' instances, by kind or all, in order of joining."""
         return [member.instance for member in self.registry if kind in (None, member.kind)]
+
+    def lora_engines(self) -> list[LoraEngine]:
+        """The engines, and whether they take LoRA adapters."""
+        return [LoraEngine(it.instance, it.takes_loras) for it in self.registry if it.kind in ENGINES]
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
         """The member of this id."""

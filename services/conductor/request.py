@@ -25,7 +25,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams
+from moonpool.sampling_params import LORA, MAX_BAD_WORD_CHARS, SamplingParams
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -33,6 +33,7 @@ from services.conductor.config import ConductorConfig
 from services.conductor.core.events import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState
 from services.conductor.core.latency_model import SloLimits
 from services.conductor.core.tenant_activity import OTHER_TENANTS
+from services.conductor.loras import LoraAdapters
 from services.conductor.proto_conversion import reservation_proto
 from services.conductor.registry import Checkpoint, Registry
 
@@ -118,6 +119,8 @@ class ServedModel:
     """Sampling parameters for requests that do not set them."""
     weights: Mapping[str, float]
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
+    lora: Callable[[str], kv_pb2.LoraAdapter | None] = lambda name: None
+    """The LoRA adapter of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,7 @@ class ValidRequest:
         whole: the client reads the answer only at the end.
         resume: the client's progress, if the client resumes the request.
         cache_salt: the salt in `chain_root`; "" for none.
+        lora: the LoRA adapter in `chain_root`; None = the base model.
     """
 
     spec: RequestSpec
@@ -177,6 +181,7 @@ class ValidRequest:
     whole: bool = False
     resume: ResumeRequest | None = None
     cache_salt: str = ""
+    lora: kv_pb2.LoraAdapter | None = None
 
     def ends_with(self, token_id: int, generated: int) -> bool:
         """Whether `token_id`, as the `generated`-th token of a choice, is the choice's regular end."""
@@ -214,6 +219,7 @@ class ValidRequest:
             tenant=self.spec.tenant,
             chain_root=self.chain_root,
             cache_salt=self.cache_salt,
+            lora=self.lora,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.spec.priority,
             weight=self.spec.weight,
@@ -226,6 +232,7 @@ class RequestValidator:
     Args:
         checkpoint: the conductor's checkpoint.
         registry: knows what the engines serve.
+        loras: the LoRA adapters.
         tokenizing: the worker threads.
         checking: one thread for grammars, so that costly grammars delay only each other.
         config: the conductor's settings.
@@ -235,12 +242,14 @@ class RequestValidator:
         self,
         checkpoint: Checkpoint,
         registry: Registry,
+        loras: LoraAdapters,
         tokenizing: Executor,
         checking: Executor,
         config: ConductorConfig,
     ) -> None:
         self._checkpoint = checkpoint
         self._registry = registry
+        self._loras = loras
         self._tokenizing = tokenizing
         self._checking = checking
         self._config = config
@@ -264,7 +273,18 @@ class RequestValidator:
             self._config.queue_deadline_s,
             checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
             self._config.tenant_weights,
+            self._loras.get,
         )
+
+    def model_name(self, asked: str) -> str:
+        """The name of the model or LoRA adapter that a client asks for; "" asks for the model.
+
+        Raises:
+            InvalidRequest: neither has that name.
+            Unavailable: no engine has joined.
+        """
+        served = self.served()
+        return served.name if _read_model(asked, served) is None else asked
 
     @property
     def namespace(self) -> bytes:
@@ -315,10 +335,11 @@ def read_request(
     Raises:
         InvalidRequest: names the first field that is wrong.
     """
-    _check_envelope(message, served)
+    _check_envelope(message)
+    lora = _read_model(message.model, served)
     prompt = _read_prompt(message, served)
     sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
-    root = chain_root(served.namespace, message.tenant, message.cache_salt)
+    root = chain_root(served.namespace, message.tenant, message.cache_salt, b"" if lora is None else lora.id)
     vocabulary = served.config.vocab_size
     end_token_ids = _read_end_tokens(sampling, served)
     slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
@@ -339,7 +360,7 @@ def read_request(
         resumed=None if resume is None else resume.state,
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
-        needs=sampling.uncommon,
+        needs=sampling.uncommon if lora is None else (*sampling.uncommon, LORA),
         session=session_from_proto(message.session) if message.HasField("session") else None,
     )
     return ValidRequest(
@@ -355,7 +376,18 @@ def read_request(
         whole=message.whole,
         resume=resume,
         cache_salt=message.cache_salt,
+        lora=lora,
     )
+
+
+def _read_model(name: str, served: ServedModel) -> kv_pb2.LoraAdapter | None:
+    """The LoRA adapter that a request asks for; None = the base model."""
+    if name in ("", served.name):
+        return None
+    lora = served.lora(name)
+    if lora is None:
+        raise InvalidRequest("model", f"only {served.name!r} and loaded LoRA adapters are served, not {name!r}")
+    return lora
 
 
 def _read_end_tokens(sampling: SamplingParams, served: ServedModel) -> tuple[int, ...]:
@@ -383,7 +415,7 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) ->
     return tuple(runs)
 
 
-def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel) -> None:
+def _check_envelope(message: conductor_pb2.GenerateRequest) -> None:
     # If a newer client's field were ignored, the answer would be to another request.
     for field, part in (
         ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
@@ -402,7 +434,6 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel)
     unsalted = not (salt and message.HasField("context"))
     _require("cache_salt", unsalted, "is not allowed with a context, whose KV has no salt")
     check_priority(message.priority, "priority")
-    _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 
 
 def session_from_proto(message: conductor_pb2.SessionTurn) -> SessionTurn:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from moonpool import world
+from moonpool.config import assignments
 from moonpool.grammar import prepare_checks
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -35,6 +36,7 @@ from services.conductor.explain import (
     RequestReports,
     TraceRecording,
 )
+from services.conductor.loras import LoraAdapters, read_settings_loras
 from services.conductor.placement.policies.registry import load_decode_policy, load_policy, seed_of
 from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
@@ -89,8 +91,12 @@ async def assembled(
     """All parts of a conductor except the ports, while the body runs; yields the servicer. `clock` gives seconds.
 
     Raises:
+        ConfigError: a LoRA adapter of the settings cannot be used.
         ExceptionGroup: with an Internal; the core has failed outside any request, and the body was cancelled.
     """
+    own_loras, modules = list[kv_pb2.LoraAdapter](), assignments(config.lora_modules)
+    if modules:
+        own_loras = await asyncio.to_thread(read_settings_loras, modules, checkpoint.name)
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
         checking = stack.enter_context(world.thread_pool(1, "grammars"))
@@ -110,11 +116,13 @@ async def assembled(
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
         reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight)
-        reader = RequestValidator(checkpoint, cluster.registry, tokenizing, checking, config)
-        dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
         sync = RecordSync(channels, stores)
         stack.push_async_callback(sync.aclose)
+        loras = LoraAdapters(sync, channels, cluster.lora_engines, checkpoint.name, config.lora_folder, own_loras)
+        stack.push_async_callback(loras.aclose)
+        reader = RequestValidator(checkpoint, cluster.registry, loras, tokenizing, checking, config)
+        dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         deletions = KVDeletions(sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s)
         _run_until_exit(deletions.run(), stack)
         contexts = NamedContextManager(
@@ -124,7 +132,7 @@ async def assembled(
                 channels=channels,
                 stores=stores,
                 conductor=config.id,
-                model=lambda: reader.served().name,
+                model=reader.model_name,
                 read=reader.read,
                 compute=lambda message: dispatcher.compute(message, config.request_timeout_s),
                 held=core.cluster.index.lengths,
@@ -140,6 +148,7 @@ async def assembled(
                 reports=reports,
                 contexts=contexts,
                 deletions=deletions,
+                loras=loras,
                 spans=spans,
                 clock=clock,
             )

@@ -29,6 +29,7 @@ from services.conductor.deletion import KVDeletions
 from services.conductor.dispatcher import Dispatcher
 from services.conductor.explain import RequestReports, queue_state
 from services.conductor.generate_stream import GenerateStream
+from services.conductor.loras import LoraAdapters
 from services.conductor.registry import ClusterMembers, JoinServer
 from services.conductor.request import session_from_proto, weight_of
 
@@ -89,6 +90,7 @@ class ConductorParts:
         reports: on requests, for `Explain` and `ClusterState`.
         contexts: the hook for named contexts.
         deletions: deletes KV everywhere.
+        loras: the LoRA adapters.
         spans: recorder of traces.
         clock: the core's clock, seconds.
     """
@@ -100,6 +102,7 @@ class ConductorParts:
     reports: RequestReports
     contexts: NamedContexts
     deletions: KVDeletions
+    loras: LoraAdapters
     spans: Recorder
     clock: Callable[[], float]
 
@@ -139,13 +142,14 @@ class ConductorServicer:
         self.cluster = parts.cluster
         self.core = parts.core
         self.deletions = parts.deletions
+        self.loras = parts.loras
         self._config = parts.config
         self._dispatcher = parts.dispatcher
         self._reports = parts.reports
         self._contexts = parts.contexts
         self._spans = parts.spans
         self._clock = parts.clock
-        self._joins = JoinServer(parts.cluster, parts.config.heartbeat_s, parts.deletions.admit)
+        self._joins = JoinServer(parts.cluster, parts.config.heartbeat_s, self._admit)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._calls: dict[str, _OpenCall] = {}  # by request id
         self._idle = asyncio.Event()
@@ -173,6 +177,11 @@ class ConductorServicer:
             self._dispatcher.stop()
         self._joins.stop()
         self.cluster.watchers.stop()
+
+    async def _admit(self, instance: kv_pb2.Instance) -> None:
+        """An instance is about to join; raises as `KVDeletions.admit`."""
+        await self.deletions.admit(instance)
+        self.loras.announce(instance)
 
     # --- Generate -----------------------------------------------------------------------------------------------------
 
@@ -309,6 +318,7 @@ class ConductorServicer:
             ready=registry.ready and not self._draining,
             queue=queue_state(self.core.scheduler, self._tenants(), self._weight_of),
             recent=self._reports.recent.state(),
+            loras=self.loras.known(),
         )
 
     async def CreateContext(
@@ -362,6 +372,20 @@ class ConductorServicer:
         async with aclosing(self.cluster.watchers.watch(members, self.core.cluster.index)) as messages:
             async for message in messages:
                 yield message
+
+    async def LoadLoraAdapter(
+        self, request: conductor_pb2.LoadLoraAdapterRequest, context: object
+    ) -> conductor_pb2.LoadLoraAdapterResponse:
+        """Load a LoRA adapter at all engines."""
+        lora, instances = await self.loras.load(request.lora_name, request.lora_path, in_place=request.load_inplace)
+        return conductor_pb2.LoadLoraAdapterResponse(lora=lora, instances=instances)
+
+    async def UnloadLoraAdapter(
+        self, request: conductor_pb2.UnloadLoraAdapterRequest, context: object
+    ) -> conductor_pb2.UnloadLoraAdapterResponse:
+        """Unload a LoRA adapter."""
+        await self.loras.unload(request.lora_name)
+        return conductor_pb2.UnloadLoraAdapterResponse()
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
@@ -430,6 +454,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         0,
     ),
     Metric("sessions", "Sessions that the conductor knows.", lambda it: len(it.core.scheduler.sessions)),
+    Metric("lora_adapters", "LoRA adapters that requests may ask for.", lambda it: len(it.loras)),
     Metric("contexts", "Named contexts.", lambda it: len(it.contexts)),
     Metric("context_tasks", "Background tasks for named contexts.", lambda it: it.contexts.tasks, 0),
     Metric("deletions", "Deletions of KV that are repeated to joining instances.", lambda it: it.deletions.deletions),

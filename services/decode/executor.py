@@ -413,6 +413,10 @@ class DecodeExecutor:
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(list(self._live.requests.values()))
 
+    def loras(self) -> set[bytes]:
+        """LoRA adapters of all requests."""
+        return {live.incoming.lora for live in self._live.requests.values()}
+
     @property
     def step_in_flight(self) -> bool:
         """Whether a run is in flight."""

@@ -248,6 +248,7 @@ class LiveSequence:
             full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             may_skip=may_skip,
+            lora=self.request.incoming.lora,
             history=self.history,
         )
 

@@ -20,6 +20,7 @@ from moonpool.engine.instance import (
     start_engine,
 )
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
+from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
@@ -60,6 +61,7 @@ class DecodeInstance:
         write_back: writes full blocks to kvstores.
         deletion: deletes KV.
         deletions: deletions carried out here.
+        loras: LoRA adapters in the engine.
         reads: reads of other instances.
         request_reader: reads and checks requests.
         beside: threads for work that would delay the event loop.
@@ -93,6 +95,7 @@ class DecodeInstance:
             ),
             always_draft=config.speculative == "ngram",
         )
+        self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
         pool = self.executor.pool
         self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
         self.subscribers: dict[Subscriber, None] = {}
@@ -157,6 +160,7 @@ class DecodeInstance:
 
     def load(self) -> conductor_pb2.LoadReport:
         """The load now."""
+        self.loras.sweep()
         core = self.core
         return conductor_pb2.LoadReport(
             running=len(core.planner.batch),
@@ -177,6 +181,7 @@ class DecodeInstance:
     def gauges(self) -> MetricSet:
         """Everything the instance reports."""
         metrics = self._context.metrics().add(DECODE_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
+        metrics.add(LORA_METRICS, self.loras)
         return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.lending)
 
     @property
@@ -383,11 +388,12 @@ class DecodeServicer:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
         incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
-        instance.check_open()  # the work before may have taken a while
-        left_s = context.time_remaining()
-        if left_s is not None and left_s <= 0:
-            raise DeadlineExceeded("nobody waits for this promise any more")
-        promised, predicted = instance.executor.reserve(incoming, request)
+        async with instance.loras.using(request.sequence.lora):
+            instance.check_open()  # the work before may have taken a while
+            left_s = context.time_remaining()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceeded("nobody waits for this promise any more")
+            promised, predicted = instance.executor.reserve(incoming, request)
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
             lease_s=instance.core.settings.lease_s,
@@ -418,6 +424,18 @@ class DecodeServicer:
     ) -> kv_pb2.ForgetResponse:
         """Deletes KV from the pool."""
         return await self._instance.deletion.forget(request)
+
+    async def LoadLora(  # noqa: N802
+        self, request: kv_pb2.LoadLoraRequest, context: Context
+    ) -> kv_pb2.LoadLoraResponse:
+        """Loads a LoRA adapter ahead of requests."""
+        return await self._instance.loras.load(request)
+
+    async def UnloadLora(  # noqa: N802
+        self, request: kv_pb2.UnloadLoraRequest, context: Context
+    ) -> kv_pb2.UnloadLoraResponse:
+        """Drops a LoRA adapter once no request uses it."""
+        return self._instance.loras.unload(request)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context

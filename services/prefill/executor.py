@@ -108,6 +108,10 @@ class PrefillExecutor:
                 request.end(Unavailable(self._dead))
             raise
 
+    def loras(self) -> set[bytes]:
+        """LoRA adapters of requests that have not ended."""
+        return {request.incoming.lora for request in self._requests.values()}
+
     def find(self, request_id: str) -> list[LivePrefill]:
         """Requests of an id that have not ended."""
         return [request for request in self._requests.values() if request.request_id == request_id]
@@ -334,6 +338,7 @@ class PrefillExecutor:
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
             scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
             full_hit=chunk.full_hit,
+            lora=incoming.lora,
             history=self._requests[chunk.job].history,
         )
 

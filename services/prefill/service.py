@@ -21,6 +21,7 @@ from moonpool.engine.instance import (
     start_engine,
 )
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
+from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
@@ -53,6 +54,7 @@ class PrefillInstance:
         loading: streams from kvstores and other instances.
         write_back: writes full blocks to kvstores.
         deletion: deletes KV.
+        loras: LoRA adapters in the engine.
         request_reader: reads and checks requests.
         reads: reads of other instances.
         closing: set when long-lived streams are to end.
@@ -82,6 +84,7 @@ class PrefillInstance:
             self.loading,
             self.sending,
         )
+        self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
         self.deletion = KVDeletion(self.layout.block_bytes, self.write_back, self.executor.pool.forget, deletions)
         self.closing = asyncio.Event()
         self.reads = PoolReads(context, self.executor.pool, self.manager, self.closing, deletions)
@@ -97,12 +100,14 @@ class PrefillInstance:
         Raises:
             Unavailable: the instance does not run, or the request was cancelled meanwhile.
             InvalidRequest: the request is wrong.
+            Overloaded: there is no room for the request's LoRA adapter.
         """
         incoming = await self.request_reader.read(request.sequence)
         check_prefill(request, incoming)
-        taken = LivePrefill(next(self._numbers), incoming, request)
-        taken.forgotten = self._deletions.matching(incoming.spec.keys, incoming.spec.tenant)
-        self.executor.submit(taken)
+        async with self.loras.using(request.sequence.lora):
+            taken = LivePrefill(next(self._numbers), incoming, request)
+            taken.forgotten = self._deletions.matching(incoming.spec.keys, incoming.spec.tenant)
+            self.executor.submit(taken)
         return taken
 
     def cancel(self, request: LivePrefill) -> None:
@@ -139,6 +144,7 @@ class PrefillInstance:
 
     def load(self) -> conductor_pb2.LoadReport:
         """The load now."""
+        self.loras.sweep()
         state = self.core.state
         return conductor_pb2.LoadReport(
             running=len(state.jobs) - len(state.waiting),
@@ -155,6 +161,7 @@ class PrefillInstance:
     def gauges(self) -> MetricSet:
         """Everything the instance reports."""
         metrics = self._context.metrics().add(PREFILL_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
+        metrics.add(LORA_METRICS, self.loras)
         return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.state.lending)
 
     @property
@@ -292,6 +299,18 @@ class PrefillServicer:
     ) -> kv_pb2.ForgetResponse:
         """Deletes KV from the pool."""
         return await self._instance.deletion.forget(request)
+
+    async def LoadLora(  # noqa: N802
+        self, request: kv_pb2.LoadLoraRequest, context: Context
+    ) -> kv_pb2.LoadLoraResponse:
+        """Loads a LoRA adapter ahead of requests."""
+        return await self._instance.loras.load(request)
+
+    async def UnloadLora(  # noqa: N802
+        self, request: kv_pb2.UnloadLoraRequest, context: Context
+    ) -> kv_pb2.UnloadLoraResponse:
+        """Drops a LoRA adapter once no request uses it."""
+        return self._instance.loras.unload(request)
 
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context

@@ -204,6 +204,13 @@ class EmulatedEngine:
         """See `Engine.drop`."""
         self._flight(step_id).dropped.add(index)
 
+    async def load_lora(self, lora: bytes, folder: str) -> int:
+        """See `Engine.load_lora`: nothing is loaded, as nothing is computed."""
+        return 0
+
+    async def drop_lora(self, lora: bytes) -> None:
+        """See `Engine.drop_lora`."""
+
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Each run ends with the run's first step."""
 

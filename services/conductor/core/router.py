@@ -14,6 +14,7 @@ from typing import NamedTuple
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.frozen import frozen
 from moonpool.kv import rendezvous
+from moonpool.sampling_params import LORA
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds, steps_of, transfer_seconds
 from moonpool.scheduling.state_machine import digest_of
@@ -719,7 +720,8 @@ class Router:
         demand, keys, stores = request.demand(shape), request.keys, self._stores
         for pool in (self._prefills, self._decodes) if demand.needs else ():
             if option := pool.nobody_has(demand.needs):
-                raise InvalidRequest(f"sampling.{option}", "no engine of this cluster can serve it")
+                field = "model" if option == LORA else f"sampling.{option}"
+                raise InvalidRequest(field, "no engine of this cluster can serve it")
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
         usable, readable = prefixes, views

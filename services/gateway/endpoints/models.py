@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/models`: the one model that is served."""
+"""OpenAI's `/v1/models`: the model that is served, and LoRA adapters on the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ANTHROPIC_HEADER = "anthropic-version"
 
 
 async def list_models(gateway: GatewayContext, request: Request) -> Response:
-    """A list with the served model, under each name; in Anthropic's form for Anthropic's clients."""
+    """The served model, under each name, and the LoRA adapters; in Anthropic's form for Anthropic's clients."""
     gateway.auth.tenant(request)
     state = await gateway.cluster.state()
-    names = gateway.served_names or [state.model]
+    names = _names(gateway, state)
     if ANTHROPIC_HEADER in request.headers:
         data = [_anthropic_card(gateway, name) for name in names]
         return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
@@ -35,7 +35,7 @@ async def get_model(gateway: GatewayContext, request: Request) -> Response:
     """
     gateway.auth.tenant(request)
     state, name = await gateway.cluster.state(), request.path_params["model"]
-    names = gateway.served_names or [state.model]
+    names = _names(gateway, state)
     if name not in names:
         raise NotFound(f"only {', '.join(map(repr, names))} is served")
     if ANTHROPIC_HEADER in request.headers:
@@ -43,15 +43,22 @@ async def get_model(gateway: GatewayContext, request: Request) -> Response:
     return json_response(_model_card(gateway, state, name))
 
 
+def _names(gateway: GatewayContext, state: ClusterState) -> list[str]:
+    return [*(gateway.served_names or [state.model]), *(lora.name for lora in state.loras)]
+
+
 def _model_card(gateway: GatewayContext, state: ClusterState, name: str) -> dict[str, object]:
-    """OpenAI's model object, with vLLM's `max_model_len`."""
-    return {
+    """OpenAI's model object, with vLLM's `max_model_len`, and the `parent` of a LoRA adapter."""
+    card: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "moonpool",
         "max_model_len": state.max_tokens,
     }
+    if any(name == lora.name for lora in state.loras):
+        card["parent"] = gateway.shown_name(state)
+    return card
 
 
 def _anthropic_card(gateway: GatewayContext, name: str) -> dict[str, object]:

@@ -436,6 +436,7 @@ class ResponsesTurn:
         body: the request.
         past: items of the responses or the conversation that the request continues.
         given: items of the request, references resolved.
+        model: name of the model or LoRA adapter, as the conductor knows the name; "" for the model.
     """
 
     store: ResponseStore
@@ -445,9 +446,10 @@ class ResponsesTurn:
     body: ResponsesBody
     past: Sequence[ResponsesItem]
     given: Sequence[ResponsesItem]
+    model: str
 
     @classmethod
-    async def of(cls, gateway: GatewayContext, checked: CheckedRequest[ResponsesBody]) -> ResponsesTurn:
+    async def of(cls, gateway: GatewayContext, checked: CheckedRequest[ResponsesBody], model: str) -> ResponsesTurn:
         """Look up what a request refers to.
 
         Raises:
@@ -474,7 +476,7 @@ class ResponsesTurn:
         given = body.items()
         known = await asyncio.to_thread(lambda: [ResponsesItem.model_validate(item) for item in past])
         await _resolve(store, tenant, given)
-        return cls(store, gateway.pins, tenant, checked.request_id, body, known, given)
+        return cls(store, gateway.pins, tenant, checked.request_id, body, known, given, model)
 
     @property
     def is_stored(self) -> bool:
@@ -514,7 +516,7 @@ class ResponsesTurn:
             ResponsesItem.model_validate(item).add_to(messages, "output")
         name = self.body.conversation_id or response["id"]
         shown, salt = tools.definitions if tools else (), self.body.cache_salt or ""
-        self.pins.keep(PinnedTurn(self.tenant, name, before, messages, shown, salt))
+        self.pins.keep(PinnedTurn(self.tenant, name, before, messages, shown, salt, self.model))
 
     async def put(self, response: Mapping[str, Any]) -> None:
         """Store the response, replacing a response with the same id.
@@ -558,7 +560,7 @@ async def responses(gateway: GatewayContext, request: Request) -> Response | Gen
     body, state = checked.body, await gateway.cluster.state()
     limit = body.max_output_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
-    turn = await ResponsesTurn.of(gateway, checked)
+    turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
     job.prompts = [{"messages": turn.messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway, body, state)
@@ -656,7 +658,7 @@ class BackgroundTurn:
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens in the prompt that a request would have."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
-    turn, tools = await ResponsesTurn.of(gateway, checked), checked.body.tool_set()
+    turn, tools = await ResponsesTurn.of(gateway, checked, ""), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
     tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, ChatOptions())

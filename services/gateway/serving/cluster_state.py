@@ -41,6 +41,10 @@ class ClusterStateCache:
             raise Unavailable("no prefill and no decode instance has joined")
         return answer
 
+    def forget(self) -> None:
+        """Ask the conductor anew for the next request: something has changed."""
+        self._last_answer = None
+
     def _is_fresh(self, arrived: float) -> bool:
         """Whether the last answer serves a request. An error serves only the requests that waited for the query."""
         if isinstance(self._last_answer, ClusterState):

@@ -241,17 +241,21 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._served_names = served_names
 
-    def _checkpoint_name(self, given: str) -> str:
-        """The model that the conductor knows, from the name that a client gives; "" for whatever is served.
+    def _model_of(self, given: str, state: ClusterState) -> tuple[str, str]:
+        """The model or LoRA adapter that the conductor knows, and the name in the response; "" for the served model.
 
         Raises:
             InvalidRequest: clients know the model under other names; names `model`.
         """
+        shown = self._served_names[0] if self._served_names else state.model
+        if any(given == lora.name for lora in state.loras):
+            return given, given
         if not self._served_names or not given:
-            return given
+            return given, shown
         if given not in self._served_names:
-            raise InvalidRequest("model", f"only {', '.join(map(repr, self._served_names))} is served, not {given!r}")
-        return ""
+            names = [*self._served_names, *(lora.name for lora in state.loras)]
+            raise InvalidRequest("model", f"only {', '.join(map(repr, names))} is served, not {given!r}")
+        return "", shown
 
     def prepare(self, checked: CheckedRequest[GenerateBody], state: ClusterState, max_tokens: int) -> GenerationJob:
         """A job without prompts, from the fields that every body has.
@@ -260,12 +264,13 @@ class RequestBuilder:
             InvalidRequest: a sampling parameter cannot be translated; names the field.
         """
         body = checked.body
+        model, shown = self._model_of(body.model or "", state)
         arguments: GenerateArguments = {
             "sampling": body.to_sampling_params(max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
             "tenant": checked.caller.tenant,
-            "model": self._checkpoint_name(body.model or ""),
+            "model": model,
             "cache_salt": body.cache_salt or "",
             "session": body.to_session(checked.session_id),
             "timeout_s": self._timeout_s,
@@ -273,7 +278,7 @@ class RequestBuilder:
         headers = dict(checked.warning_headers)
         return GenerationJob(
             state,
-            self._served_names[0] if self._served_names else state.model,
+            shown,
             arguments,
             bool(body.stream),
             checked.caller.budget,

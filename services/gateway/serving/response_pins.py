@@ -34,6 +34,7 @@ class PinnedTurn:
         messages: all turns, with the answer.
         tools: functions that the model was shown.
         cache_salt: salt of the KV; "" for none.
+        model: name of the model or LoRA adapter, as the conductor knows the name; "" for the model.
     """
 
     tenant: str
@@ -42,6 +43,7 @@ class PinnedTurn:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     cache_salt: str
+    model: str
 
 
 class ResponsePins:
@@ -87,6 +89,7 @@ class ResponsePins:
                 ttl_s=self._pin_s,
                 pin_only=True,
                 cache_salt=turn.cache_salt,
+                model=turn.model,
             )
             earlier = self._names.pop((tenant, turn.before), None)
             self._names[tenant, turn.name] = made.id

@@ -105,7 +105,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path).fit_blocks is None
     assert report.file_bytes == (tmp_path / "model.safetensors").stat().st_size
     assert (report.context_tokens, report.kv_context_bytes) == (4096, 256 * 4096)
-    assert report.computed == "all layers in one native call"
+    assert report.computed == "all layers in one native call; with LoRA adapters operation by operation"
     short = inspect_checkpoint(tmp_path, block_tokens=16, max_model_len=100)
     assert (short.context_tokens, short.kv_context_bytes) == (100, 7 * 4096)
     with pytest.raises(InvalidRequest, match="memory_bytes"):

@@ -138,6 +138,7 @@ class FakeEngine:
         self.aborts: list[int] = []
         self.cuts: list[int] = []
         self.fetched: list[tuple[int, ...]] = []
+        self.loras: list[bytes] = []
         self.loading: asyncio.Future[None] | None = None
         """Of a device that KV is brought to."""
         self.drops: list[tuple[int, int]] = []
@@ -280,6 +281,13 @@ class FakeEngine:
 
     def load(self) -> asyncio.Future[None] | None:
         return self.loading
+
+    async def load_lora(self, lora: bytes, folder: str) -> int:
+        self.loras.append(lora)
+        return 1
+
+    async def drop_lora(self, lora: bytes) -> None:
+        self.loras.remove(lora)
 
     def open_gate(self, step_id: int, layer: int) -> None:
         self._gates[step_id] = max(self._gates.get(step_id, -1), layer)

@@ -37,6 +37,8 @@ def test_golden_vectors() -> None:
     assert root.hex() == "902d93e94e92a3cb92feff3bc017a458dc1a3e266dbb92c5956884072da98086"
     assert chain_root(space, "tenant-1").hex() == "0de4b896c8bc4d5ba85c42e8c8e2752a8e8c611e653db3349a6668286d01c9f5"
     assert chain_root(space, "", "salt").hex() == "75c2c5ac59e8e965b697ffe4f1e576a375cefb6f960f780b8bd758c265ad1990"
+    lora = chain_root(space, "", "", bytes(range(32)))
+    assert lora.hex() == "58251b68e0a8a0ec6f9cc6f4abb56a6607dfe76f68367ef98a02466ac7d57943"
     assert [key.hex() for key in block_keys(root, TOKENS, 16)] == [
         "27a2100b36da51ad1ba30b58b77bbe66457e115d1f308dcf2922ab66b9c9f68d",
         "c40af8aa3f051d7fa1fe658fac4fa56ecde91e00e82d44804b8b9b03fd7acf24",
@@ -76,10 +78,11 @@ def test_everything_that_matters_changes_the_namespace() -> None:
     assert all(len(space) == 32 for space in spaces)
 
 
-def test_tenants_and_salts_share_no_key() -> None:
+def test_tenants_salts_and_adapters_share_no_key() -> None:
     space = namespace(FINGERPRINT, LAYOUT)
     owners = [("", ""), ("a", ""), ("b", ""), ("a", "b"), ("b", "a"), ("", "a"), ("ab", "")]
-    keys = [key for owner in owners for key in block_keys(chain_root(space, *owner), TOKENS, 16)]
+    roots = [chain_root(space, *owner, lora) for owner in owners for lora in (b"", b"a", b"b")]
+    keys = [key for root in roots for key in block_keys(root, TOKENS, 16)]
     assert len(set(keys)) == len(keys)
 
 
