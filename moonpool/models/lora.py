@@ -239,7 +239,7 @@ class _PairReader:
 
     def pair(self, parts: Sequence[tuple[Stored, str | None]]) -> LowRank:
         """Return the addition to a product of projections, each with its adapted module, if there is one."""
-        modules = dict.fromkeys(module for _, module in parts if module is not None)
+        modules = dict.fromkeys(name for _, name in parts if name is not None)
         at, ranks = dict[str, int](), 0
         for name in modules:
             at[name], ranks = ranks, ranks + self.modules[name].rank
@@ -249,12 +249,12 @@ class _PairReader:
         for name, begin in at.items():
             down[begin : begin + self.modules[name].rank] = self._tensor(name, "A")
         row = 0
-        for stored, name in parts:
+        for stored, module in parts:
             count = stored.kept_shape[0]
-            if name is not None:
-                rows = self._tensor(name, "B") * self.modules[name].scale
+            if module is not None:
+                rows = self._tensor(module, "B") * self.modules[module].scale
                 rows = rows if stored.arrange is None else stored.arrange(rows)
-                up[row : row + count, at[name] : at[name] + self.modules[name].rank] = rows
+                up[row : row + count, at[module] : at[module] + self.modules[module].rank] = rows
             row += count
         return LowRank(*(self._linear(matrix) for matrix in (down, up)))
 
