@@ -135,8 +135,8 @@ def test_loaded_and_unloaded_over_http(served: Served, checkpoint: Path) -> None
         assert cached == 0
         reference(checkpoint, served.folder / "new").assert_greedy(prompt, first)
         assert ask() == (first, 5 * BLOCK - 1)
-        stream = served.client.stream(token_ids=prompt, sampling=HOW, model="new")
-        begun = next(iter(stream)).token_ids
+        events = iter(served.client.stream(token_ids=prompt, sampling=HOW, model="new"))
+        begun = next(events).token_ids
         create_lora(served.folder / "new", config, 4)
         assert post("/v1/load_lora_adapter", lora_name="new", lora_path="new").status_code == 400
         answered = post("/v1/load_lora_adapter", lora_name="new", lora_path="new", load_inplace=True)
@@ -144,7 +144,7 @@ def test_loaded_and_unloaded_over_http(served: Served, checkpoint: Path) -> None
         second, cached = ask()
         assert cached == 0
         reference(checkpoint, served.folder / "new").assert_greedy(prompt, second)
-        rest = [token for event in stream for token in event.token_ids]
+        rest = [token for event in events for token in event.token_ids]
         assert [*begun, *rest] == first
         assert post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
         assert post("/v1/unload_lora_adapter", lora_name="new").status_code == 404
