@@ -33,7 +33,7 @@ from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.engine.executor import RUN_STEPS
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
+from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.structured_output import MaskBuilder
@@ -43,7 +43,7 @@ from moonpool.models.random_checkpoint import create
 from moonpool.platforms.stage_platform import stage_platform
 from moonpool.sampling.sampler import sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import LayerDone, SequenceSampling, SequenceStep, Step
+from moonpool.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
@@ -116,7 +116,7 @@ class Stage:
             aside = native.aside
         self._masks = MaskBuilder(lambda: Tokenizer.load(checkpoint), config.vocab_size, self._ends, aside)
         model = load_stage(checkpoint, config, torch.bfloat16, 0, config.num_layers)
-        self._events: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = []
+        self._events: list[StageEvent] = []
         [part] = self._pool.parts
         self._runner = StageRunner(
             0,

@@ -44,6 +44,7 @@ from moonpool.engine.messages import (
     OpenKVGateMessage,
     Shutdown,
     StageDone,
+    StageEvent,
     StageRoom,
     StageSpec,
     StageStarting,
@@ -456,7 +457,7 @@ class ProcessEngine:
     def _handle(
         self,
         worker: WorkerProcess,
-        message: LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer | WorkerFailed,
+        message: StageEvent | WorkerFailed,
     ) -> None:
         if isinstance(message, WorkerFailed):
             self._fail(f"{worker} failed: {message.message}{self._others(worker)}")

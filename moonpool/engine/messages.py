@@ -17,7 +17,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
 from moonpool.platforms.registry import MEMORY_SHARE
 from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import STEP_TOKENS, SampledCandidates
+from moonpool.scheduling.steps import STEP_TOKENS, LayerDone, SampledCandidates
 
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
@@ -349,6 +349,10 @@ class WorkerReady:
     """Which quantised weights are not held as the checkpoint has them, for people; "" if all are."""
     mapped_bytes: int = 0
     """Of weights in a file that is mapped."""
+
+
+StageEvent = LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer
+"""What a stage emits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from moonpool.engine.messages import (
     LoadLora,
     LoraAnswer,
     StageDone,
+    StageEvent,
     WorkerFailed,
 )
 from moonpool.engine.pipeline import Links
@@ -405,7 +406,7 @@ class StageRunner:
     platform: StagePlatform
     links: Links
     kv_gates: KVGates
-    emit: Callable[[LayerDone | StageDone | BlocksFetched | KVLoaded | LoraAnswer], None]
+    emit: Callable[[StageEvent], None]
     """Called by this thread, or another one."""
     gate_timeout_s: float
     masks: MaskBuilder | None = None

@@ -21,7 +21,7 @@ from moonpool.checkpoint import Tokenizer, load_config
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.executor import RUN_STEPS
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, EngineSpec, KVLoaded, StageDone
+from moonpool.engine.messages import EngineSpec, StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.structured_output import MaskBuilder
@@ -55,7 +55,7 @@ class CheckpointEngine:
         """Highest open gate, by step."""
         self._aborted: set[int] = set()
         self._changed = asyncio.Event()
-        self._emitted: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = []
+        self._emitted: list[StageEvent] = []
         self._runner = _runner(spec, pool, self._gates, self._emitted.append)
         self._task: asyncio.Task[StepResult] | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

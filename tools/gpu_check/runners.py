@@ -10,7 +10,7 @@ import torch
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
+from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
@@ -20,7 +20,7 @@ from moonpool.platforms.base import Device
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.scheduling.steps import SequenceStep, Step
 from tools.gpu_check.serving import Served, checkpoint
 from tools.gpu_check.where import Figures, Where, expect
 
@@ -64,7 +64,7 @@ class Stage:
         expect(not cache.stopped, f"graphs: {cache.stopped}")
         return found
 
-    def _emit(self, event: LayerDone | StageDone | BlocksFetched | KVLoaded) -> None:
+    def _emit(self, event: StageEvent) -> None:
         if isinstance(event, StageDone):
             self.done.append(event)
 

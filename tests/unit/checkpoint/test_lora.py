@@ -94,7 +94,7 @@ def test_settings_that_are_not_computed_are_refused_by_name(name: str, value: ob
 
 def test_settings_that_change_nothing_are_taken(tmp_path: Path) -> None:
     """As PEFT writes them, in full."""
-    given = {
+    given: dict[str, object] = {
         "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
         "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
         "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
+from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
@@ -19,7 +19,7 @@ from moonpool.models.loader import load_stage
 from moonpool.platforms.base import Device
 from moonpool.platforms.stage_platform import stage_platform
 from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.scheduling.steps import SequenceStep, Step
 
 BLOCKS = 8
 GREEDY = SampleSpec()
@@ -48,7 +48,7 @@ class Stages:
 
     def __init__(self, path: Path, pool: KVPool, device: Device | None) -> None:
         config = load_config(path)
-        self.events: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = []
+        self.events: list[StageEvent] = []
         self.failures: list[BaseException] = []
         self.gates = [KVGates() for _ in pool.parts]
         self.links = ListLinks()

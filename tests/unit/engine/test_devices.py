@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, KVLoaded, StageDone
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.errors import ConfigError
@@ -68,7 +68,7 @@ class Rig:
     pool: KVPool
     place: StagePlatform
     gates: KVGates = field(default_factory=KVGates)
-    events: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = field(default_factory=list)
+    events: list[StageEvent] = field(default_factory=list)
     watched: tuple[int, ...] = ()
     seen: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     loading: dict[int, Slices] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Rig:
         self.runner = StageRunner(0, self.model, self.place, NoLinks(), self.gates, self._emit, 5.0)
         self._next = 1
 
-    def _emit(self, event: LayerDone | StageDone | BlocksFetched | KVLoaded) -> None:
+    def _emit(self, event: StageEvent) -> None:
         if isinstance(event, LayerDone):  # at this moment the slices may leave
             self.seen[event.step_id, event.layer] = [bytes(self.pool.slice(event.layer, it)) for it in self.watched]
             if self.aborting:

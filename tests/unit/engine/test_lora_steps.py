@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moonpool.checkpoint import load_config
 from moonpool.checkpoint.lora import read_adapter
-from moonpool.engine.messages import DropLora, LoadLora, LoraAnswer
+from moonpool.engine.messages import DropLora, LoadLora, LoraAnswer, StageDone
 from moonpool.models.random_checkpoint import create_lora
 from moonpool.platforms.staged import StagedDevice
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
@@ -29,7 +30,7 @@ def loaded(its: Stages, folder: Path) -> bytes:
     return lora
 
 
-def prompts(loras: Sequence[bytes], **how: bool) -> Step:
+def prompts(loras: Sequence[bytes], **how: Any) -> Step:
     parts = ((PROMPT, (4, 1, 6)), (OTHER, (2, 3)))
     chosen = zip(parts, loras, strict=False)
     return Step(
@@ -92,12 +93,12 @@ def test_on_a_device_with_its_own_memory(checkpoint: Path, folders: tuple[Path, 
     assert found == expected[:1]
 
 
-def _closed(its: Stages, step: Step) -> list[object]:
+def _closed(its: Stages, step: Step) -> list[StageDone]:
     its.events.clear()
     its.run(step)
     for runner in its.runners:
         runner.platform.close()
-    return [event for event in its.events if not isinstance(event, LayerDone)]
+    return [event for event in its.events if isinstance(event, StageDone)]
 
 
 def test_layers_are_reported_and_gates_hold(checkpoint: Path, folders: tuple[Path, Path]) -> None:

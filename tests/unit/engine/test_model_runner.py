@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.messages import BlocksFetched, KVLoaded
+from moonpool.engine.messages import StageDone
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest
 from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
@@ -80,7 +80,7 @@ def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> N
         half = layers // 2
         assert names == [*range(half), "done 0", *range(half, layers), "done 1"]
         for event in two.events:
-            assert not isinstance(event, BlocksFetched | KVLoaded)
+            assert isinstance(event, LayerDone | StageDone)
             assert 0 < event.start_ns <= event.end_ns
 
 

@@ -13,7 +13,7 @@ import pytest
 from kernels.choice import VARIABLE
 from kernels.native import library
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
+from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.kv.keys import slice_hash
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.platforms.kv_memory import OnDone
@@ -84,7 +84,7 @@ class Told:
             found.append(any(data) and value == slice_hash(cleaned))
         return all(found)
 
-    def _emit(self, event: LayerDone | StageDone | BlocksFetched | KVLoaded) -> None:
+    def _emit(self, event: StageEvent) -> None:
         self.threads.append(threading.current_thread())
         if isinstance(event, LayerDone):
             assert self.is_sealed(event.layer), "its slices may leave"

@@ -84,7 +84,7 @@ class Served:
                 parts.append((array("i", its[done[i] : done[i] + count]).tobytes(), done[i], tables[i]))
                 done[i] += count
             found = self._step(parts, names, pool)
-            for i, rows in enumerate(found.split([len(part[0]) // 4 for part in parts])) if step else ():
+            for i, rows in enumerate(torch.split(found, [len(part[0]) // 4 for part in parts])) if step else ():
                 logits[i].append(rows[-1])
                 tokens[i].append(int(rows[-1].argmax()))
         return [its[len(text) :] for its, text in zip(tokens, texts, strict=True)], logits
@@ -156,7 +156,7 @@ def peft_adapter(path: Path, folder: Path, seed: int, **settings: Any) -> Path:
         for name, weight in model.named_parameters():
             if "lora_" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 
