@@ -83,12 +83,20 @@ class InstanceLoras:
             held.waiting -= 1
 
     async def load(self, request: kv_pb2.LoadLoraRequest) -> kv_pb2.LoadLoraResponse:
-        """Load an adapter ahead of requests, by order of a conductor; raises as `using`."""
+        """Load an adapter ahead of requests, by order of a conductor; raises as `using`, and names `lora.id`."""
+        if not request.lora.id:
+            raise InvalidRequest("lora.id", "must not be empty")
         async with self.using(request.lora) as nbytes:
             return kv_pb2.LoadLoraResponse(bytes=nbytes)
 
     def unload(self, request: kv_pb2.UnloadLoraRequest) -> kv_pb2.UnloadLoraResponse:
-        """Forget an adapter once no request uses it, unless requests ask for it again."""
+        """Forget an adapter once no request uses it, unless requests ask for it again.
+
+        Raises:
+            InvalidRequest: names `id`.
+        """
+        if not request.id:
+            raise InvalidRequest("id", "must not be empty")
         if request.id in self._held:
             self._held[request.id].retired = True
             self.sweep()

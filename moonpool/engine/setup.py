@@ -50,7 +50,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "model": ("model", "dtype", "max_model_len", "max_loras", "max_lora_rank"),
+        "model": ("model", "dtype", "max_model_len", "max_loras"),
         "KV cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes"),
         "compute": ("device", "threads", "engine"),
     }

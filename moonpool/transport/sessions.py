@@ -592,6 +592,7 @@ C = TypeVar("C", bound=PeerClient)
 class _PeerEntry(Generic[C]):
     client: C
     quiet_until: float = 0.0
+    quiet_incarnation: int = 0
 
 
 class PeerClients(Generic[C]):
@@ -633,15 +634,15 @@ class PeerClients(Generic[C]):
         return peer.client
 
     def pause(self, instance: kv_pb2.Instance, until: float) -> None:
-        """Leave a peer that has failed alone until a time on the caller's clock."""
+        """Leave a peer that has failed alone until a time on the caller's clock, or until the peer has restarted."""
         peer = self._peers.get((instance.id, instance.address))
         if peer is not None:
-            peer.quiet_until = until
+            peer.quiet_until, peer.quiet_incarnation = until, instance.incarnation
 
     def paused(self, instance: kv_pb2.Instance, now: float) -> bool:
         """Whether a peer is left alone now."""
         peer = self._peers.get((instance.id, instance.address))
-        return peer is not None and peer.quiet_until > now
+        return peer is not None and peer.quiet_until > now and peer.quiet_incarnation == instance.incarnation
 
     async def aclose(self) -> None:
         """Closes all clients. Idempotent."""

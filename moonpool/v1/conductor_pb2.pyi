@@ -3020,7 +3020,7 @@ class LoadLoraAdapterRequest(_message.Message):
     lora_name: _builtins.str
     """The name by which requests ask for it."""
     lora_path: _builtins.str
-    """Folder of its files, in or below the conductor's --lora-folder."""
+    """Folder of its files, in or below the conductor's lora_folder."""
     load_inplace: _builtins.bool
     """An adapter of this name is replaced: requests that run go on with the old one."""
     def __init__(

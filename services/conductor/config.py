@@ -41,7 +41,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     flag_groups: ClassVar = {
-        "model": ("model", "chat_template", "generation_config", "lora_modules", "lora_folder"),
+        "model": ("model", "chat_template", "generation_config", "lora_modules"),
         "placement": ("policy", "kvstore_replicas"),
         "overload": ("admission", "queue_deadline_s"),
     }

@@ -80,7 +80,7 @@ class LoraAdapters:
         self._from_settings = {  # each with the version of a record from now
             lora.name: (sync.records.version((LORA_RECORD, "", lora.name), now), lora) for lora in from_settings
         }
-        self._announcing: set[asyncio.Task[None]] = set()
+        self._announcing: dict[asyncio.Task[None], None] = {}
         self._changing = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -152,8 +152,8 @@ class LoraAdapters:
         """Let an instance that joins load all adapters, in the background. What fails is loaded by requests."""
         if instance.kind in _STUBS and len(self):
             task = asyncio.create_task(self._announce(instance))
-            self._announcing.add(task)
-            task.add_done_callback(self._announcing.discard)
+            self._announcing[task] = None
+            task.add_done_callback(self._announcing.pop)
 
     async def _announce(self, instance: kv_pb2.Instance) -> None:
         for lora in self.known():

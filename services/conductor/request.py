@@ -386,7 +386,9 @@ def _read_model(name: str, served: ServedModel) -> kv_pb2.LoraAdapter | None:
         return None
     lora = served.lora(name)
     if lora is None:
-        raise InvalidRequest("model", f"only {served.name!r} and loaded LoRA adapters are served, not {name!r}")
+        raise InvalidRequest(
+            "model", f"only {served.name!r} is served, not {name!r}; no LoRA adapter of that name is loaded"
+        )
     return lora
 
 

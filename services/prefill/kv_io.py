@@ -30,8 +30,8 @@ from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.sessions import PeerClients
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.prefill.core.actions import LayerBlocks, LoadBlocks, ReadReplica
-from services.prefill.core.events import IoDone, KVSource, LoadEnded, ReplicateBlocks, SlicesSent
-from services.prefill.live_requests import SOURCE_KINDS, LivePrefill, instance_name
+from services.prefill.core.events import IoDone, LoadEnded, ReplicateBlocks, SlicesSent
+from services.prefill.live_requests import SOURCE_KINDS, LivePrefill, kv_source
 
 log = get_logger(__name__)
 READ_METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
@@ -344,10 +344,8 @@ class ReplicationOrders:
         except MoonpoolError as error:
             log.warning("order to copy blocks refused", error=str(error))
             return
-        number, peer = next(self._numbers), message.source.kind != kv_pb2.INSTANCE_KIND_KVSTORE
-        event = ReplicateBlocks(
-            number, tuple(keys), KVSource(instance_name(message.source), len(keys), peer), message.tenant
-        )
+        number = next(self._numbers)
+        event = ReplicateBlocks(number, tuple(keys), kv_source(message.source, len(keys)), message.tenant)
         self._orders[number] = event, message.source
         try:
             self._ask(event)

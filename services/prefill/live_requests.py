@@ -99,8 +99,8 @@ class LivePrefill:
             self.number,
             self.incoming.spec,
             None if self.target is None else self.target.held_blocks,
-            tuple(_kv_source(source) for source in self.sources),
-            tuple(WriteBackTarget(instance_name(store), blocks) for store, blocks in held),
+            tuple(kv_source(source.instance, source.blocks) for source in self.sources),
+            tuple(WriteBackTarget(_store_name(store), blocks) for store, blocks in held),
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
             max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
             delay_s=asked.delay_s,
@@ -217,9 +217,10 @@ def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
         raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
 
 
-def _kv_source(source: prefill_pb2.PrefixSource) -> KVSource:
-    peer = source.instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
-    return KVSource(instance_name(source.instance), source.blocks, peer)
+def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
+    """An instance as a source of so many blocks. A restarted instance is another source, whatever its past failures."""
+    peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
+    return KVSource(f"{instance.id} {instance.incarnation}", blocks, peer)
 
 
 def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
@@ -229,6 +230,6 @@ def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefil
         check_instance(store.instance, f"{field}[{index}].instance")
 
 
-def instance_name(store: kv_pb2.Instance) -> str:
+def _store_name(store: kv_pb2.Instance) -> str:
     """Names a store by id and address, whatever the incarnation."""
     return f"{store.id} {store.address}"

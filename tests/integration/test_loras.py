@@ -69,7 +69,7 @@ def served(
         small_plan(checkpoint, tmp_path_factory.mktemp("stack")), pipeline_parallel_size=request.param, http_port=0
     )
     modules = ",".join(f"{name}={folder / name}" for name in NAMES[1:])
-    plan = with_flags(plan, "conductor", "--lora-modules", modules, "--lora-folder", str(folder))
+    plan = with_flags(plan, "conductor", "--lora-modules", modules, "--set", f"lora_folder={folder}")
     for kind in ("prefill", "decode"):
         plan = with_flags(plan, kind, "--max-loras", "3")
     plan = with_flags(plan, "decode", "--set", "preempt_every=9", "--set", "preemption=swap")

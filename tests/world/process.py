@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine
@@ -70,6 +71,8 @@ def forked(body: Callable[[], Any]) -> tuple[str, Any]:
 def _tell(body: Callable[[], Any], writing: int) -> None:
     logs.configure("error", "world", False)
     tune_gc()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # a copy has no threads of OpenMP's: a parallel region would wait for them without end
     try:
         told = "", body()
     except BaseException:

@@ -11,7 +11,7 @@ class KVSource:
     """A kvstore, or another engine instance, that a prefix may be loaded from.
 
     Attributes:
-        name: equal names mean the same instance.
+        name: equal names mean the same instance in the same incarnation.
         blocks: leading blocks that are believed to be there.
         peer: the source is an engine instance, whose pool is read.
     """

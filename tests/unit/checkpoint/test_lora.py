@@ -144,6 +144,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     (folder / WEIGHTS).write_bytes(content[:-8])
     with pytest.raises(CheckpointError, match="cut short"):
         read_adapter(folder)
+    folder = write(tmp_path / "c")
     (folder / CONFIG).write_text("[]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
         read_adapter(folder)

@@ -38,6 +38,8 @@ COVERED = {
     "DeleteKV": "delete_kv",
     "ChangeRole": "change_role",
     "UpdateSession": "update_session",
+    "LoadLoraAdapter": "load_lora_adapter",
+    "UnloadLoraAdapter": "unload_lora_adapter",
 }
 CONTEXTS = {
     "CreateContext": "create",
@@ -45,7 +47,7 @@ CONTEXTS = {
     "ListContexts": "list",
     "DeleteContext": "delete",
 }
-UNCOVERED = {"Join": "for instances only"}
+UNCOVERED = {"Join": "for instances only", "WatchKV": "for indexers only"}
 
 
 def test_every_rpc_is_covered_or_left_out_on_purpose() -> None:

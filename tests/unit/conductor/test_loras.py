@@ -101,7 +101,7 @@ async def test_a_request_names_an_adapter_as_model(folder: Path) -> None:
 
 async def test_an_unknown_name_is_refused(folder: Path) -> None:
     async with running(folder) as (its, _, _):
-        with pytest.raises(InvalidRequest, match="loaded LoRA adapters are served, not 'sql'") as refused:
+        with pytest.raises(InvalidRequest, match="only 'tiny' is served, not 'sql'") as refused:
             await its.client.generate(token_ids=PROMPT, model="sql")
         assert refused.value.field == "model"
 

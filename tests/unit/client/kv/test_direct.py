@@ -7,14 +7,13 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typing_extensions import Buffer
 
+from moonpool import world
 from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, connection
-from moonpool.client.kv import client as kv_client
 from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
@@ -203,11 +202,8 @@ async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_
         assert store.service.listener.opened["local"] == USUAL + 1
 
 
-async def test_transports_that_break_each_time_are_not_opened_each_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_transports_that_break_each_time_are_not_opened_each_time(folder: Path) -> None:
     now = 100.0
-    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: now))
     async with stored(folder, "local") as store:
 
         def work(client: KVClient) -> None:
@@ -219,6 +215,7 @@ async def test_transports_that_break_each_time_are_not_opened_each_time(
                 assert client.get(key) is None
 
             nonlocal now
+            world.CURRENT.set(world.World(clock=world.Clock(monotonic=lambda: now)))
             breaks(b"1")
             for turn in range(3):
                 now += REOPEN_AFTER_S - 1.0 if turn else 0.0
@@ -261,8 +258,7 @@ async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
                 assert client.put(key, b"data")
                 assert client.get(key) == bytearray(b"data")
             assert client.put(b"large", bytes(5000))
-            for module in (kv_client, connection):
-                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+            world.CURRENT.set(world.World(clock=world.Clock(monotonic=lambda: now)))
             monkeypatch.setattr(BlockingWriter, "put", slow_put)
             monkeypatch.setattr(BlockingReader, "read", slow_read)
             monkeypatch.setattr(KVConnection, "put", put)

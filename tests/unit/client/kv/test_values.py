@@ -1,16 +1,15 @@
 """Values in a store that runs: both clients, sizes, misses, deletions, damage."""
 
 import asyncio
-import itertools
 import mmap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moonpool import world
 from moonpool.client.kv import (
     MAX_VALUE_BYTES,
     AsyncKVClient,
@@ -18,9 +17,7 @@ from moonpool.client.kv import (
     KVClient,
     TransferFailed,
     Unavailable,
-    connection,
 )
-from moonpool.client.kv import client as kv_client
 from moonpool.client.kv.connection import KVConnection
 from moonpool.cluster.proto_conversion import DELETION_PORTION
 from moonpool.errors import ConfigError
@@ -70,20 +67,22 @@ async def test_values_of_many_sizes_come_back(transport: str, sockets: Path, mon
 
 
 async def test_all_parts_of_a_call_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given, usual_put = itertools.count(100.0, 4.0), list[float](), KVConnection.put
+    """Each part takes five seconds."""
+    now, given, usual_put = 100.0, list[float](), KVConnection.put
 
     async def put(self: KVConnection, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
+        nonlocal now
         given.append(timeout_s)
+        now += 5.0
         return await usual_put(self, layout, blocks, 30.0)
 
     async with stored() as (_, client):
         assert await client.put(b"0", b"data")
-        for part in (kv_client, connection):
-            monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        world.CURRENT.set(world.World(clock=world.Clock(monotonic=lambda: now)))
         monkeypatch.setattr(KVConnection, "put", put)
         with pytest.raises(TransferFailed, match="took too long"):
             await client.batch_put({b"%d" % size: data_of(size) for size in (100, 4096, 70_000)}, timeout_s=10.0)
-        assert given == [6.0, 2.0]
+        assert given == [10.0, 5.0]
 
 
 async def test_more_sizes_at_once_than_streams_stay_open() -> None:
