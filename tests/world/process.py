@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from moonpool.telemetry import logs
 from tests.world.cluster import Simulation, leave
 
 KEPT: list[Simulation] = []
+ROOT = Path(__file__).parents[2]
 
 
 def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -32,6 +36,27 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
         in_copy(body)
 
+    return _like(test, run)
+
+
+def in_new_process(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """As `on_virtual_time`, for tests that compute; fixtures are paths.
+
+    Threads of torch and of grammars' library are not in a copy of a process that has used them, and are waited for.
+    """
+
+    def run(**fixtures: Any) -> None:
+        given = [f"{name}={path}" for name, path in fixtures.items()]
+        command = [sys.executable, "-m", __name__, test.__module__, test.__name__, *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+    run.__wrapped__ = test  # type: ignore[attr-defined]
+    return _like(test, run)
+
+
+def _like(test: Callable[..., Any], run: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(test)
     run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
     run.__name__, run.__qualname__, run.__module__ = test.__name__, test.__qualname__, test.__module__
@@ -80,3 +105,20 @@ def _tell(body: Callable[[], Any], writing: int) -> None:
     with open(writing, "wb") as out:
         pickle.dump(told, out)
     leave(0)
+
+
+def _main(module: str, name: str, *given: str) -> None:
+    fixtures = {key: Path(value) for key, _, value in (text.partition("=") for text in given)}
+    logs.configure("error", "world", False)
+    tune_gc()
+    simulation = Simulation()
+    try:
+        simulation.run(getattr(importlib.import_module(module), name).__wrapped__(simulation, **fixtures))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -11,7 +11,7 @@ from moonpool.models.random_checkpoint import create
 from tests.world.cluster import Cluster, Simulation, prompt
 from tests.world.judge import wrong_format
 from tests.world.plain import PlainJudge
-from tests.world.process import on_virtual_time
+from tests.world.process import in_new_process
 
 BLOCK = ("--block-size", "16")
 FLAGS = {
@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create("tiny-llama", tmp_path_factory.mktemp("checkpoint") / "tiny-llama", seed=5, dtype="float32")
 
 
-@on_virtual_time
+@in_new_process
 async def test_every_feature_gives_the_plain_models_answers(simulation: Simulation, checkpoint: Path) -> None:
     judge, cluster = PlainJudge(checkpoint), Cluster(simulation, {}, FLAGS, checkpoint=checkpoint)
     await cluster.start()
