@@ -34,12 +34,14 @@ async def load_lora_adapter(gateway: GatewayContext, request: Request) -> Respon
         InvalidRequest: the name is taken, the path is not allowed, or the adapter cannot be computed; names the field.
     """
     gateway.auth.require_operator(request)
-    body = (await gateway.auth.read_body(request, LoadLoraBody, uses_budget=False)).body
+    checked = await gateway.auth.read_body(request, LoadLoraBody, uses_budget=False)
+    body = checked.body
     if body.lora_name in gateway.served_names:
         raise InvalidRequest("lora_name", f"{body.lora_name!r} is the model's own name")
     await gateway.client.load_lora_adapter(body.lora_name, body.lora_path, load_inplace=bool(body.load_inplace))
     gateway.cluster.forget()
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    told = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    return PlainTextResponse(told, headers=checked.warning_headers)
 
 
 async def unload_lora_adapter(gateway: GatewayContext, request: Request) -> Response:
