@@ -54,6 +54,7 @@ class Indexer:
         self._config, self._exit = config, exit_stack
         self._followed: dict[Publisher, _Followed] = {}
         self._context = zmq.asyncio.Context()
+        self._news = asyncio.Event()  # the cluster may have events to publish
         exit_stack.callback(self._context.destroy, linger=0)
 
     @property
@@ -118,9 +119,10 @@ class Indexer:
         """A query's tokens tell what keys of the cluster stand for. Raises InvalidRequest if a token is no int32."""
         if self.cluster.model is not None and self.cluster.model.name == model:
             self.cluster.named("" if tenant == DEFAULT_TENANT else tenant, cache_salt, token_ids)
+            self._news.set()
 
     async def follow(self, channels: Channels) -> None:
-        """Follows the conductor's cluster until cancelled; publishes each instance's events."""
+        """Follows the conductor's cluster until cancelled."""
         told = ""
         while True:
             stub: Any = ConductorServiceStub(channels.get(self._config.conductor))
@@ -128,7 +130,7 @@ class Indexer:
             try:
                 async for message in call:
                     self._take(message)
-                    await self._publish()
+                    self._news.set()
                     told = ""
             except grpc.aio.AioRpcError as error:
                 if (why := str(from_rpc_error(error))) != told:
@@ -137,7 +139,7 @@ class Indexer:
             finally:
                 call.cancel()
             self.cluster.forget()
-            await self._publish()
+            self._news.set()
             await asyncio.sleep(RETRY_S)
 
     def _take(self, message: conductor_pb2.WatchKVResponse) -> None:
@@ -157,10 +159,14 @@ class Indexer:
                 chain = message.chain
                 self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids))
 
-    async def _publish(self) -> None:
-        for instance, events in self.cluster.take_events().items():
-            if self._config.events:
-                await (await self._publisher(instance)).publish(events)
+    async def publish(self) -> None:
+        """Publishes the events of the cluster's instances until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for instance, events in self.cluster.take_events().items():
+                if self._config.events:
+                    await (await self._publisher(instance)).publish(events)
 
     async def _publisher(self, instance: str) -> EventPublisher:
         if instance not in self.published:

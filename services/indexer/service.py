@@ -49,7 +49,8 @@ async def serve(context: ProcessContext, config: IndexerConfig) -> None:
         address = config.advertised(runner.addresses[0][1])
         log.info("serving", address=format_address(*parse_address(address)))
         context.announce(address)
-        following = [asyncio.create_task(indexer.follow(channels))] if config.conductor else []
+        works = (indexer.follow(channels), indexer.publish()) if config.conductor else ()
+        following = [asyncio.create_task(work) for work in works]
         try:
             stopping = asyncio.create_task(context.stopping.wait())
             await asyncio.wait([stopping, *following], return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """A cluster's own KV: queried over HTTP, and published as vLLM publishes KV events."""
 
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import zmq.asyncio
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.kv_events.events import BlockRemoved, BlockStored, EventBatch, read_batch
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.indexer.config import IndexerConfig
 from services.indexer.core.cluster import ClusterKV, ClusterModel
 from services.indexer.core.index import Scope, TieredIndex, salt_root, sequence_keys
+from services.indexer.indexer import Indexer
 from tests.unit.conductor.fakes import BLOCK_TOKENS, decode, prefill, store
 from tests.unit.conductor.stack import stack
-from tests.unit.indexer.test_http import WAIT_S, hit, indexer, rolling_hashes
+from tests.unit.indexer.test_http import WAIT_S, Indexed, hit, indexer, rolling_hashes
 
 NAMESPACE = b"n" * 32
 
@@ -40,6 +43,24 @@ class Subscriber:
                 assert int.from_bytes(number, "big", signed=True) == -1
                 return found
             found.append((int.from_bytes(number, "big"), read_batch(msgspec.msgpack.decode(payload))))
+
+    async def replay_until(self, token_ids: list[int]) -> list[tuple[int, EventBatch]]:
+        """Everything so far, once a block that ends so is told: blocks are published after queries find them."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                batches = await self.replay(0)
+                told = [event for _, batch in batches for event in batch.events if isinstance(event, BlockStored)]
+                if any(list(event.token_ids)[-len(token_ids) :] == token_ids for event in told):
+                    return batches
+
+
+async def sources_of(index: Indexed, *wanted: str) -> dict[str, dict[str, str]]:
+    """Where events are published, once the wanted instances' are: that is after queries find their blocks."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            sources: dict[str, dict[str, str]] = await index.get("/kv_event_sources")
+            if set(wanted) <= set(sources):
+                return sources
 
 
 def keys_of(tokens: list[int], tenant: str = "") -> list[Any]:
@@ -71,12 +92,12 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
             wanted["prefill-0"] = hit(5 * BLOCK_TOKENS)
             await index.until("/query_by_hash", by_hash, {"default": wanted})
 
-            sources = await index.get("/kv_event_sources")
+            sources = await sources_of(index, "prefill-0", "kvstore-0")
             assert set(sources) == {"prefill-0", "kvstore-0"}
             context = zmq.asyncio.Context()
             try:
                 subscriber = Subscriber(context, sources["prefill-0"])
-                batches = await subscriber.replay(0)
+                batches = await subscriber.replay_until(more[-BLOCK_TOKENS:])
                 assert [number for number, _ in batches] == list(range(len(batches)))
                 told = [event for _, batch in batches for event in batch.events]
                 assert all(isinstance(event, BlockStored) for event in told)
@@ -85,7 +106,7 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
                 [first] = [event for event in told if isinstance(event, BlockStored) and event.parent is None]
                 assert (first.medium, first.block_tokens, first.kind) == ("GPU", BLOCK_TOKENS, "full_attention")
                 other = Subscriber(context, sources["kvstore-0"])
-                [(_, last)] = (await other.replay(0))[-1:]
+                [(_, last)] = (await other.replay_until(tokens[2 * BLOCK_TOKENS : 3 * BLOCK_TOKENS]))[-1:]
                 assert {event.medium for event in last.events} == {"CPU"}  # type: ignore[union-attr]
             finally:
                 context.destroy(linger=0)
@@ -98,13 +119,36 @@ async def test_published_events_feed_another_indexer(tmp_path: Path) -> None:
     async with stack(one, decode()) as running, indexer(conductor=running.address, **settings) as ours:
         query = {"model": running.checkpoint.name, "token_ids": tokens, "tenant_id": "ann"}
         await ours.until("/query", query, {"ann": {"prefill-0": hit(3 * BLOCK_TOKENS)}})
-        source = (await ours.get("/kv_event_sources"))["prefill-0"]
+        source = (await sources_of(ours, "prefill-0"))["prefill-0"]
         async with indexer() as theirs:
             body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_TOKENS, "type": "moonpool"}
             assert (await theirs.post("/register", body))[0] == 200
             salted = {"model": "m", "token_ids": tokens, "cache_salt": "ann:"}
             await theirs.until("/query", salted, {"default": {"x": hit(3 * BLOCK_TOKENS)}})
             assert (await theirs.post("/query", {**salted, "cache_salt": ""}))[1] == {"default": {}}
+
+
+async def test_blocks_that_only_a_query_names_are_published(tmp_path: Path) -> None:
+    tokens = list(range(2 * BLOCK_TOKENS))
+    config = IndexerConfig(id="i", events=f"ipc://{tmp_path}/e", replay_events=f"ipc://{tmp_path}/r")
+    async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as exit_stack:
+        index = Indexer(config, exit_stack)
+        index.cluster.joined("p", ClusterModel("m", NAMESPACE, BLOCK_TOKENS))
+        index.cluster.changed("p", keys_of(tokens), ())
+        publishing = asyncio.create_task(index.publish())
+        await asyncio.sleep(0)  # nothing has a name: nothing is published
+        assert not index.published
+        index.learn("m", "default", "", tokens)
+        while not index.published:
+            await asyncio.sleep(0)
+            assert not publishing.done()
+        endpoints = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+        context = zmq.asyncio.Context()
+        exit_stack.callback(context.destroy, linger=0)
+        subscriber = Subscriber(context, endpoints)
+        assert len(await subscriber.replay_until(tokens[BLOCK_TOKENS:])) == 1
+        publishing.cancel()
+        await asyncio.wait([publishing])
 
 
 def test_a_walk_of_changes_keeps_index_and_events_true() -> None:
