@@ -117,7 +117,13 @@ async def bodies(gateway: Gateway) -> None:
         writer.close()
 
 
+async def nothing(_gateway: Gateway) -> None:
+    """A client that computes and asks nothing: what an attacker on the same machine costs without any attack."""
+    sum(range(20_000_000))
+
+
 ATTACKS: dict[str, tuple[Attack, int]] = {
+    "nothing": (nothing, 1),
     "chunks": (chunks, 4),
     "detokenize": (detokenize, 4),
     "words": (words, 4),

@@ -14,9 +14,11 @@ import contextlib
 import math
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
@@ -24,6 +26,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from moonpool import world
 from moonpool.config import is_loopback, parse_address
 from moonpool.errors import ConfigError
 from moonpool.rpc.auth import WatchedFiles
@@ -89,10 +92,17 @@ def _ssl_reason(error: OSError) -> str:
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's settings, and a limit on connections, which uvicorn does not have."""
+    """uvicorn's settings, and what uvicorn does not have: a limit on connections, and turns of parsing.
 
-    max_connections: int = 0
-    """Maximum number of open connections; 0 for no limit."""
+    Attributes:
+        max_connections: maximum number of open connections; 0 for no limit.
+        turns: of all connections that have something to parse.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_connections: int = 0, **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self.max_connections = max_connections
+        self.turns = ParseTurns()
 
 
 MAX_BODY_PIECES = 1 << 14
@@ -101,6 +111,8 @@ MAX_PIPELINED = 64
 """Requests that a connection may send while a request is answered."""
 PARSED_BYTES = 4 << 10
 """Bytes that a connection parses before others have their turn: in chunks of one byte they take about a millisecond."""
+TURNS_S, TURNS_BYTES = 0.001, 256 << 10
+"""For so long, and so much, all connections together parse or drop data before answers in progress go on."""
 LINGER_S = 2.0
 """Seconds for which a closing connection takes what the client still sends, unread, so that the client sees the
 response before the connection ends.
@@ -124,12 +136,40 @@ class PacedFlow(FlowControl):
             super().resume_reading()
 
 
+class ParseTurns:
+    """The turns of connections with unparsed data: hundreds of bodies hold the event loop no longer than a few."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], int]] = deque()
+        self._scheduled = False
+
+    def add(self, take_piece: Callable[[], int]) -> None:
+        """Call `take_piece` once, after all that wait already; the function returns the bytes that it has taken."""
+        self._waiting.append(take_piece)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._scheduled = False
+        until, taken = world.monotonic() + TURNS_S, 0
+        try:
+            while self._waiting and taken < TURNS_BYTES and world.monotonic() < until:
+                taken += self._waiting.popleft()()
+        finally:
+            self._schedule()
+
+
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 over llhttp, with bounds and timeouts.
 
     `sweep` closes a connection that has waited too long.
     """
 
+    config: HttpConfig
     flow: PacedFlow
     _waits_since: float | None = None
     _blocked_since: float | None = None
@@ -153,34 +193,37 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = PacedFlow(transport)
         self._waits_since = self.loop.time()
-        limit = self.config.max_connections if isinstance(self.config, HttpConfig) else 0
+        limit = self.config.max_connections
         if limit and len(self.connections) > limit:
             self._least_useful().transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, piece by piece. Meanwhile nothing more is read. A closing connection drops the data."""
-        if self.flow.unparsed or len(data) > PARSED_BYTES:
-            self.flow.unparsed += data
-            self.flow.pause_reading()
-            if len(self.flow.unparsed) == len(data):
-                self._parse_piece()
-        else:
+        unparsed = self.flow.unparsed
+        if not unparsed and len(data) <= PARSED_BYTES:
             self._parse(data)
+            return
+        if not unparsed:
+            self.config.turns.add(self._take_piece)
+        unparsed += data
+        self.flow.pause_reading()
 
-    def _parse_piece(self) -> None:
-        """Parse a piece, then let others have their turn."""
+    def _take_piece(self) -> int:
+        """Parse a piece, or drop all if the connection closes. Returns the number of bytes."""
         unparsed = self.flow.unparsed
         if self._lingers or self.transport.is_closing():
+            taken = len(unparsed)
             unparsed.clear()
-            self.flow.resume_reading()
-            return
-        piece = bytes(memoryview(unparsed)[:PARSED_BYTES])
-        del unparsed[: len(piece)]
-        self._parse(piece)
+        else:
+            piece = bytes(memoryview(unparsed)[:PARSED_BYTES])
+            taken = len(piece)
+            del unparsed[:taken]
+            self._parse(piece)
         if unparsed:
-            self.loop.call_soon(self._parse_piece)
+            self.config.turns.add(self._take_piece)
         else:
             self.flow.resume_reading()
+        return taken
 
     def _parse(self, data: bytes) -> None:
         if self._lingers:
@@ -422,15 +465,14 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
 
 
 def _http_config(app: ASGIApp, config: GatewayConfig, https: ReloadedCertificate | None) -> HttpConfig:
-    settings = HttpConfig(
+    return HttpConfig(
         app, http=HttpConnection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
         ssl_context_factory=None if https is None else lambda *_: https.context,
+        max_connections=config.max_connections,
     )  # fmt: skip
-    settings.max_connections = config.max_connections
-    return settings
 
 
 def _bind(listen: str) -> socket.socket:

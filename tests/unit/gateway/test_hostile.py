@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.rpc.auth import hash_key
-from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES
+from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
 from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10
@@ -127,6 +128,28 @@ async def test_a_large_body_comes_whole() -> None:
             sent = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
             last = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
             assert (await ask(port, sent + last)).count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_connections_with_data_take_turns_with_everything_else() -> None:
+    """Answers in progress go on between the turns; a turn that fails is the last of its connection alone."""
+    turns, order, loop = ParseTurns(), list[str](), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda *_: order.append("failed"))
+
+    def take(name: str) -> int:
+        order.append(name)
+        if name == "b":
+            raise ValueError(name)
+        return TURNS_BYTES
+
+    for name in "abc":
+        turns.add(partial(take, name))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        order.append("answer")
+    assert order == ["a", "answer", "b", "failed", "answer", "c", "answer"]
+    turns.add(partial(take, "d"))
+    await asyncio.sleep(0)
+    assert order[-1] == "d"
 
 
 async def test_a_body_in_tiny_chunks_is_refused() -> None:
