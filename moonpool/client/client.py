@@ -187,6 +187,33 @@ class AsyncClient:
         answer: conductor_pb2.UpdateSessionResponse = await self._query(request, timeout_s)
         return answer.found
 
+    async def announce(
+        self,
+        requests: Sequence[GenerateArguments],
+        within_s: float | None,
+        *,
+        tenant: str = "",
+        timeout_s: float = QUERY_TIMEOUT_S,
+    ) -> int:
+        """Tell which prompts will come within so many seconds, such as those of a batch: their KV is brought nearer.
+
+        With None in place of the seconds, the prompts will not come after all. Returns how many have at least one full
+        block of KV.
+
+        Args:
+            requests: the arguments of `generate`, or no more of each than its prompt; at most 1024.
+            within_s: seconds from now.
+            tenant: whose prompts.
+            timeout_s: time limit, in seconds.
+
+        Raises:
+            InvalidRequest: a value is wrong; names the field.
+        """
+        messages = [translate.generate_request(it) for it in requests]
+        request = conductor_pb2.AnnouncePromptsRequest(tenant=tenant, requests=messages, within_s=within_s)
+        answer: conductor_pb2.AnnouncePromptsResponse = await self._query(request, timeout_s)
+        return answer.prompts
+
     async def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return the conductor's gauges."""
         request = conductor_pb2.ConductorStatsRequest()
@@ -254,6 +281,7 @@ class Client(BlockingFacade[AsyncClient]):
     unload_lora_adapter = blocking(AsyncClient.unload_lora_adapter)
     explain = blocking(AsyncClient.explain)
     update_session = blocking(AsyncClient.update_session)
+    announce = blocking(AsyncClient.announce)
     stats = blocking(AsyncClient.stats)
     delete_kv = blocking(AsyncClient.delete_kv)
 

@@ -232,6 +232,7 @@ _CONDUCTOR = {
     "ListContexts": CLIENTS,
     "DeleteContext": CLIENTS,
     "UpdateSession": CLIENTS,
+    "AnnouncePrompts": CLIENTS,
     "DeleteKV": CLIENTS,
     "WatchKV": OPERATORS | {"gateway"},
     "LoadLoraAdapter": OPERATORS | {"gateway"},

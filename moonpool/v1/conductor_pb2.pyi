@@ -569,6 +569,62 @@ class UpdateSessionResponse(_message.Message):
 Global___UpdateSessionResponse: _TypeAlias = UpdateSessionResponse  # noqa: Y015
 
 @_typing.final
+class AnnouncePromptsRequest(_message.Message):
+    """Tells which prompts will come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose prompts."""
+    within_s: _builtins.float
+    """Seconds from now in which they will come; unset = they will not come after all."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
+        """The requests as they will be sent, or no more of each than its prompt; at most 1024. `tenant` above counts for all."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        requests: _abc.Iterable[Global___GenerateRequest] | None = ...,
+        within_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_within_s", b"_within_s", "within_s", b"within_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_within_s", b"_within_s", "requests", b"requests", "tenant", b"tenant", "within_s", b"within_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__within_s: _TypeAlias = _typing.Literal["within_s"]  # noqa: Y015
+    _WhichOneofArgType__within_s: _TypeAlias = _typing.Literal["_within_s", b"_within_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__within_s) -> _WhichOneofReturnType__within_s | None: ...
+
+Global___AnnouncePromptsRequest: _TypeAlias = AnnouncePromptsRequest  # noqa: Y015
+
+@_typing.final
+class AnnouncePromptsResponse(_message.Message):
+    """The prompts were read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    prompts: _builtins.int
+    """Prompts with at least one full block."""
+    def __init__(
+        self,
+        *,
+        prompts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnouncePromptsResponse: _TypeAlias = AnnouncePromptsResponse  # noqa: Y015
+
+@_typing.final
 class ContextUse(_message.Message):
     """Names a context that a request begins with."""
 
@@ -1716,10 +1772,13 @@ class ReplicateOrder(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """Concatenated 32-byte keys of a chain, from its beginning."""
     tenant: _builtins.str
     """Whose KV it is."""
+    cancel: _builtins.bool
+    """An earlier order for the chain is called off; nothing is fetched."""
     @_builtins.property
     def source(self) -> _kv_pb2.Instance:
         """Where they are."""
@@ -1730,10 +1789,11 @@ class ReplicateOrder(_message.Message):
         keys: _builtins.bytes = ...,
         source: _kv_pb2.Instance | None = ...,
         tenant: _builtins.str = ...,
+        cancel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "keys", b"keys", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2026,6 +2086,7 @@ class Attempt(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     LAST_TOKEN_S_FIELD_NUMBER: _builtins.int
     ENDED_S_FIELD_NUMBER: _builtins.int
+    OVERTAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """Why it was placed anew; empty for the first placement."""
     waited_s: _builtins.float
@@ -2058,6 +2119,8 @@ class Attempt(_message.Message):
     """When the last of these came."""
     ended_s: _builtins.float
     """When the placement was given up; 0 = it was not."""
+    overtaken_tokens: _builtins.int
+    """Tokens that the instance computed while a load of them was under way, as the load took longer than computing."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """Where the request was placed."""
@@ -2097,10 +2160,11 @@ class Attempt(_message.Message):
         first_token_s: _builtins.float = ...,
         last_token_s: _builtins.float = ...,
         ended_s: _builtins.float = ...,
+        overtaken_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cause", b"cause", "chunks", b"chunks", "computed_s", b"computed_s", "ended_s", b"ended_s", "first_token_s", b"first_token_s", "last_token_s", b"last_token_s", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "placed_s", b"placed_s", "placement", b"placement", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "sent_bytes", b"sent_bytes", "tokens", b"tokens", "transfer_tail_s", b"transfer_tail_s", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cause", b"cause", "chunks", b"chunks", "computed_s", b"computed_s", "ended_s", b"ended_s", "first_token_s", b"first_token_s", "last_token_s", b"last_token_s", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "overtaken_tokens", b"overtaken_tokens", "placed_s", b"placed_s", "placement", b"placement", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "sent_bytes", b"sent_bytes", "tokens", b"tokens", "transfer_tail_s", b"transfer_tail_s", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

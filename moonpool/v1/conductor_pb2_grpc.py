@@ -85,6 +85,11 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.FromString,
                 _registered_method=True)
+        self.AnnouncePrompts = channel.unary_unary(
+                '/moonpool.v1.ConductorService/AnnouncePrompts',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsResponse.FromString,
+                _registered_method=True)
         self.DeleteKV = channel.unary_unary(
                 '/moonpool.v1.ConductorService/DeleteKV',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
@@ -186,6 +191,13 @@ class ConductorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AnnouncePrompts(self, request, context):
+        """Tells which prompts will come, such as those of a batch: their KV is brought to where it will be needed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteKV(self, request, context):
         """Deletes KV from every tier of every instance, also from those that join later.
         """
@@ -273,6 +285,11 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.UpdateSession,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.SerializeToString,
+            ),
+            'AnnouncePrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.AnnouncePrompts,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsResponse.SerializeToString,
             ),
             'DeleteKV': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteKV,
@@ -571,6 +588,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/UpdateSession',
             moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnnouncePrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/AnnouncePrompts',
+            moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.AnnouncePromptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

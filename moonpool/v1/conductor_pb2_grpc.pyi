@@ -53,6 +53,8 @@ class ConductorServiceStub:
     """Ends a context and deletes its KV from every tier."""
     UpdateSession: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateSessionRequest, _conductor_pb2.UpdateSessionResponse]
     """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
+    AnnouncePrompts: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.AnnouncePromptsRequest, _conductor_pb2.AnnouncePromptsResponse]
+    """Tells which prompts will come, such as those of a batch: their KV is brought to where it will be needed."""
     DeleteKV: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]
     """Deletes KV from every tier of every instance, also from those that join later."""
     WatchKV: _grpc.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]
@@ -89,6 +91,8 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """Ends a context and deletes its KV from every tier."""
     UpdateSession: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateSessionRequest, _conductor_pb2.UpdateSessionResponse]  # type: ignore[assignment]
     """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
+    AnnouncePrompts: _aio.UnaryUnaryMultiCallable[_conductor_pb2.AnnouncePromptsRequest, _conductor_pb2.AnnouncePromptsResponse]  # type: ignore[assignment]
+    """Tells which prompts will come, such as those of a batch: their KV is brought to where it will be needed."""
     DeleteKV: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]  # type: ignore[assignment]
     """Deletes KV from every tier of every instance, also from those that join later."""
     WatchKV: _aio.UnaryStreamMultiCallable[_conductor_pb2.WatchKVRequest, _conductor_pb2.WatchKVResponse]  # type: ignore[assignment]
@@ -182,6 +186,14 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.UpdateSessionResponse, _abc.Awaitable[_conductor_pb2.UpdateSessionResponse]]:
         """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
+
+    @_abc_1.abstractmethod
+    def AnnouncePrompts(
+        self,
+        request: _conductor_pb2.AnnouncePromptsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.AnnouncePromptsResponse, _abc.Awaitable[_conductor_pb2.AnnouncePromptsResponse]]:
+        """Tells which prompts will come, such as those of a batch: their KV is brought to where it will be needed."""
 
     @_abc_1.abstractmethod
     def DeleteKV(

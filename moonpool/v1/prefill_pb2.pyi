@@ -360,6 +360,7 @@ class FirstToken(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    OVERTAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
@@ -378,6 +379,8 @@ class FirstToken(_message.Message):
     """Time from the first step to the token, seconds."""
     embedding: _builtins.bytes
     """Where `Sampling.embedding` wants it: the prompt's embedding, little-endian float32."""
+    overtaken_tokens: _builtins.int
+    """Prompt tokens that were computed while a load of them was under way, as the load took longer than computing."""
     lane: _builtins.str
     """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/transports.md); empty while no KV goes."""
     @_builtins.property
@@ -429,6 +432,7 @@ class FirstToken(_message.Message):
         logprobs: _kv_pb2.Logprobs | None = ...,
         prompt_logprobs: _kv_pb2.Logprobs | None = ...,
         embedding: _builtins.bytes = ...,
+        overtaken_tokens: _builtins.int = ...,
         reads: _abc.Iterable[Global___LoadedPrefix] | None = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
@@ -436,7 +440,7 @@ class FirstToken(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "overtaken_tokens", b"overtaken_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,13 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="share of an instance's link, in each direction, that copies of hot prefixes may take; 0 = no "
         "copies are ordered, and a prefix spreads only by being loaded",
     )
+    prefetch_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of an instance's link, in each direction, that may bring blocks into prefill instances "
+        "before expected prompts come; 0 = blocks are brought into kvstores' memory only; docs/placement.md",
+    )
     kvstore_replicas: int = Field(
         1,
         ge=1,

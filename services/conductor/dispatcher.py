@@ -43,10 +43,12 @@ from services.conductor.core.events import (
     Failure,
     FailureKind,
     FirstToken,
+    InstanceOrder,
     KVDelivered,
     LeaveSequence,
     PrefillAccepted,
     PrefillMeasurements,
+    PromptsAnnounced,
     Rehash,
     Rehashed,
     RenewSession,
@@ -59,9 +61,9 @@ from services.conductor.core.events import (
     TakeOverSequence,
     TokensArrived,
 )
+from services.conductor.core.expected import TellSession
 from services.conductor.core.latency_model import PrefixHolder
-from services.conductor.core.router import ReplicatePrefix, StoreView
-from services.conductor.core.sessions import TellSession
+from services.conductor.core.router import ReplicatePrefix, StopReplication, StoreView
 from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from services.conductor.explain import RequestReports
@@ -110,7 +112,7 @@ class Dispatcher:
         reader: RequestValidator,
         calls: InstanceCalls,
         reports: RequestReports,
-        order: Callable[[Resync | ReplicatePrefix | TellSession | TellActivity | ChangeRole], None],
+        order: Callable[[InstanceOrder], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = world.unix_time,
@@ -247,6 +249,20 @@ class Dispatcher:
         """A client says between two turns what is known of a session."""
         self._post(SessionUpdated(tenant, turn))
 
+    async def announce(
+        self, tenant: str, messages: Sequence[conductor_pb2.GenerateRequest], within_s: float | None
+    ) -> int:
+        """Take prompts that will come within so many seconds; None: that will not come. Returns how many have blocks.
+
+        Raises:
+            InvalidRequest: a request cannot be served; names the field.
+            Unavailable: no engine has joined.
+        """
+        chains = [tuple((await self._reader.read(message)).prompt_keys) for message in messages]
+        known = tuple([chain for chain in chains if chain])
+        self._post(PromptsAnnounced(tenant, known, within_s))
+        return len(known)
+
     def stop(self) -> None:
         """End all requests here with the tokens so far; their sequences stay at decode, for another conductor."""
         for number in list(self._sessions):
@@ -293,7 +309,7 @@ class Dispatcher:
                 self._calls.renew(action)
             case CancelReservation():
                 self._calls.cancel_reservation(action)
-            case Resync() | ReplicatePrefix() | TellSession() | TellActivity() | ChangeRole():
+            case Resync() | ReplicatePrefix() | StopReplication() | TellSession() | TellActivity() | ChangeRole():
                 self._order(action)
             case CancelIo(io):
                 self._calls.cancel(io)

@@ -25,13 +25,14 @@ from services.conductor.core.events import (
     Event,
     InstanceJoined,
     InstanceLeft,
+    InstanceOrder,
     KeysChanged,
     LoadReported,
     Resync,
     RoleChangeRequested,
 )
-from services.conductor.core.router import ReplicatePrefix
-from services.conductor.core.sessions import TellSession
+from services.conductor.core.expected import TellSession
+from services.conductor.core.router import ReplicatePrefix, StopReplication
 from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import StepsPool
 from services.conductor.kv_watchers import KVWatchers
@@ -353,7 +354,7 @@ class ClusterMembers:
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleChangeRequested(instance_id))
 
-    def order(self, action: Resync | ReplicatePrefix | TellSession | TellActivity | ChangeRole) -> None:
+    def order(self, action: InstanceOrder) -> None:
         """Order an instance to send a snapshot of keys, replicate a prefix or change roles; or tell it something.
 
         Does nothing if the instance has left.
@@ -372,6 +373,8 @@ class ClusterMembers:
                     log.info("copy ordered", instance=instance, source=source, blocks=len(keys))
                     order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
                     send(conductor_pb2.JoinResponse(replicate=order))
+            case StopReplication(_, tail):
+                send(conductor_pb2.JoinResponse(replicate=conductor_pb2.ReplicateOrder(keys=tail, cancel=True)))
             case TellSession(_, hint, prefetch):
                 send(conductor_pb2.JoinResponse(session=session_order(hint, prefetch)))
             case TellActivity():

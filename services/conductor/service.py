@@ -186,6 +186,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         slow_factor=config.slow_factor,
         peers=config.peers,
         copy_share=config.copy_share,
+        prefetch_share=config.prefetch_share,
     )
     return ConductorCore(limits, ClusterView(routing, config.max_index_keys), config.role_limits)
 

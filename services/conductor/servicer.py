@@ -20,6 +20,7 @@ from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Permis
 from moonpool.rpc.auth import is_client, tenant_of
 from moonpool.rpc.stream_writes import bare_write, write_each
 from moonpool.scheduling.fair_share import may_admit
+from moonpool.scheduling.sessions import MAX_SESSION_S
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -36,6 +37,9 @@ from services.conductor.request import session_from_proto, weight_of
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
 QUEUE_FULL_RETRY_S = 1.0
+
+MAX_ANNOUNCED = 1024
+"""Most prompts that a call announces."""
 
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
@@ -357,6 +361,20 @@ class ConductorServicer:
             self._dispatcher.session_updated(tenant, turn)
         return conductor_pb2.UpdateSessionResponse(found=found)
 
+    async def AnnouncePrompts(
+        self, request: conductor_pb2.AnnouncePromptsRequest, context: object
+    ) -> conductor_pb2.AnnouncePromptsResponse:
+        """Take which prompts will come."""
+        tenant, within_s = tenant_of(request.tenant), request.within_s if request.HasField("within_s") else None
+        if len(request.requests) > MAX_ANNOUNCED:
+            raise InvalidRequest("requests", f"at most {MAX_ANNOUNCED} at once")
+        if within_s is not None and not 0.0 <= within_s <= MAX_SESSION_S:
+            raise InvalidRequest("within_s", f"must be in [0, {MAX_SESSION_S:g}] seconds, is {within_s:g}")
+        for message in request.requests:
+            message.tenant = tenant
+        prompts = await self._dispatcher.announce(tenant, request.requests, within_s)
+        return conductor_pb2.AnnouncePromptsResponse(prompts=prompts)
+
     async def DeleteKV(self, request: conductor_pb2.DeleteKVRequest, context: object) -> conductor_pb2.DeleteKVResponse:
         selection = selection_from_proto(request.selection)
         if is_client() and (selection.keys or selection.namespaces):
@@ -523,8 +541,18 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     ),
     counter(
         "prefetches_total",
-        "Sessions whose blocks kvstores were told to bring from SSD into memory.",
-        lambda it: it.core.scheduler.sessions.prefetches,
+        "Prompts whose blocks kvstores were told to bring from SSD into memory before the blocks were needed.",
+        lambda it: it.core.scheduler.prefetch.to_memory,
+    ),
+    counter(
+        "instance_prefetches_total",
+        "Prompts whose blocks prefill instances were told to fetch before the prompts came.",
+        lambda it: it.core.scheduler.prefetch.to_instances,
+    ),
+    counter(
+        "instance_prefetches_cancelled_total",
+        "Of these, those that were called off: the prompt went elsewhere, or did not come.",
+        lambda it: it.core.scheduler.prefetch.cancelled,
     ),
     counter(
         "copies_ordered_total",

@@ -89,7 +89,9 @@ class PrefillExecutor:
         self._driver.tell(event)
         self._notify()
 
-    def _order(self, event: events.SubmitJob | events.ReplicateBlocks | DeleteKV | LendBlocks) -> None:
+    def _order(
+        self, event: events.SubmitJob | events.ReplicateBlocks | events.StopReplicating | DeleteKV | LendBlocks
+    ) -> None:
         """Carries out a peer's order; an error ends the peer's call, replication or stream."""
         self._driver.ask(event)
         self._notify()

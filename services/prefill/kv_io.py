@@ -30,7 +30,7 @@ from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.sessions import PeerClients
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.prefill.core.actions import LayerBlocks, LoadBlocks, ReadReplica
-from services.prefill.core.events import IoDone, LoadEnded, ReplicateBlocks, SlicesSent
+from services.prefill.core.events import IoDone, LoadEnded, ReplicateBlocks, SlicesSent, StopReplicating
 from services.prefill.live_requests import SOURCE_KINDS, LivePrefill, kv_source
 
 log = get_logger(__name__)
@@ -328,7 +328,7 @@ class ReplicationOrders:
         ask: tells the scheduler; raises its exceptions.
     """
 
-    def __init__(self, loading: BlockLoader, ask: Callable[[ReplicateBlocks], None]) -> None:
+    def __init__(self, loading: BlockLoader, ask: Callable[[ReplicateBlocks | StopReplicating], None]) -> None:
         self._loading = loading
         self._ask = ask
         self._numbers = itertools.count(1)
@@ -338,6 +338,11 @@ class ReplicationOrders:
         """Takes an order; a wrong order is logged."""
         try:
             keys = unpack_keys(message.keys, max_keys=MAX_REPLICA_BLOCKS)
+            if not keys:
+                raise InvalidRequest("keys", "are missing")
+            if message.cancel:
+                self._ask(StopReplicating(keys[-1]))
+                return
             check_instance(message.source, "source")
             if message.source.kind not in SOURCE_KINDS:
                 raise InvalidRequest("source.kind", "must be kvstore, prefill or decode")

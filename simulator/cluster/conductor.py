@@ -38,9 +38,9 @@ from services.conductor.core.events import (
     StartDecode,
     TakeOverSequence,
 )
-from services.conductor.core.router import ReplicatePrefix, RoutingConfig
+from services.conductor.core.expected import TellSession
+from services.conductor.core.router import ReplicatePrefix, RoutingConfig, StopReplication
 from services.conductor.core.scheduler import ConductorCore
-from services.conductor.core.sessions import TellSession
 from services.conductor.placement.policies.registry import load_decode_policy, load_policy
 from services.prefill.core.actions import ReportFirstToken
 from simulator.clock import PS, SimulatedWorld, ps
@@ -245,6 +245,8 @@ class Conductor:
                 self._end(request, REFUSED)  # by the late check
             case ReplicatePrefix():
                 self.orders.replicate(action)
+            case StopReplication():
+                self.orders.stop_replication(action)
             case TellSession(instance, hint, prefetch):
                 store = next(store for store in self._stores if store.name == instance)
                 keys = list(map(BlockKey, prefetch))
@@ -335,6 +337,7 @@ def _routing(config: ClusterConfig, number: int) -> RoutingConfig:
         slow_factor=config.slow_factor,
         peers=config.peers,
         copy_share=config.copy_share,
+        prefetch_share=config.prefetch_share,
     )
 
 

@@ -65,6 +65,7 @@ class ClusterConfig:
         threshold: Algorithm 1's balancing threshold.
         peers: prefixes are loaded from other engine instances too.
         copy_share: share of a link that copies of hot prefixes may take; 0 = there are none.
+        prefetch_share: share of a link that prefetches into instances may take; 0 = there are none.
         block_tokens: tokens of a KV block.
         step_tokens: most tokens in a prefill step.
         max_queue: prompts at a prefill instance at most.
@@ -103,6 +104,7 @@ class ClusterConfig:
     threshold: float = 1.0
     peers: bool = True
     copy_share: float = 0.1
+    prefetch_share: float = 0.5
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
     max_queue: int = 1024

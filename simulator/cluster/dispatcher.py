@@ -31,7 +31,7 @@ from services.conductor.core.events import (
     TakeOverSequence,
     TokensArrived,
 )
-from services.conductor.core.router import ReplicatePrefix
+from services.conductor.core.router import ReplicatePrefix, StopReplication
 from services.prefill.core.actions import ReportFirstToken
 from services.prefill.core.events import KVSource, WriteBackTarget
 from simulator.clock import ps
@@ -351,6 +351,11 @@ class CallDispatcher:
         source = KVSource(order.source, len(order.keys), peer)
         keys = tuple(map(BlockKey, order.keys))
         self._calls.send(lambda: instance.replicate(keys, source) if instance.up else None)
+
+    def stop_replication(self, order: StopReplication) -> None:
+        """An instance need not copy a chain any more."""
+        instance, tail = self._engines.prefills[order.instance], BlockKey(order.tail)
+        self._calls.send(lambda: instance.stop_replication(tail) if instance.up else None)
 
     # --- Reserve ----------------------------------------------------------------------------------------------------
 

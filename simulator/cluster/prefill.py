@@ -298,6 +298,10 @@ class SimulatedPrefill:
         self._copies[self._copies_came] = keys, source.name
         self._tell(events.ReplicateBlocks(self._copies_came, keys, source))
 
+    def stop_replication(self, tail: BlockKey) -> None:
+        """The chain that ends with this key need not be copied any more."""
+        self._tell(events.StopReplicating(tail))
+
     def leave(self, number: int) -> None:
         """A prompt is not wanted any more; one that has ended is fine."""
         if number in self._prompts:

@@ -58,9 +58,10 @@ class ClusterView:
         self.prefills = PrefillPool(config.policy, config.seed, config.shadow_policy)
         self.hindsight = Hindsight()
         self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
-        self._stores = StorePool(config.kvstore_replicas)
+        self.stores = StorePool(config.kvstore_replicas)
+        self.prefetch_share = config.prefetch_share if config.policy.stores else 0.0
         self.replication = PrefixReplication(config.copy_share if config.policy.stores else 0.0)
-        self._router = Router(self.index, self.prefills, self.decodes, self._stores, config)
+        self._router = Router(self.index, self.prefills, self.decodes, self.stores, config)
         self._reads = ReadsInFlight()
         self._claims: dict[int, list[PrefillInstanceState | DecodeInstanceState]] = {}
         self._next_claim = 1
@@ -139,7 +140,7 @@ class ClusterView:
                 instance.report(load, now, self._slow_factor)
                 self.decodes.changed(instance)
             case StoreInstanceState():
-                self._stores.report(instance, load)
+                self.stores.report(instance, load)
 
     def keys_changed(self, event: KeysChanged) -> bool:
         """Takes a message of KV events. Returns whether a snapshot must be ordered.
@@ -344,7 +345,7 @@ class ClusterView:
             case DecodeInstanceState():
                 self.decodes.add(instance)
             case StoreInstanceState():
-                self._stores.add(instance)
+                self.stores.add(instance)
         self.shape = self.shape or instance.facts.shape
 
     def _take_out(self, instance: AnyInstance) -> None:
@@ -356,7 +357,7 @@ class ClusterView:
             case DecodeInstanceState():
                 self.decodes.remove(instance)
             case StoreInstanceState():
-                self._stores.remove(instance)
+                self.stores.remove(instance)
         if not len(self.prefills) and not len(self.decodes):
             self.shape = None
             self.prefills.largest_blocks = self.decodes.largest_blocks = 0
@@ -374,7 +375,7 @@ class ClusterView:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        pools, learnt = (self.prefills, self.decodes, self._stores), (self.forecasts, self.replication, self.hindsight)
+        pools, learnt = (self.prefills, self.decodes, self.stores), (self.forecasts, self.replication, self.hindsight)
         return digest_of(self.index, *pools, *learnt, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
@@ -383,13 +384,13 @@ class ClusterView:
             self.index,
             self.prefills,
             self.decodes,
-            self._stores,
+            self.stores,
             self.forecasts,
             self._reads,
             self.replication,
         ):
             part.check_invariants()
-        pools: Iterator[AnyInstance] = iter([*self.prefills, *self.decodes, *self._stores])
+        pools: Iterator[AnyInstance] = iter([*self.prefills, *self.decodes, *self.stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
         for name, instance in self._instances.items():
             assert instance.slot == self.index.slot(name)

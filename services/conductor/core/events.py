@@ -10,10 +10,10 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
+from services.conductor.core.expected import TellSession
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast
-from services.conductor.core.router import ReplicatePrefix, RoutingDecision
-from services.conductor.core.sessions import TellSession
+from services.conductor.core.router import ReplicatePrefix, RoutingDecision, StopReplication
 from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.placement.base import PrefillChoice
 
@@ -314,6 +314,21 @@ class SessionUpdated:
 
 
 @frozen
+class PromptsAnnounced:
+    """Clients will send prompts of a tenant.
+
+    Attributes:
+        tenant: whose.
+        chains: keys of the prompts' full blocks.
+        within_s: seconds until they come; None = they will not come after all.
+    """
+
+    tenant: str
+    chains: tuple[tuple[bytes, ...], ...]
+    within_s: float | None
+
+
+@frozen
 class PrefillAccepted:
     """A call's prefill instance has the prompt in the queue, as the `taken`-th."""
 
@@ -439,7 +454,16 @@ class ReserveGranted:
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
 """Result of a call; None = ended normally."""
-FromClient = RequestArrived | Rehashed | StopRequested | ClientGone | SessionUpdated | EndpointAsked | EndpointDone
+FromClient = (
+    RequestArrived
+    | Rehashed
+    | StopRequested
+    | ClientGone
+    | SessionUpdated
+    | PromptsAnnounced
+    | EndpointAsked
+    | EndpointDone
+)
 FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
 Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]
@@ -599,6 +623,8 @@ class LeaveSequence:
     io: int
 
 
+InstanceOrder = Resync | ReplicatePrefix | StopReplication | TellSession | TellActivity | ChangeRole
+"""What an instance is told beside calls."""
 Order = (
     CallReserve
     | CallPrefill
@@ -606,11 +632,7 @@ Order = (
     | TakeOverSequence
     | RenewSession
     | CancelReservation
-    | Resync
-    | ReplicatePrefix
-    | TellSession
-    | TellActivity
-    | ChangeRole
+    | InstanceOrder
     | LeaveSequence
     | CancelIo
 )

@@ -15,6 +15,7 @@ from services.conductor.core.events import (
     FailureSeries,
     RequestSpec,
 )
+from services.conductor.core.expected import TellSession
 from services.conductor.core.latency_model import NO_TPOT_FORECAST, TpotForecast
 from services.conductor.core.router import RoutingDecision
 from services.conductor.placement.base import DecodeChoice
@@ -303,6 +304,7 @@ class ScheduledRequest:
         queued_s: seconds of earlier waits that do not count in the TTFT limit.
         counted: charged to the tenant, and counted for prefix replication.
         stores: kvstores that shall hold the prompt's KV, if the request has a session.
+        warming: the order for blocks on SSD that the prompt waits for; None = none, or not wanted any more.
         recovering: placed before, or held up by a passing failure: the request is not refused early any more.
     """
 
@@ -325,6 +327,7 @@ class ScheduledRequest:
     counted: bool = False
     recovering: bool = False
     stores: tuple[str, ...] = ()
+    warming: TellSession | None = None
 
     def enter(self, state: RequestState) -> None:
         """Changes the state; `TRANSITIONS` must allow the change."""

@@ -408,6 +408,41 @@ class ReplicatePrefix:
     tenant: str
 
 
+@frozen
+class StopReplication:
+    """Call off what was ordered of a chain with this last key: the blocks are not wanted there any more."""
+
+    instance: str
+    tail: bytes
+
+
+class LinkBudget:
+    """Bounds the share of each instance's link, in both directions, that copies take.
+
+    Args:
+        share: of a link; 0 = no copy is allowed.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._free_at: dict[str, float] = {}  # when an instance's link allows another copy
+
+    def __bool__(self) -> bool:
+        return self._share > 0
+
+    def take(self, target: str, source: str, read_s: float, now: float) -> bool:
+        """Takes a copy of `read_s` seconds, unless one end's link has had as much as allowed. Returns whether taken."""
+        self._free_at = {end: at for end, at in self._free_at.items() if at > now}
+        if target in self._free_at or source in self._free_at:
+            return False
+        self._free_at[target] = self._free_at[source] = now + read_s / self._share
+        return True
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._free_at)
+
+
 @dataclass(slots=True)
 class PrefixRegret:
     """Seconds lost because a prefix is not where prompts go, and the prompts that lost them, as of the time `at`.
@@ -436,13 +471,12 @@ class PrefixReplication:
     """
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self._budget = LinkBudget(share)
         self._regrets: dict[bytes, PrefixRegret] = {}
-        self._free_at: dict[str, float] = {}  # when the budget of an instance's link allows another copy
         self.ordered = 0
 
     def __bool__(self) -> bool:
-        return self._share > 0
+        return bool(self._budget)
 
     def placed(
         self, keys: Sequence[bytes], hint: ReplicationHint | None, tenant: str, now: float
@@ -458,17 +492,13 @@ class PrefixReplication:
         regret.age(now)
         regret.lost_s += hint.gain_s
         regret.prompts += 1.0
-        if regret.prompts < MIN_PROMPTS or regret.lost_s < MIN_GAIN * hint.read_s or not self._affords(hint, now):
+        if regret.prompts < MIN_PROMPTS or regret.lost_s < MIN_GAIN * hint.read_s:
+            return None
+        if not self._budget.take(hint.target, hint.source, hint.read_s, now):
             return None
         del self._regrets[key]
         self.ordered += 1
-        for end in (hint.target, hint.source):
-            self._free_at[end] = now + hint.read_s / self._share
         return ReplicatePrefix(hint.target, tuple(keys[: hint.blocks]), hint.source, tenant)
-
-    def _affords(self, hint: ReplicationHint, now: float) -> bool:
-        self._free_at = {end: at for end, at in self._free_at.items() if at > now}
-        return hint.target not in self._free_at and hint.source not in self._free_at
 
     def _bound(self, now: float) -> None:
         """Drops the prefixes of least regret when there are too many."""
@@ -481,7 +511,7 @@ class PrefixReplication:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._regrets, self._free_at, self.ordered)
+        return digest_of(self._regrets, self._budget, self.ordered)
 
     def check_invariants(self) -> None:
         """Asserts that what is remembered is bounded."""
@@ -606,6 +636,7 @@ class RoutingConfig:
         slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
         peers: prefixes are loaded from engine instances, too, not only from kvstores.
         copy_share: share of a link that copies of hot prefixes may take; 0 = no copies.
+        prefetch_share: share of a link that prefetches into instances may take; 0 = none.
     """
 
     balancing_threshold: float = 1.0
@@ -618,6 +649,7 @@ class RoutingConfig:
     slow_factor: float = 0.0
     peers: bool = False
     copy_share: float = 0.0
+    prefetch_share: float = 0.0
 
 
 DEFAULT_ROUTING = RoutingConfig()

@@ -44,6 +44,7 @@ from services.conductor.core.events import (
     LoadReported,
     PrefillAccepted,
     PrefillMeasurements,
+    PromptsAnnounced,
     Rehash,
     Rehashed,
     RequestArrived,
@@ -57,8 +58,10 @@ from services.conductor.core.events import (
     TokensArrived,
     retries_exhausted,
 )
+from services.conductor.core.expected import ExpectedPrompts, TellSession
 from services.conductor.core.instances import LoadFacts
 from services.conductor.core.latency_model import MemoryNeed, expected_blocks, step_load_s
+from services.conductor.core.prefetch import Prefetch
 from services.conductor.core.request import (
     REQUEST_TIMERS,
     DecodePhase,
@@ -129,6 +132,7 @@ class RequestScheduler:
         tenants: number of requests per tenant.
         ledger: what tenants use at all conductors.
         sessions: conversations and agents' runs.
+        prefetch: brings KV nearer before it is needed.
         memory_queue: requests that wait for decode memory.
         slo_queue: requests that wait for a placement within their SLO.
         waiting_for_instance: requests that wait for an instance to join.
@@ -138,7 +142,9 @@ class RequestScheduler:
         self.requests: dict[int, ScheduledRequest] = {}
         self.tenants = TenantCounts()
         self.ledger = TenantLedger(limits.budgets, limits.heartbeat_s)
-        self.sessions = SessionTable()
+        self._expected = ExpectedPrompts()
+        self.sessions = SessionTable(self._expected)
+        self.prefetch = Prefetch(cluster, self._expected, self.sessions, cluster.prefetch_share)
         self.waiting_for_instance: dict[int, None] = {}
         self._limits = limits
         self._cluster = cluster
@@ -171,8 +177,8 @@ class RequestScheduler:
         return sorted([*self._calls.claims(self.requests.values()), *self._endpoint_claims.values()])
 
     def due(self) -> float | None:
-        """Time of the next timer, or of the next order for a session; None = there is neither."""
-        return min([at for at in (self._timers.next(), self.sessions.due()) if at is not None], default=None)
+        """Time of the next timer, or of the next order for an expected prompt; None = there is neither."""
+        return min([at for at in (self._timers.next(), self._expected.due()) if at is not None], default=None)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         """Takes an event; see `Core.handle`."""
@@ -192,15 +198,15 @@ class RequestScheduler:
                 self._pick_endpoint(now, ScheduledRequest(spec, keys, suspects=list(others)))
             case EndpointDone(number):
                 self._cluster.release(self._endpoint_claims.pop(number, 0), now)
-            case SessionUpdated(tenant, turn):
-                self._actions += self.sessions.update(tenant, turn, now)
+            case SessionUpdated() | PromptsAnnounced():
+                self._foreseen(now, event)
             case PrefillAccepted() | FirstToken() | KVDelivered() | TokensArrived():
                 self._from_call(now, event)
             case IoEnded():
                 self._call_ended(now, event)
         while (timer := self._timers.pop_due(now)) is not None:
             self._timer_due(now, *timer)
-        self._actions += self.sessions.coming(now, self._cluster.index.is_cold)
+        self._actions += self.prefetch.due(now)
         out += self._actions
         self._actions.clear()
 
@@ -221,6 +227,14 @@ class RequestScheduler:
             self._fail(now, request, refusal, refused=True)
         elif not self._take_over(now, request):
             self._place(now, request)
+
+    def _foreseen(self, now: float, event: SessionUpdated | PromptsAnnounced) -> None:
+        """Clients say what will come, or will not."""
+        if isinstance(event, PromptsAnnounced):
+            self._actions += self.prefetch.announced(event, now)
+            return
+        self._actions += self.prefetch.changed((event.tenant, event.turn.id))
+        self._actions += self.sessions.update(event.tenant, event.turn, now)
 
     def _from_client(self, now: float, event: Rehashed | StopRequested | ClientGone) -> None:
         request = self.requests.get(event.request)
@@ -467,6 +481,7 @@ class RequestScheduler:
         if request.spec.session is not None:
             sources = [holder.id for holder in decision.sources if not holder.peer]
             self.sessions.placed(request.spec.tenant, request.spec.session, decision.prefill.id)
+            self._actions += self.prefetch.changed((request.spec.tenant, request.spec.session.id), decision.prefill.id)
             request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
         waited_s = attempt.begun - request.spec.arrived
         if request.waits_since is not None:
@@ -474,6 +489,7 @@ class RequestScheduler:
             request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
         request.unasked = 0
+        self._warm(request, decision, decision.prefill.queue_s)
         self._actions.append(
             AnnouncePlacement(
                 number, decision, attempt.sequence, attempt.reservation, waited_s, attempt.queued_s, attempt.tpot
@@ -483,6 +499,20 @@ class RequestScheduler:
             self._calls.compute_at_decode(request, attempt, now)
         else:
             self._calls.call_prefill(request, attempt, now)
+
+    def _warm(self, request: ScheduledRequest, decision: RoutingDecision, wait_s: float) -> None:
+        """The request waits: what the prompt would read from a kvstore's SSD is brought into memory meanwhile."""
+        if request.warming is None:
+            spec = request.spec
+            request.warming = self.prefetch.waits(spec.tenant, spec.session, request.keys, decision, wait_s)
+            if request.warming is not None:
+                self._actions.append(request.warming)
+
+    def _warmed(self, request: ScheduledRequest) -> None:
+        """The request waits no longer: what has not been read from SSD by now is not wanted."""
+        order, request.warming = request.warming, None
+        if order is not None:
+            self._actions.append(TellSession(order.instance, replace(order.hint, return_s=None)))
 
     def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Finds another prefill instance, as the first one's queue was longer than predicted.
@@ -543,6 +573,7 @@ class RequestScheduler:
             blocks = decision.decodes[0].blocks if decision.decodes else need.longest
             cost_s = self._cost_s(decision)
             self.memory_queue.add(MemoryWaiter(request.spec.queue_key, need, request.waits_since, cost_s, blocks), now)
+            self._warm(request, decision, refusal.retry_after_s)
 
     def _slo_missed(self, now: float, request: ScheduledRequest, refusal: Failure, decision: RoutingDecision) -> None:
         """No placement keeps the request's SLO: the request waits if the client allows waiting, or is refused."""
@@ -551,6 +582,7 @@ class RequestScheduler:
         elif self._wait(now, request, RequestState.WAITING_SLO, refusal):
             nbytes = TOKEN_BYTES * request.spec.prompt_tokens
             key, cost_s = request.spec.queue_key, self._cost_s(decision)
+            self._warm(request, decision, refusal.retry_after_s)
             for number in self.slo_queue.add(now, key, nbytes, cost_s, refusal.retry_after_s):
                 self._wait_over(now, self.requests[number])
 
@@ -659,6 +691,7 @@ class RequestScheduler:
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken
     ) -> None:
         """Starts decode with the token. A token of an attempt that has ended counts, too."""
+        self._warmed(request)
         self._grow(now, request, int(not event.known and not request.spec.deferred))
         if attempt is not None:
             for read in event.how.loads:
@@ -992,6 +1025,7 @@ class RequestScheduler:
     def _remove(self, now: float, request: ScheduledRequest) -> None:
         number = request.spec.number
         request.enter(RequestState.ENDED)
+        self._warmed(request)
         del self.requests[number]
         self.tenants.left(request.spec.tenant, now)
         self.ledger.ended(request.spec.tenant, request.spec.choices, now)
@@ -1014,6 +1048,7 @@ class RequestScheduler:
         self.memory_queue.check_invariants()
         self.slo_queue.check_invariants()
         self.sessions.check_invariants()
+        self.prefetch.check_invariants()
         self.tenants.check_invariants(Counter([it.spec.tenant for it in self.requests.values()]))
         answers = Counter[str]()
         for it in self.requests.values():
@@ -1048,7 +1083,7 @@ class RequestScheduler:
     def digest(self) -> bytes:
         """Hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
-        state = self.requests, self._endpoint_claims, self.tenants, self.ledger, self.sessions, *queues
+        state = self.requests, self._endpoint_claims, self.tenants, self.ledger, self.sessions, self.prefetch, *queues
         return digest_of(*state, self._shares, self._calls, self._timers)
 
 

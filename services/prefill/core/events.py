@@ -104,6 +104,13 @@ class ReplicateBlocks:
     tenant: str = ""
 
 
+@frozen
+class StopReplicating:
+    """Calls off the replication of the chain that ends with `tail`; ignored if there is none."""
+
+    tail: BlockKey
+
+
 Event = (
     SubmitJob
     | CancelJob
@@ -112,6 +119,7 @@ Event = (
     | LayerComputed
     | LayerLoaded
     | ReplicateBlocks
+    | StopReplicating
     | DeleteKV
     | LendBlocks
     | ReturnBlocks

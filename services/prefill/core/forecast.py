@@ -157,7 +157,28 @@ def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | N
             late_at = _wait_pays_until(state, job, at, other, load)
             if late_at is not None:
                 return late_at
-    return None
+    return _wait_for_replica_until(state, job, at)
+
+
+def _wait_for_replica_until(state: PrefillState, job: PrefillJob, at: int) -> float | None:
+    """Until when a job waits for a replication that brings block `at`; None if computing from there is faster."""
+    replica = state.replica
+    if replica is None or not replica.first <= at < len(replica.keys) or replica.keys[at] != job.spec.keys[at]:
+        return None
+    speeds = state.tracker.speeds
+    load_s = load_seconds(speeds.loading_from_peers() if replica.source.peer else speeds, replica.nbytes)
+    left_s = replica.began_at + load_s - state.now
+    late_at = state.now + left_s + LAYER_STALL_S
+    end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], replica.keys), len(replica.keys))
+    return late_at if state.now < late_at and left_s < _compute_seconds(state, at, end) else None
+
+
+def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
+    """Predicted seconds of computing blocks [first, end) of a prompt."""
+    size = state.settings.block_tokens
+    tokens = (end - first) * size
+    steps = steps_of(tokens, state.settings.step_tokens)
+    return prefill_seconds(state.tracker.speeds, tokens, first * size, steps=steps, begins=False)
 
 
 def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
@@ -177,13 +198,10 @@ def _wait_pays_until(
     state: PrefillState, job: PrefillJob, at: int, other: PrefillJob, load: PrefixLoad
 ) -> float | None:
     """When a load will be late; None if the load is late, or computing is faster than waiting."""
-    each_s, size = layer_seconds(state, load), state.settings.block_tokens
+    each_s = layer_seconds(state, load)
     late_at = load.progressed_at + each_s + stall_grace(state, load)
     if load.stalled or other.owner.transient or state.now >= late_at:
         return None
     end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], other.spec.keys), load.end)
-    tokens = (end - at) * size
-    steps = steps_of(tokens, state.settings.step_tokens)
-    compute_s = prefill_seconds(state.tracker.speeds, tokens, at * size, steps=steps, begins=False)
     left_s = load.progressed_at + each_s * (state.settings.layers - load.layers) - state.now
-    return late_at if left_s < compute_s else None
+    return late_at if left_s < _compute_seconds(state, at, end) else None

@@ -408,7 +408,7 @@ class LoadFlight:
 
 @dataclass(slots=True, eq=False)
 class ReplicaFlight:
-    """Blocks of a chain being replicated here; those before `first` were cached."""
+    """Blocks of a chain being replicated here since `began_at`, seconds; those before `first` were cached."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -417,6 +417,7 @@ class ReplicaFlight:
     first: int
     source: KVSource
     nbytes: int
+    began_at: float
     tables: tuple[BlockTable, ...] = ()
 
 
@@ -464,6 +465,7 @@ class PrefillState:
         started: jobs that have, or had, blocks, in the order of starting.
         ios: I/O in flight, with the blocks that each pins.
         steps: steps in flight, in order.
+        replica: the replication in flight.
         now: time of the event being handled, seconds.
         out: actions of the event being handled.
     """
@@ -480,6 +482,7 @@ class PrefillState:
         self.started: dict[int, PrefillJob] = {}
         self.ios: PendingIo[IoInFlight] = PendingIo()
         self.steps: dict[int, StepFlight] = {}
+        self.replica: ReplicaFlight | None = None
         self.now = 0.0
         self.out: list[Action] = []
 

@@ -2,8 +2,8 @@
 
 A failing source is skipped for a while: the failure delays one request by one deadline, not every request.
 
-Replication takes spare capacity only: one order at a time, none while prompts wait for blocks, and at most half of the
-free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
+Replication takes spare capacity only: one order at a time, and at most half of the free or cached blocks that no
+waiting prompt needs. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
 """
 
 from collections.abc import Iterator
@@ -193,11 +193,13 @@ class PrefixLoads:
 
 
 REPLICA_PART = 2
-"""A replication takes at most one in this many free or cached blocks."""
+"""A replication takes at most one in this many free or cached blocks, without those that waiting prompts need."""
+MAX_ORDERS = 16
+"""Orders that wait for the one in flight; further ones are skipped."""
 
 
 class Replication:
-    """Replicates hot blocks from other instances, one order at a time.
+    """Replicates blocks from other instances, one order at a time.
 
     Attributes:
         copied_blocks: blocks that arrived whole.
@@ -207,45 +209,56 @@ class Replication:
         self._state = state
         self._loads = loads
         self._io: int | None = None
+        self._orders: dict[int, ReplicateBlocks] = {}
         self.copied_blocks = 0
-
-    @property
-    def flight(self) -> ReplicaFlight | None:
-        """The replication in flight."""
-        found = self._state.ios.get(self._io) if self._io is not None else None
-        return found if isinstance(found, ReplicaFlight) else None
 
     @property
     def owners(self) -> Iterator[tuple[KVOwner, tuple[BlockKey, ...]]]:
         """Owner and keys of the blocks in flight."""
-        flight = self.flight
+        flight = self._state.replica
         if flight is not None:
             yield flight.owner, flight.keys
 
     def begin(self, event: ReplicateBlocks) -> None:
-        """Reads the blocks of a chain that are not cached, or skips the order."""
+        """Reads the blocks of a chain that are not cached, behind earlier orders; or skips the order."""
+        if len(self._orders) < MAX_ORDERS:
+            self._orders[event.number] = event
+            self._begin_next()
+        else:
+            self._state.act(EndReplication(event.number, 0))
+
+    def _begin_next(self) -> None:
+        while self._io is None and self._orders:
+            event = self._orders.pop(next(iter(self._orders)))
+            if not self._begin(event):
+                self._state.act(EndReplication(event.number, 0))
+
+    def _begin(self, event: ReplicateBlocks) -> bool:
+        """Reads the blocks; False if they are cached, or there is no room for them now."""
         state, manager = self._state, self._state.manager
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)
-        spare = manager.num_available - sum(map(manager.is_cached, held))
+        needed = sum([state.settings.blocks_for(state.jobs[number].spec.tokens) for number in state.waiting])
+        spare = manager.num_available - needed - sum(map(manager.is_cached, held))
         windows = min(missing, state.settings.window_blocks)
         full = missing * REPLICA_PART > spare or windows * REPLICA_PART > manager.num_slots_available
-        busy = self._io is not None or len(state.waiting) or self._loads.is_paused(event.source)
-        if busy or not missing or full:
-            state.act(EndReplication(event.number, 0))
-            return
+        if not missing or full or self._loads.is_paused(event.source):
+            return False
         manager.acquire(held, len(held))
         blocks = (*held, *manager.allocate(missing))
         manager.give_slots(blocks[len(blocks) - windows :])
-        nbytes = state.settings.read_bytes(missing)
-        flight = ReplicaFlight(event.number, event.keys, KVOwner(event.tenant), blocks, len(held), event.source, nbytes)
-        self._io = state.begin(flight)
+        nbytes, owner = state.settings.read_bytes(missing), KVOwner(event.tenant)
+        state.replica = ReplicaFlight(
+            event.number, event.keys, owner, blocks, len(held), event.source, nbytes, state.now
+        )
+        self._io = state.begin(state.replica)
         timeout_s = self._loads.timeout_s(event.source, nbytes)
         state.act(ReadReplica(self._io, event.number, len(held), blocks[len(held) :], timeout_s))
+        return True
 
     def ended(self, flight: ReplicaFlight, result: LoadEnded) -> None:
         """Keeps the blocks that arrived whole."""
-        self._io = None
+        self._io = self._state.replica = None
         self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
         manager, end = self._state.manager, flight.first + result.blocks
         fresh = flight.blocks[flight.first : end]
@@ -255,11 +268,24 @@ class Replication:
         manager.note_copies(fresh)
         self.copied_blocks += result.blocks
         self._state.act(EndReplication(flight.number, result.blocks))
+        self._begin_next()
+
+    def call_off(self, tail: BlockKey) -> None:
+        """The chain that ends with this key is not wanted any more."""
+        for number in [number for number, event in self._orders.items() if event.keys[-1] == tail]:
+            del self._orders[number]
+            self._state.act(EndReplication(number, 0))
+        flight = self._state.replica
+        if flight is not None and flight.keys[-1] == tail:
+            self._state.cancel(self._io)
 
     def stop(self) -> None:
-        """Cancels the replication in flight."""
+        """Cancels all replications."""
+        for number in self._orders:
+            self._state.act(EndReplication(number, 0))
+        self._orders.clear()
         self._state.cancel(self._io)
 
     def digest(self) -> bytes:
-        """Hash over the replication in flight and the counter."""
-        return digest_of(self._io, self.flight, self.copied_blocks)
+        """Hash over the orders, the replication in flight and the counter."""
+        return digest_of(self._io, self._orders, self._state.replica, self.copied_blocks)

@@ -34,6 +34,7 @@ from services.prefill.core.events import (
     SlicesSent,
     StepEnded,
     StopAllJobs,
+    StopReplicating,
     SubmitJob,
 )
 from services.prefill.core.forecast import queue_seconds, reassign_shared_prefix, shared_tokens, speeds_now
@@ -185,7 +186,7 @@ class PrefillScheduler:
             case DeleteKV():
                 jobs = [(job.owner, job.spec.keys) for job in self.state.jobs.values()]
                 self.state.act(delete_kv(self.state.manager, event, [*jobs, *self.copies.owners]))
-            case ReplicateBlocks():
+            case ReplicateBlocks() | StopReplicating():
                 self._copy(event)
             case LendBlocks() | ReturnBlocks():
                 self.state.out += self.state.lending.handle(event, self.state.manager.num_available)
@@ -341,8 +342,10 @@ class PrefillScheduler:
             self.state.cancel(io)
         self.copies.stop()
 
-    def _copy(self, event: ReplicateBlocks) -> None:
-        if self._draining or self._stopped:
+    def _copy(self, event: ReplicateBlocks | StopReplicating) -> None:
+        if isinstance(event, StopReplicating):
+            self.copies.call_off(event.tail)
+        elif self._draining or self._stopped:
             self.state.act(EndReplication(event.number, 0))
         else:
             self.copies.begin(event)

@@ -38,6 +38,7 @@ COVERED = {
     "DeleteKV": "delete_kv",
     "ChangeRole": "change_role",
     "UpdateSession": "update_session",
+    "AnnouncePrompts": "announce",
     "LoadLoraAdapter": "load_lora_adapter",
     "UnloadLoraAdapter": "unload_lora_adapter",
 }

@@ -6,10 +6,18 @@ import pytest
 
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.scheduling.block_manager import DeleteKV, LendBlocks
-from moonpool.scheduling.state_machine import IoEnded
+from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.v1 import conductor_pb2
 from services.prefill.core.actions import EndReplication, ReadReplica
-from services.prefill.core.events import Drain, KVSource, LoadEnded, ReplicateBlocks, StopAllJobs
+from services.prefill.core.events import (
+    Drain,
+    KVSource,
+    LoadEnded,
+    ReplicateBlocks,
+    StopAllJobs,
+    StopReplicating,
+)
+from services.prefill.core.loads import MAX_ORDERS
 from tests.unit.instances import BLOCK, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin
 from tests.unit.prefill.world import BT, World, keys
@@ -47,17 +55,42 @@ def test_only_what_is_missing_is_read() -> None:
 
 
 def test_what_cannot_be_spared_is_passed_over() -> None:
-    """More than half of what is free; a second one beside the first; from a source that has just failed."""
+    """More than half of what is free; from a source that has just failed, also if ordered before."""
     it = World()
     assert it.post(order(1, 7)) == [EndReplication(1, 0)]
     [copy] = it.post(order(2))
     assert isinstance(copy, ReadReplica)
-    assert it.post(order(3, 1, family=1)) == [EndReplication(3, 0)]
-    assert it.post(IoEnded(copy.io, LoadEnded(0, failed=True))) == [EndReplication(2, 0)]
+    assert it.post(order(3, 1, family=1)) == []
+    assert it.post(IoEnded(copy.io, LoadEnded(0, failed=True))) == [EndReplication(2, 0), EndReplication(3, 0)]
     assert it.post(order(4, 1, family=1)) == [EndReplication(4, 0)]
     it.pass_time(3.0)
     [copy] = it.post(order(5, 1, family=1))
     assert isinstance(copy, ReadReplica)
+
+
+def test_copies_come_one_after_the_other() -> None:
+    it = World()
+    [copy] = it.post(order(1, 2))
+    assert isinstance(copy, ReadReplica)
+    orders = [order(number, 1, family=number) for number in range(2, 2 + MAX_ORDERS)]
+    assert [it.post(one) for one in orders] == [[]] * MAX_ORDERS
+    assert it.post(order(99, 1, family=99)) == [EndReplication(99, 0)], "too many wait"
+    over, following = it.post(IoEnded(copy.io, LoadEnded(2)))
+    assert over == EndReplication(1, 2)
+    assert isinstance(following, ReadReplica)
+    assert following.number == 2
+
+
+def test_a_copy_that_is_called_off_ends_or_never_begins() -> None:
+    it = World()
+    [copy] = it.post(order(1, 4))
+    assert isinstance(copy, ReadReplica)
+    it.post(order(2, 1, family=1))
+    assert it.post(StopReplicating(keys(1, BT)[-1])) == [EndReplication(2, 0)]
+    assert it.post(StopReplicating(keys(2, BT)[-1])) == [], "nobody has ordered it"
+    assert it.post(StopReplicating(keys(0, 4 * BT)[-1])) == [CancelIo(copy.io)]
+    assert it.post(IoEnded(copy.io, LoadEnded(0))) == [EndReplication(1, 0)]
+    assert it.core.state.manager.num_free == it.settings.blocks
 
 
 def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:

@@ -81,12 +81,14 @@ class World:
         decode_prompt_tokens: int = 0,
         slow_factor: float = 0.0,
         copy_share: float = 0.0,
+        prefetch_share: float = 0.0,
     ) -> None:
         routing = RoutingConfig(
             decode_prompt_tokens=decode_prompt_tokens,
             slow_factor=slow_factor,
             peers=bool(copy_share),
             copy_share=copy_share,
+            prefetch_share=prefetch_share,
         )
         self.core = ConductorCore(limits, CountedView(routing))
         self.members: dict[str, InstanceFacts] = {}

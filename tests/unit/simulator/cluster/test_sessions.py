@@ -37,4 +37,4 @@ def test_a_known_session_waits_hardly_longer_for_ssd_than_for_memory() -> None:
     assert last_ttft_s(run(SMALL, trace(""))[0]) > 2 * memory_s
     requests, cluster = run(SMALL, trace("s"))
     assert last_ttft_s(requests) <= 1.2 * memory_s
-    assert cluster.conductors[0].core.scheduler.sessions.prefetches >= 3
+    assert cluster.conductors[0].core.scheduler.prefetch.to_memory >= 3
