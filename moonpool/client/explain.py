@@ -151,6 +151,7 @@ class Attempt:
         first_token_s: time of the first new token; 0 if none came.
         last_token_s: time of the last new token.
         ended_s: time at which the placement was given up; 0 if not given up.
+        overtaken_tokens: tokens computed while a load of them was under way, as the load took longer.
     """
 
     placement: Placement
@@ -173,6 +174,7 @@ class Attempt:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     ended_s: float = 0.0
+    overtaken_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -722,7 +722,7 @@ class GenerateStream:
         if (attempt := self._attempts.get(sequence)) is not None:
             attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
             attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.lane
-            attempt.computed_s = self._since_arrival()
+            attempt.computed_s, attempt.overtaken_tokens = self._since_arrival(), first.overtaken_tokens
             attempt.loads.extend(first.loads)
             attempt.chunks.extend(first.chunks)
         if not self.tokens:

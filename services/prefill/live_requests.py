@@ -143,6 +143,7 @@ class LivePrefill:
             local_tokens=told.cached_tokens,
             loaded_tokens=told.loaded_tokens,
             computed_tokens=told.computed_tokens,
+            overtaken_tokens=told.overtaken_tokens,
             queue_s=told.queue_s,
             prefill_s=told.prefill_s,
             loads=self.loads,

@@ -228,6 +228,11 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
         lambda it: it.core.copies.copied_blocks,
     ),
     counter("load_failures_total", "Loads that failed; the blocks were computed.", lambda it: it.core.loads.failures),
+    counter(
+        "overtaken_loads_total",
+        "Loads whose blocks were computed meanwhile, as the loads took longer.",
+        lambda it: it.core.loads.overtaken,
+    ),
     counter("steps_total", "Steps computed.", lambda it: it.core.steps.done),
 )
 

@@ -254,7 +254,10 @@ class PrefixLoaded:
 
 @frozen
 class ReportFirstToken:
-    """The prompt is computed and the next token is known: report the token at once."""
+    """The prompt is computed and the next token is known: report the token at once.
+
+    `overtaken_tokens` of the computed ones were computed while a load of them was under way.
+    """
 
     job: int
     cached_tokens: int
@@ -264,6 +267,7 @@ class ReportFirstToken:
     prefill_s: float
     misses: tuple[PrefixMiss, ...]
     loads: tuple[PrefixLoaded, ...] = ()
+    overtaken_tokens: int = 0
 
 
 @frozen

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import Speeds, load_seconds, prefill_seconds, steps_of
-from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, StepFlight
+from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, SendFlight, StepFlight
 
 LAYER_STALL_S = 0.02
 """Seconds, besides two layers' time, that a step waits for a late layer while other jobs wait."""
@@ -55,6 +55,29 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
     computing = step_s / layers
     wait = max(next_in - load.layers * computing, last_in - (layers - 1) * computing)
     return wait if wait > TIMER_GRAIN_S else 0.0
+
+
+def overtake_at(state: PrefillState, job: PrefillJob, load: PrefixLoad, others: int) -> float | None:
+    """When computing the blocks of a load is faster than waiting for the rest, if no layer comes before; None = never.
+
+    Computing takes the engine from the `others` jobs: the wait must be longer than computing for each of them, too. A
+    load without a layer is expected to take as long again once late; each layer left, as long as a late one.
+    Layers with a window are not computed beside a load, which has their slots.
+    """
+    settings = state.settings
+    sending = job.outgoing is not None and isinstance(state.ios.get(job.outgoing.io or 0), SendFlight)
+    if settings.window_blocks or sending or state.manager.num_available < load.end - load.first:
+        return None
+    compute_s = (1 + others) * _compute_seconds(state, load.first, load.end) / state.core_share
+    if not load.layers:
+        load_s = settings.layers * layer_seconds(state, load)
+        return load.began_at + max(load_s, compute_s)
+    left, each_s = settings.layers - load.layers, layer_seconds(state, load)
+    if not left:
+        return None
+    if left * each_s - (state.now - load.progressed_at) > compute_s:
+        return load.progressed_at
+    return load.progressed_at + max(each_s + stall_grace(state, load), compute_s / left)
 
 
 OVERDUE_RATIO = 2.0

@@ -191,6 +191,7 @@ class PrefixLoad:
     Attributes:
         io: the load's I/O number.
         source: index in the job's sources.
+        began_at: when the load began, seconds.
         progressed_at: when the last layer arrived, or the load began, seconds.
         first_at: when the first layer arrived, seconds.
         layers: leading layers that have arrived.
@@ -201,10 +202,26 @@ class PrefixLoad:
     source: int
     first: int
     end: int
+    began_at: float
     progressed_at: float
     first_at: float = 0.0
     layers: int = 0
     stalled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OvertakenLoad:
+    """A load that took longer than computing: both go on, and what has a block first counts.
+
+    Attributes:
+        load: the load.
+        table: blocks that the load writes, from `load.first` on; pinned by the load in flight and by the job.
+        whole: the load has arrived whole.
+    """
+
+    load: PrefixLoad
+    table: BlockTable
+    whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +233,9 @@ class JobPrefix:
         cached: leading tokens that need not be computed because they were cached.
         loaded: further tokens that need not be computed because they were loaded.
         next_source: index of the source tried next.
-        load: the load in flight.
+        load: the load in flight that the job waits for.
+        overtaken: the load that computing has overtaken.
+        overtaken_tokens: tokens that were computed while a load of them was under way.
         misses: blocks that a kvstore lacked.
         loads: loads that arrived whole.
     """
@@ -226,6 +245,8 @@ class JobPrefix:
     loaded: int = 0
     next_source: int = 0
     load: PrefixLoad | None = None
+    overtaken: OvertakenLoad | None = None
+    overtaken_tokens: int = 0
     misses: list[PrefixMiss] = field(default_factory=list)
     loads: list[PrefixLoaded] = field(default_factory=list)
 

@@ -14,10 +14,12 @@ from moonpool.scheduling.latency import Speeds, load_is_cheaper, load_seconds, p
 from moonpool.scheduling.state_machine import digest_of
 from services.prefill.core.actions import EndReplication, LoadBlocks, PrefixLoaded, PrefixMiss, ReadReplica
 from services.prefill.core.events import KVSource, LoadEnded, ReplicateBlocks
-from services.prefill.core.forecast import is_computed_by_other, wait_for_other_load_until
+from services.prefill.core.forecast import is_computed_by_other, overtake_at, wait_for_other_load_until
 from services.prefill.core.jobs import (
+    BlockTable,
     LoadFlight,
     OutgoingTransfers,
+    OvertakenLoad,
     PrefillJob,
     PrefillState,
     PrefixLoad,
@@ -36,6 +38,7 @@ class PrefixLoads:
     Attributes:
         loaded_blocks: blocks that arrived whole.
         failures: loads that failed for another reason than missing or damaged blocks.
+        overtaken: loads whose blocks were computed meanwhile, as the loads took longer.
         undecided: jobs whose decision waits for another job (`decide_again`).
     """
 
@@ -45,8 +48,10 @@ class PrefixLoads:
         self._sends = sends
         self._paused: dict[str, float] = {}
         self.undecided: dict[int, None] = {}
+        self._in_flight: dict[int, int] = {}  # job of each load
         self.loaded_blocks = 0
         self.failures = 0
+        self.overtaken = 0
 
     def decide(self, job: PrefillJob) -> None:
         """Loads a prefix into the blocks of a job that starts, from the best source for which loading pays.
@@ -93,9 +98,14 @@ class PrefixLoads:
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
         """A load has ended; blocks that did not arrive are computed."""
+        del self._in_flight[io]
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
         job = self._state.jobs.get(flight.job)
+        overtaken = job.prefix.overtaken if job is not None else None
+        if job is not None and overtaken is not None and overtaken.load.io == io:
+            self._overtaken_ended(job, overtaken, flight, result)
+            return
         if job is None or job.prefix.load is None or job.prefix.load.io != io:
             return
         load = job.prefix.load
@@ -115,7 +125,112 @@ class PrefixLoads:
 
     def digest(self) -> bytes:
         """Hash of the paused sources, the undecided jobs and the counters."""
-        return digest_of(self._paused, self.undecided, self.loaded_blocks, self.failures)
+        counts = self.loaded_blocks, self.failures, self.overtaken
+        return digest_of(self._paused, self.undecided, self._in_flight, *counts)
+
+    # --- overtaking ------------------------------------------------------------------------------------------------
+
+    def overtake_at(self) -> float | None:
+        """When the next load is overtaken, if no event comes before; None = not foreseen."""
+        if not self._in_flight:
+            return None  # most of the time
+        state, others = self._state, self._others()
+        jobs = [job for number in self._in_flight.values() if (job := state.jobs.get(number)) is not None]
+        times = [overtake_at(state, job, job.prefix.load, others) for job in jobs if job.prefix.load is not None]
+        return min([at for at in times if at is not None], default=None)
+
+    def overtake(self) -> None:
+        """Computes the blocks of loads that take longer than computing, into other blocks, while the loads go on."""
+        if not self._in_flight:
+            return  # most of the time
+        state, others = self._state, self._others()
+        for io, number in list(self._in_flight.items()):
+            job = state.jobs.get(number)
+            load = job.prefix.load if job is not None else None
+            if job is None or load is None:
+                continue
+            at = overtake_at(state, job, load, others)
+            if at is not None and at <= state.now:
+                self._overtake(job, load, io)
+
+    def _others(self) -> int:
+        """Jobs that wait for the engine beside one that loads."""
+        state = self._state
+        return len(state.waiting) + sum([not job.finished for job in state.started.values()]) - 1
+
+    def _overtake(self, job: PrefillJob, load: PrefixLoad, io: int) -> None:
+        state, flight = self._state, self._state.ios.get(io)
+        assert job.table is not None
+        assert isinstance(flight, LoadFlight)
+        own = BlockTable(job.table.blocks[load.first : load.end], pins=2)
+        job.table.blocks[load.first : load.end] = state.manager.allocate(load.end - load.first)
+        state.unpin(job.table)
+        flight.tables = (own,)
+        job.prefix.load, job.prefix.overtaken = None, OvertakenLoad(load, own)
+        self._steps.rewind(job, load.first)
+        self.overtaken += 1
+
+    def computed(self, job: PrefillJob) -> None:
+        """Some of a job is computed: an overtaken load may be of no use any more, or may be taken now."""
+        overtaken, size = job.prefix.overtaken, self._state.settings.block_tokens
+        if overtaken is None:
+            return
+        load = overtaken.load
+        if job.computed >= min(load.end * size, job.spec.tokens):
+            job.prefix.overtaken_tokens += (load.end - load.first) * size
+            if not overtaken.whole:
+                self._learn_from_part(load)
+            self.give_up(job)
+        elif overtaken.whole:
+            self._take_rest(job, overtaken)
+
+    def give_up(self, job: PrefillJob) -> None:
+        """An overtaken load is not wanted any more."""
+        overtaken, job.prefix.overtaken = job.prefix.overtaken, None
+        if overtaken is not None:
+            self._state.cancel(overtaken.load.io)
+            self._state.unpin(overtaken.table)
+
+    def _learn_from_part(self, load: PrefixLoad) -> None:
+        """Learns how slow a load was that did not arrive whole: as if half of the next layer had come."""
+        state, flight = self._state, self._state.ios.get(load.io)
+        assert isinstance(flight, LoadFlight)
+        nbytes = flight.nbytes * (load.layers + 0.5) / state.settings.layers
+        state.tracker.observe_load(round(nbytes), state.now - load.began_at, peer=flight.source.peer)
+
+    def _overtaken_ended(
+        self, job: PrefillJob, overtaken: OvertakenLoad, flight: LoadFlight, result: LoadEnded
+    ) -> None:
+        load = overtaken.load
+        if result.missing is not None and not flight.source.peer:
+            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
+        overtaken.whole = result.blocks == flight.wanted
+        if overtaken.whole:
+            job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
+            self.computed(job)
+        else:
+            self.give_up(job)
+
+    def _take_rest(self, job: PrefillJob, overtaken: OvertakenLoad) -> None:
+        """Takes the blocks that are not computed from the load, once no step computes any."""
+        state, load, table = self._state, overtaken.load, job.table
+        if job.slices_in_flight:
+            return
+        assert table is not None
+        first = job.computed // state.settings.block_tokens
+        at = first - load.first
+        rest = overtaken.table.blocks[at:]
+        overtaken.table.blocks[at:], table.blocks[first : load.end] = table.blocks[first : load.end], rest
+        job.prefix.overtaken_tokens += at * state.settings.block_tokens
+        tokens = state.settings.reused_tokens(job.spec.tokens, load.end)
+        job.prefix.blocks, job.prefix.loaded = load.end, job.prefix.loaded + tokens - job.computed
+        for copy, until in enumerate(job.put_until):  # what the store gave, or holds, need not be written
+            job.put_until[copy] = max(until, min(job.copies[copy].held or 0, load.end))
+        state.advance(job, tokens)
+        self._sends.leading(job, load.end)
+        self.give_up(job)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
 
     def _load_over(self, job: PrefillJob, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
@@ -143,7 +258,8 @@ class PrefixLoads:
         source = job.sources[index]
         flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
-        job.prefix.load = PrefixLoad(io, index, first, end, state.now)
+        self._in_flight[io] = job.number
+        job.prefix.load = PrefixLoad(io, index, first, end, state.now, state.now)
         blocks = tuple(job.table.blocks[first:end])
         state.manager.give_slots(blocks[-state.settings.window_blocks :])
         state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))

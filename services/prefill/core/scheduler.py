@@ -75,6 +75,7 @@ def _check_block_pins(state: PrefillState) -> None:
     tables: dict[int, BlockTable] = {}
     refs: Counter[int] = Counter(state.lending)
     owned = [job.table for job in state.jobs.values() if job.table is not None]
+    owned += [it.table for job in state.jobs.values() if (it := job.prefix.overtaken) is not None]
     for _, flight in state.ios:
         owned += flight.tables
         if isinstance(flight, WriteBackFlight | ReplicaFlight):
@@ -201,7 +202,7 @@ class PrefillScheduler:
 
     def due(self) -> float | None:
         """See `moonpool.scheduling.state_machine.Core.due`."""
-        return earliest(self.steps.plan_at, self.steps.stalled_at())
+        return earliest(earliest(self.steps.plan_at, self.steps.stalled_at()), self.loads.overtake_at())
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
@@ -303,6 +304,7 @@ class PrefillScheduler:
             self.steps.plan_at = None
             return
         self.steps.drop_stalled()
+        self.loads.overtake()
         if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
             return  # nothing can start; most events come here
         self.steps.forgive_idle()
@@ -324,6 +326,7 @@ class PrefillScheduler:
             reassign_shared_prefix(self.state, job)
         self._sends.give_up(job)
         self.state.cancel(job.prefix.load.io if job.prefix.load is not None else None)
+        self.loads.give_up(job)
         self.steps.drop_job(job)
         self.state.unbind(job)
         self.state.act(EndJob(number, outcome))
@@ -376,6 +379,7 @@ class PrefillScheduler:
     def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
         news = self.steps.ended(io, flight, result)
         for job in news.counted:
+            self.loads.computed(job)
             self._write_back(job)
             self.state.pass_windows(job)
             if job.finished:
@@ -414,7 +418,9 @@ class PrefillScheduler:
         began = job.first_step_at if job.first_step_at is not None else now
         computed = job.spec.tokens - job.prefix.cached - job.prefix.loaded
         told = (job.prefix.cached, job.prefix.loaded, computed, began - job.added_at, now - began)
-        self.state.act(ReportFirstToken(job.number, *told, tuple(job.prefix.misses), tuple(job.prefix.loads)))
+        prefix = job.prefix
+        reads = tuple(prefix.misses), tuple(prefix.loads), prefix.overtaken_tokens
+        self.state.act(ReportFirstToken(job.number, *told, *reads))
         if self._sends.finish(job):
             self._done(job)
 

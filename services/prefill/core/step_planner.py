@@ -238,6 +238,8 @@ class StepPlanner:
     def _plannable(self, job: PrefillJob) -> bool:
         if job.table is None or job.gated or job.blocked_by:
             return False
+        if job.prefix.overtaken is not None and job.prefix.overtaken.whole:
+            return False  # the rest comes from the load once the steps in flight have ended
         return job.scheduled < job.spec.tokens
 
     def _under_way(self) -> set[BlockKey]:

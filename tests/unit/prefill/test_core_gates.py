@@ -10,6 +10,8 @@ from tests.unit.prefill.world import BT, SETTINGS, World, staged
 LAYER_LOAD_S = 0.9
 """Of three blocks, whose layer is 3 KiB."""
 QUICK_LOAD_S = 0.2
+COMPUTE_S = 4.8
+"""Of the blocks that are loaded."""
 
 
 def loading(layer_s: float = LAYER_LOAD_S, token_s: float = 0.1) -> tuple[World, int]:
@@ -39,18 +41,19 @@ def test_a_step_begins_just_in_time() -> None:
 
 def test_a_step_needs_the_first_layer() -> None:
     it, _ = loading()
-    it.pass_time(10.0)
+    it.pass_time(COMPUTE_S - 0.1)
     assert not it.steps
-    assert it.core.due() is None
+    assert it.core.due() == pytest.approx(COMPUTE_S), "then the prefix could have been computed"
 
 
 def test_a_step_does_not_begin_while_a_layer_is_overdue() -> None:
     it, io = loading()
     it.pass_time(LAYER_LOAD_S)
     it.load_layer(io)
-    it.pass_time(10.0)
+    overdue_s = 3 * LAYER_LOAD_S + LAYER_STALL_S
+    it.pass_time(overdue_s - 0.01)
     assert not it.steps
-    assert it.core.due() is None, "nothing to wait for but the layer"
+    assert it.core.due() == pytest.approx(LAYER_LOAD_S + overdue_s), "nothing to wait for but the layer"
 
 
 def test_a_load_that_comes_faster_than_predicted_is_followed_at_once() -> None:
@@ -73,8 +76,10 @@ def waiting_at_layer_1() -> tuple[World, int]:
 
 def test_a_step_waits_for_a_late_layer_while_nobody_else_does() -> None:
     it, step = waiting_at_layer_1()
-    it.pass_time(100.0)
+    it.pass_time(COMPUTE_S / 2 - 0.1)
     assert not it.steps[step].aborted
+    it.pass_time(0.2)
+    assert it.steps[step].aborted, "as long for the other layer, and computing would be faster"
 
 
 def test_a_step_gives_a_late_job_up_when_others_wait() -> None:

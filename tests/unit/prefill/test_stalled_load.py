@@ -1,4 +1,4 @@
-"""A store that stalls in the middle of a load delays its own prompt only."""
+"""A store that stalls in the middle of a load delays no other prompt, and its own by no more than computing takes."""
 
 import asyncio
 
@@ -6,6 +6,9 @@ from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source, storing
 from tests.unit.transport.fakes import LAYOUT, FakeStore
+
+NO_SPARE_BLOCKS = 8
+"""The late prompt has five of them."""
 
 
 def stall_after_layer_0(store: FakeStore) -> asyncio.Event:
@@ -21,11 +24,14 @@ def stall_after_layer_0(store: FakeStore) -> asyncio.Event:
 
 
 async def test_others_go_on_while_a_load_stalls_and_it_is_used_when_it_comes() -> None:
-    """The step that follows the load waits at layer 1; when another prompt comes, it goes on without the late one."""
+    """The step that follows the load waits at layer 1; when another prompt comes, it goes on without the late one.
+
+    The pool has no blocks to compute the late prompt's prefix beside the load.
+    """
     tokens, others = prompt(4 * BLOCK + 3), [prompt(2 * BLOCK + 1, seed) for seed in (1, 2, 3)]
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=20.0) as it,
+        prefilling(load_timeout_s=20.0, blocks=NO_SPARE_BLOCKS) as it,
         decoding() as decode,
     ):
         go_on = stall_after_layer_0(store)
@@ -80,7 +86,7 @@ async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> No
     tokens, other = prompt(4 * BLOCK + 3), prompt(2 * BLOCK + 1, 1)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=0.5) as it,
+        prefilling(load_timeout_s=0.5, blocks=NO_SPARE_BLOCKS) as it,
         decoding() as decode,
     ):
         stall_after_layer_0(store)
@@ -92,5 +98,23 @@ async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> No
         first = await late.to_the_end()
         assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
         assert it.service.core.loads.failures == 1
+        assert_arrived(decode, tokens)
+        dismiss(decode)
+
+
+async def test_a_stalled_load_is_overtaken() -> None:
+    tokens = prompt(4 * BLOCK + 3)
+    async with (
+        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
+        prefilling(load_timeout_s=20.0) as it,
+        decoding() as decode,
+    ):
+        stall_after_layer_0(store)
+        sequence = spec("late", tokens)
+        late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
+        first = await late.to_the_end()
+        assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
+        assert first.overtaken_tokens == 4 * BLOCK
+        assert (it.service.core.loads.overtaken, it.service.core.loads.failures) == (1, 0)
         assert_arrived(decode, tokens)
         dismiss(decode)
