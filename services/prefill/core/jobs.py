@@ -287,6 +287,7 @@ class PrefillJob:
         queue_key: place in the fair queue.
         expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
         owner: tenant of the KV, and whether the blocks may be kept.
+        load_s: predicted seconds of loading what is expected to come from a source.
         shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
@@ -308,6 +309,7 @@ class PrefillJob:
     queue_key: QueueKey
     expected_tokens: int
     owner: KVOwner
+    load_s: float = 0.0
     shared_tokens: int = 0
     status: JobStatus = JobStatus.WAITING
     first_step_at: float | None = None

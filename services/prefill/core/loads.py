@@ -279,6 +279,14 @@ class PrefixLoads:
         nbytes = settings.read_bytes(lacking)
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
+    def expected_seconds(self, job: PrefillJob, held: int) -> float:
+        """Predicted seconds of loading from the job's first source what is behind `held` blocks."""
+        source = next(iter(job.sources), None)
+        blocks = min(source.blocks, self._state.reusable_blocks(job)) - held if source is not None else 0
+        if source is None or blocks <= 0:
+            return 0.0
+        return load_seconds(self._speeds(source), self._state.settings.read_bytes(blocks))
+
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
         """Longest time for reading `nbytes`, seconds."""
         return self._state.settings.load_timeout_s + LOAD_SLACK * load_seconds(self._speeds(source), nbytes)

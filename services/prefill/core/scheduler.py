@@ -272,6 +272,7 @@ class PrefillScheduler:
         state.act(AcceptJob(event.job, self.drain_seconds()))
         job = PrefillJob.of(event, state.settings, state.now)
         held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
+        job.load_s = self.loads.expected_seconds(job, held)
         job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.spec.tokens, held))
         job.shared_tokens = shared_tokens(state, job)
         state.jobs[event.job] = job

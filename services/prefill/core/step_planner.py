@@ -111,13 +111,19 @@ class StepPlanner:
         """Whether the started jobs before `first` have less to compute than the steps in flight at most, plus one.
 
         A job that waits for layers, from the job's own load or another, does not count: a slow store must not keep the
-        engine from work that needs no load.
+        engine from work that needs no load. A job with a load starts as much sooner as the load is expected to take, so
+        that the blocks are here when the job's turn comes.
         """
         state = self._state
         key = state.shares.key
         last = key(first)
         ahead = sum(self._tokens_ahead(job) for job in state.started.values() if key(job.queue_key) < last)
-        return ahead < (state.settings.stages + 1) * state.settings.step_tokens
+        step_tokens, load_s = state.settings.step_tokens, state.jobs[first.number].load_s
+        beyond = ahead - (state.settings.stages + 1) * step_tokens
+        if beyond < 0 or not load_s:
+            return beyond < 0
+        step_s = prefill_seconds(state.tracker.speeds, step_tokens, 0) / state.settings.stages
+        return beyond * step_s < load_s * step_tokens
 
     def _tokens_ahead(self, job: PrefillJob) -> int:
         state = self._state

@@ -163,6 +163,18 @@ def test_jobs_are_not_started_far_ahead() -> None:
     assert list(it.core.state.started) == [1, 2]
 
 
+@pytest.mark.parametrize(("load_s", "at_once"), [(0.7, False), (0.8, True)])
+def test_a_job_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: float, at_once: bool) -> None:
+    """Seven blocks are left before the job: three more than two steps have, which take 0.75 s."""
+    speeds = Speeds(prefill_per_token_s=0.25 / BT, load_bytes_per_s=6 * 3 * SETTINGS.slice_bytes / load_s)
+    it = World(staged(1, step_tokens=2 * BT, blocks=32), speeds)
+    it.arrive(9 * BT)
+    it.arrive(6 * BT + 1, 1, sources=(events.KVSource("store", 6),))
+    assert bool(loads(it)) is at_once
+    it.run_step(min(it.steps))  # five are left
+    assert len(loads(it)) == 1
+
+
 def test_what_is_refused() -> None:
     it = World(staged(1, blocks=2, max_queue=2))
     it.arrive(33)
