@@ -23,6 +23,7 @@ from services.conductor.core.latency_model import (
     OutputLengthModel,
     Stratum,
     TpotModel,
+    make,
     step_load_s,
 )
 from services.conductor.core.prefix_index import slots_in
@@ -114,7 +115,7 @@ class DecodeInstanceState:
     def there(self) -> DecodeLoad:
         """What is here."""
         blocks = self.available_blocks, self.facts.total_blocks
-        return DecodeLoad(self.sequences, self.context_tokens, *blocks, self.turn)
+        return make(DecodeLoad, (self.sequences, self.context_tokens, *blocks, self.turn))
 
     def count(self) -> None:
         """Counts sequences, context and memory anew: the last report, and answers that the report does not include."""

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from moonpool.frozen import frozen
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import digest_of
-from services.conductor.core.latency_model import KVShape
+from services.conductor.core.latency_model import KVShape, make
 from services.conductor.core.prefix_index import slots_in
 from services.conductor.core.tenant_activity import ConductorActivity
 from services.conductor.placement.base import RankedInstance
@@ -371,12 +371,15 @@ class LoadRanking:
             for place in [self._of[slot][1] for slot in slots_in(mask)] if few else found.order:
                 if not (few or mask >> place.slot & 1) or not (fits is None or fits(place.slot)):
                     continue
-                one = RankedMatch(seconds + wait(place.load), place, blocks)
-                if one.seconds <= worst_s and (len(best) < limit or one < best[-1]):
-                    insort(best, one)
-                    del best[limit:]
-                    worst_s = best[-1].seconds if len(best) == limit else inf
-                elif not few:
+                one_s = seconds + wait(place.load)
+                if one_s <= worst_s:
+                    one = make(RankedMatch, (one_s, place, blocks))
+                    if len(best) < limit or one < best[-1]:
+                        insort(best, one)
+                        del best[limit:]
+                        worst_s = best[-1].seconds if len(best) == limit else inf
+                        continue
+                if not few:
                     break
         return best
 

@@ -26,6 +26,7 @@ from services.conductor.core.latency_model import (
     KVLink,
     PrefillCorrections,
     PrefillLatencyModel,
+    make,
 )
 from services.conductor.core.prefix_index import slots_in
 from services.conductor.placement.base import (
@@ -225,7 +226,8 @@ class RecentRate:
 
     def per_s(self, now: float) -> float:
         """The sum per second."""
-        return self._left(now) / RECENT_S
+        total = self.total
+        return total * exp(min(self.at - now, 0.0) / RECENT_S) / RECENT_S if total else 0.0
 
     def _left(self, now: float) -> float:
         return self.total * exp(min(self.at - now, 0.0) / RECENT_S)
@@ -403,20 +405,27 @@ class PrefillInstanceState:
         all_s = max(self.free_at - now, 0.0)
         if all_s <= 0.0:
             return QueueWait(0.0, 0)
-        left, last = self._left(now), key.order_in_tenant
-        mine = [(it.order, left_s) for it, left_s in left if it.tenant == key.tenant]
-        behind = sum([order > last for order, _ in mine])
-        if len(mine) < len(self.prompts):
+        last, tenant, prompts = (key.rank, key.number), key.tenant, self.prompts
+        left_s = before_s = 0.0
+        behind = covered = strangers = 0
+        for it, one_s in self._left(now) if prompts else ():
+            if it.tenant != tenant:
+                strangers += 1
+                continue
+            left_s += one_s
+            covered += it.covered
+            if it.order < last:
+                before_s += one_s
+            elif it.order > last:
+                behind += 1
+        if strangers:
             return QueueWait(self.queue_s(key, all_s), behind)
-        left_s = sum([it for _, it in mine])
-        before_s = sum([it for order, it in mine if order < last])
-        reported = self.load.running + self.load.waiting
-        others = reported > sum([it.covered for it in self.prompts.values()])
+        others = self.load.running + self.load.waiting > covered
         if (others or left_s <= 0.0) and left_s < all_s:
             before_s += all_s - left_s  # from other conductors, or from prompts that take longer than predicted
         elif left_s > 0.0:
             before_s *= all_s / left_s
-        return QueueWait(min(all_s, before_s + (self._step_s(self.prompts.values()) / 2 if behind else 0.0)), behind)
+        return QueueWait(min(all_s, before_s + (self._step_s(prompts.values()) / 2 if behind else 0.0)), behind)
 
     def _left(self, now: float) -> list[tuple[PlacedPrompt, float]]:
         """This conductor's prompts in key order, and each prompt's remaining seconds.
@@ -424,7 +433,8 @@ class PrefillInstanceState:
         The time since `advanced_at` went to the first of them.
         """
         elapsed_s, left = now - self.advanced_at, []
-        for it in sorted(self.prompts.values(), key=_order_of):
+        prompts = self.prompts.values()
+        for it in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
             left_s = it.left_s
             if elapsed_s > 0.0:
                 spent_s = min(elapsed_s, left_s)
@@ -450,12 +460,13 @@ class PrefillInstanceState:
     def there(self, now: float) -> InstanceLoad:
         """What is here."""
         load, facts, prompts, tokens = self.load, self.facts, 0, 0
-        if self.prompts:
-            unreported = [it.tokens for it in self.prompts.values() if not it.covered]
-            prompts, tokens = len(unreported), sum(unreported)
+        for it in self.prompts.values():
+            if not it.covered:
+                prompts, tokens = prompts + 1, tokens + it.tokens
         prompts = max(load.running + load.waiting + prompts, len(self.prompts))
         tokens += load.queued_tokens
-        return InstanceLoad(prompts, tokens, self.recent.per_s(now), load.free_blocks, facts.total_blocks, facts.stages)
+        busy_share = self.recent.per_s(now)
+        return make(InstanceLoad, (prompts, tokens, busy_share, load.free_blocks, facts.total_blocks, facts.stages))
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from the measured seconds of a prompt with this prediction."""
@@ -551,6 +562,17 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._seed = seed
         self._decisions = 0
         self._prompts, self._work, self._backlog = RecentRate(), RecentRate(), UsualValue()
+        self._sample: list[PrefillInstanceState] = []  # whose queues stand for all; empty = to be drawn
+
+    def add(self, instance: PrefillInstanceState) -> None:
+        """See `InstancePool.add`."""
+        super().add(instance)
+        self._sample = []
+
+    def remove(self, instance: PrefillInstanceState) -> None:
+        """See `InstancePool.remove`."""
+        super().remove(instance)
+        self._sample = []
 
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
         """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
@@ -648,7 +670,9 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def _sampled(self, now: float) -> Arrivals:
         """Recent placements, and the mean queue as a sample of the usual queue; of many instances, some are sampled."""
         count = max(1, len(self))
-        looked_at = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
+        looked_at = self._sample
+        if not looked_at:
+            looked_at = self._sample = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
         waits = [wait_s for it in looked_at if (wait_s := it.free_at - now) > 0.0]
         backlog_s = sum(waits) / max(1, len(looked_at))
         self._backlog.sample(backlog_s, now)
@@ -663,7 +687,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=facts.loads)
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
-        queue_s, growing_s = max(free_at - now, 0.0), (prefill_s - fixed_s) / learnt.growing
+        queue_s = free_at - now if free_at > now else 0.0
+        growing_s = (prefill_s - fixed_s) / learnt.growing
         waits = facts.step_tokens and queue_s
         tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
         rest_s = queue_s + tail_s + load_s + fixed_s
@@ -671,26 +696,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         if optimism < 1.0:
             load_s, prefill_s, busy_s = [part * optimism for part in (load_s, prefill_s, busy_s)]
         work_s = max(read_s, busy_s * (growing_s + fixed_s) * optimism / prefill_s) if prefill_s else busy_s
-        return PrefillChoice(
-            facts.id,
-            blocks,
-            used,
-            queue_s,
-            load_s,
-            prefill_s,
-            busy_s,
-            source,
-            excluded,
-            learnt.overhead.seconds,
-            len(instance.prompts),
-            growing_s,
-            rest_s,
-            read_s,
-            tail_s,
-            cold,
-            instance.there(now),
-            work_s,
-        )
+        others, there = len(instance.prompts), instance.there(now)
+        held = facts.id, blocks, used
+        seconds = queue_s, load_s, prefill_s, busy_s, source, excluded, learnt.overhead.seconds, others, growing_s
+        return make(PrefillChoice, (*held, *seconds, rest_s, read_s, tail_s, cold, there, work_s, None))
 
     def _excluded(
         self, model: PrefillLatencyModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
@@ -773,7 +782,7 @@ class PoolCandidates(Candidates):
             self._allowed,
             self._prefixes,
             lambda ranked, blocks: cost(model.cost(ranked.speeds, ranked.key.stages, ranked.key.step_tokens, blocks)),
-            lambda free_at: max(free_at - now, 0.0),
+            lambda free_at: free_at - now if free_at > now else 0.0,
             limit,
         )
         instances = [(instance, blocks) for _, instance, blocks in found]

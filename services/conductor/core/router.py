@@ -27,6 +27,7 @@ from services.conductor.core.latency_model import (
     KVShape,
     PrefillLatencyModel,
     PrefixHolder,
+    make,
 )
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, PromptToPlace, TtftLimit
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
@@ -199,16 +200,12 @@ class StorePool:
         for blocks, mask in prefixes:
             if here := mask & everyone:
                 held.update(dict.fromkeys(slots_in(here), blocks))
-        views = [
-            StoreView(
-                store.facts.id,
-                held.get(store.slot, 0),
-                max(store.load.running, len(store.link.reads)),
-                0.0,
-                None if store.memory == NO_SLOT else held.get(store.memory, 0),
-            )
-            for store in stores
-        ]
+        views = []
+        for store in stores:
+            running, reads = store.load.running, len(store.link.reads)
+            warm = None if store.memory == NO_SLOT else held.get(store.memory, 0)
+            busy = running if running > reads else reads
+            views.append(make(StoreView, (store.facts.id, held.get(store.slot, 0), busy, 0.0, warm)))
         # Scores decide among equals. If one store alone holds blocks, that store is read from and keeps the chain.
         alone = sum([view.blocks > 0 for view in views]) == 1 == self._replicas
         return views if alone else self._scored(keys, prompt_key, views)
@@ -312,11 +309,12 @@ class PrefixHolders:
 
     def _freest(self, blocks: int, mask: int, now: float) -> PrefixHolder:
         holders = [self._at(slot) for slot in islice(slots_in(mask), MAX_LOOKED_AT)]
-        best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
+        best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id)) if holders[1:] else holders[0]
         return PrefixHolder(best.facts.id, blocks, best.link.wait_s(now), best.link.memory.known(now), peer=True)
 
     def _at(self, slot: int) -> PrefillInstanceState | DecodeInstanceState:
-        return next(pool.by_slot[slot] for pool in self._pools if slot in pool.by_slot)
+        prefills, decodes = self._pools
+        return prefills.by_slot[slot] if slot in prefills.by_slot else decodes.by_slot[slot]
 
 
 def holders_to_load_from(
@@ -842,22 +840,23 @@ class Router:
         shape: KVShape,
     ) -> ReplicationHint | None:
         """The instance with the soonest first token if the longest prefix were there; None = none."""
-        source = max(sources, key=lambda it: it.blocks)
+        source, best_s = max(sources, key=lambda it: it.blocks), choices[0].ttft_s
         found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
         for choice in choices:
-            if choice.excluded or choice.local_blocks >= source.blocks:
+            soonest_s = choice.queue_s + choice.tail_s + choice.overhead_s
+            if choice.excluded or choice.local_blocks >= source.blocks or soonest_s >= best_s:
                 continue
             instance = self._prefills.by_slot[self._index.slot(choice.id)]
             facts = instance.facts
             if not facts.kv_domain:
                 optimism = self._prefills.optimism_factor(instance)
                 alone_s = model.alone_s(instance.learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
-                ttft_s = choice.queue_s + choice.tail_s + choice.overhead_s + alone_s * optimism
+                ttft_s = soonest_s + alone_s * optimism
                 found.append((ttft_s, choice.id, choice, instance))
         if not found:
             return None
         ttft_s, target, choice, instance = min(found)
-        gain_s = choices[0].ttft_s - ttft_s
+        gain_s = best_s - ttft_s
         if gain_s <= 0:
             return None
         nbytes = shape.moved_bytes(source.blocks * shape.block_tokens, choice.local_blocks * shape.block_tokens)

@@ -55,7 +55,7 @@ class Social:
         for at, choice in enumerate(_choices(candidates, limit, 1.0 + later)):
             delay_s, wait = _place_in_queue(candidates, choice, arrivals)
             placed = choice.with_place(delay_s, wait)
-            own_s = placed.known_s
+            own_s = wait.seconds + choice.alone_s
             rated.append((own_s + placed.work_s * (wait.behind + later), choice.there.stages, at, own_s, placed))
         rated.sort()
         most_s = min([own_s for *_, own_s, _ in rated]) + QUEUE_SHARE * arrivals.backlog_s
