@@ -45,7 +45,7 @@ def stored(world: World, *keys: bytes, cold: tuple[bytes, ...] = ()) -> None:
     world.post(KeysChanged(STORE, 1, keys, (), True, True, cold))
 
 
-def prefetched(world: World) -> list[tuple[str, ...]]:
+def prefetched(world: World) -> list[tuple[bytes, ...]]:
     """Keys that the store was told to bring into memory."""
     return [it.prefetch for it in world.all(TellSession) if it.prefetch]
 
