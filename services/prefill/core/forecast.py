@@ -57,6 +57,10 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
     return wait if wait > TIMER_GRAIN_S else 0.0
 
 
+LEAST_OVERTAKEN_S = 0.25
+"""A load is late by so much at least before its blocks are computed: less is the noise of a busy machine."""
+
+
 def overtake_at(state: PrefillState, job: PrefillJob, load: PrefixLoad, others: int) -> float | None:
     """When computing the blocks of a load is faster than waiting for the rest, if no layer comes before; None = never.
 
@@ -69,6 +73,7 @@ def overtake_at(state: PrefillState, job: PrefillJob, load: PrefixLoad, others: 
     if settings.window_blocks or sending or state.manager.num_available < load.end - load.first:
         return None
     compute_s = (1 + others) * _compute_seconds(state, load.first, load.end) / state.core_share
+    compute_s = max(compute_s, LEAST_OVERTAKEN_S)
     if not load.layers:
         load_s = settings.layers * layer_seconds(state, load)
         return load.began_at + max(load_s, compute_s)

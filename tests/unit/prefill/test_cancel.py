@@ -46,7 +46,10 @@ async def test_cancel_in_a_step() -> None:
 
 
 async def test_cancel_while_loading() -> None:
-    """The gated step waits for a layer that will never come: it is aborted, and everything comes back."""
+    """The gated step waits for a layer that will never come: it is aborted, and everything comes back.
+
+    The pool has no blocks to compute the prefix beside the load.
+    """
 
     async def first_layer_only(layer: int) -> None:
         if layer > 0:
@@ -54,7 +57,7 @@ async def test_cancel_while_loading() -> None:
 
     tokens = prompt(4 * BLOCK + 3)
     frame = 4 * LAYOUT.slice_bytes(0)
-    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as it, decoding() as decode:
+    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling(blocks=8) as it, decoding() as decode:
         reached, go = it.engine.hold()
         go.set()
         store.before_layer = first_layer_only

@@ -52,10 +52,13 @@ async def test_loads_beyond_the_local_prefix() -> None:
 
 
 async def test_the_step_follows_the_load() -> None:
-    """With layer 0 loaded and the rest held back, layer 0 computes and layer 1 waits at its gate."""
+    """With layer 0 loaded and the rest held back, layer 0 computes and layer 1 waits at its gate.
+
+    The pool has no blocks to compute the prefix beside the load.
+    """
     tokens = prompt(3 * BLOCK + 3)
-    slice_bytes = 3 * LAYOUT.slice_bytes(0)
-    async with storing(tokens, frame_bytes=slice_bytes) as (store, place), prefilling() as it, decoding() as decode:
+    frame = 3 * LAYOUT.slice_bytes(0)
+    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling(blocks=6) as it, decoding() as decode:
         passed: list[tuple[bool, int]] = []
         gate = asyncio.Event()
 
