@@ -130,13 +130,16 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
 async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
-    """As long as nothing has been handed on; after that what is missing is computed."""
+    """As long as nothing has been handed on; after that what is missing is computed.
+
+    The pool has no blocks to compute the prefix beside the load.
+    """
     tokens = prompt(4 * BLOCK + 3)
     frame = 4 * LAYOUT.slice_bytes(0)
     async with (
         storing(tokens, frame_bytes=frame) as (store, place),
         storing(tokens) as (other, replica),
-        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S) as it,
+        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S, blocks=8) as it,
         decoding() as decode,
     ):
         replica.id = "replica"
