@@ -1,4 +1,4 @@
-"""A session whose KV has gone to SSD is back in memory before its next turn, if its return was told."""
+"""KV that has gone to SSD is in memory, and in the instance, before a session is back or an announced prompt comes."""
 
 from pathlib import Path
 
@@ -67,4 +67,39 @@ async def test_blocks_are_in_memory_before_the_session_is_back(simulation: Simul
         assert await ssd_blocks_of(cluster, client, [*known, *answer(known, ANSWER)]) == 0
         assert await client.update_session(SessionTurn(id="s", last=True))
         assert not await client.update_session(SessionTurn(id="s", last=True))
+        await cluster.rest()
+
+
+async def loaded_of(cluster: Cluster, client: AsyncClient, tokens: list[int]) -> float:
+    """Blocks that an instance loads for a prompt whose prefix is cached; ends with the cluster at rest."""
+    before = await cluster.gauge("prefill-0", "loaded_blocks_total")
+    turn = await client.generate(token_ids=tokens, sampling=GREEDY)
+    assert turn.token_ids == answer(tokens, ANSWER)
+    assert turn.usage.cached_tokens == PREFIX
+    await cluster.rest()
+    return await cluster.gauge("prefill-0", "loaded_blocks_total") - before
+
+
+@on_virtual_time
+async def test_blocks_are_in_the_instance_before_the_prompt_comes(simulation: Simulation, tmp_path: Path) -> None:
+    """Of a session's next turn, and of an announced prompt."""
+    cluster = cluster_of(simulation, tmp_path)
+    await cluster.start()
+    known, batch = prompt(PREFIX + 3, "known"), prompt(PREFIX + 3, "batch")
+    copied = 0.0
+
+    async def fetched() -> bool:
+        return await cluster.gauge("prefill-0", "copied_blocks_total") >= copied + BLOCKS
+
+    async with AsyncClient(cluster.addresses) as client:
+        await left_memory(cluster, client, known, SessionTurn(id="s", return_s=RETURN_S))
+        await until(fetched, "the session's blocks are in the instance")
+        assert await loaded_of(cluster, client, [*known, *answer(known, ANSWER)]) == 0
+        copied = await cluster.gauge("prefill-0", "copied_blocks_total")
+
+        await left_memory(cluster, client, batch, None)
+        assert await client.announce([{"token_ids": batch}], RETURN_S) == 1
+        await until(fetched, "the announced prompt's blocks are in the instance")
+        assert await loaded_of(cluster, client, batch) == 0
+        assert await cluster.gauge("conductor-0", "instance_prefetches_total") == 2
         await cluster.rest()

@@ -195,6 +195,7 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "conductor.DeleteContext": (CODES.NOT_FOUND, ""),
     "conductor.DeleteKV": (INVALID, "selection"),
     "conductor.UpdateSession": (INVALID, "session.id"),
+    "conductor.AnnouncePrompts": (CODES.OK, ""),
     "conductor.ChangeRole": (INVALID, "kind"),
     "conductor.ConductorStats": (CODES.OK, ""),
     "conductor.LoadLoraAdapter": (INVALID, "lora_name"),
