@@ -8,7 +8,7 @@ test process only.
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from moonpool.cli.forks import forked_services
+from moonpool.rpc.tuning import tune_gc
 from tests.examples import examples
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
@@ -36,6 +37,17 @@ def forks() -> Iterator[None]:
     """Services and engines are forked, which saves their imports; the fork servers begin with the first of them."""
     with forked_services():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector does not look at what is imported and collected: that stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        tune_gc()
 
 
 def pytest_sessionfinish() -> None:

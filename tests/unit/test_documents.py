@@ -1,8 +1,7 @@
 """What documents, docstrings and comments name exists: flags, variables, modules, files, names, links and headings."""
 
-import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +175,16 @@ FOREIGN_NAMES = {
 FOREIGN_FILES = {"llama.cpp", "transformers/utils/chat_template_utils.py"}
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement below a node; expressions are not looked into."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield child
-            yield from _statements(child)
+def _documented(lines: Sequence[str]) -> Iterator[int]:
+    """Numbers of lines of docstrings: a docstring's first line begins with its quotes, another string's does not."""
+    inside = documents = False
+    for number, line in enumerate(lines, 1):
+        if not inside:
+            documents = line.lstrip().startswith(('"""', 'r"""'))
+        if documents:
+            yield number
+        inside ^= line.count('"""') % 2 == 1
+        documents &= inside
 
 
 def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
@@ -189,9 +192,7 @@ def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
     text, sign, documented = path.read_text(encoding="utf-8"), "//", set[int]()
     if path.suffix == ".py":
         sign = "# "
-        for it in _statements(ast.parse(text)):
-            if isinstance(it, ast.Expr) and isinstance(it.value, ast.Constant) and isinstance(it.value.value, str):
-                documented.update(range(it.lineno, (it.end_lineno or it.lineno) + 1))
+        documented.update(_documented(text.splitlines()))
     code, prose = list[str](), list[tuple[int, str]]()
     for number, line in enumerate(text.splitlines(), 1):
         before, _, comment = ("", "", line) if number in documented else line.partition(sign)

@@ -15,7 +15,7 @@ from kernels.choice import DTYPES
 from kernels.memory import LARGE_PAGE, WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
-from tests.examples import examples
+from tests.examples import examples, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -110,28 +110,30 @@ def test_other_instruction_sets(target: str, dtype: torch.dtype, monkeypatch: py
         check(200, 1100, 45, bias=gated, gated=gated, dtype=dtype, counts=range(1, 41))
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    torch.set_num_threads(request.param)
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("gated", "bias"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("inputs", [128, 514, 1100])
-def test_a_row_alone_and_in_a_batch_of_any_size(inputs: int, gated: bool, bias: bool, dtype: torch.dtype) -> None:
+YES = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "gated", "bias", "dtype", "threads"), pairs([128, 514, 1100], YES, YES, DTYPES, [1, 2])
+)
+def test_a_row_alone_and_in_a_batch_of_any_size(
+    inputs: int, gated: bool, bias: bool, dtype: torch.dtype, threads: int
+) -> None:
     """Parts of a panel have 64 to 512 inputs; its 8 panels are 3, 3 and 2 for one thread, 3 and 1 for each of two."""
+    torch.set_num_threads(threads)
     check(40, inputs, 115 if gated else 230, bias=bias, gated=gated, dtype=dtype, counts=range(1, 40))
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("panels", [2, 3, 11])
-def test_many_rows(panels: int, gated: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("panels", "gated", "dtype", "threads"), pairs([2, 3, 11], YES, DTYPES, [1, 2]))
+def test_many_rows(panels: int, gated: bool, dtype: torch.dtype, threads: int) -> None:
     """Blocks have 192 rows on AVX2; several go at once where the panels are few for the threads."""
+    torch.set_num_threads(threads)
     columns = panels * (16 if gated else 32) - 5
     check(460, 600, columns, bias=False, gated=gated, dtype=dtype, counts=(192, 193, 385, 400))
 

@@ -12,7 +12,7 @@ from kernels import torch_ops
 from kernels.attention import selected, write_kv
 from kernels.kind import AttentionKind
 from kernels.plan import make_plan
-from tests.examples import examples
+from tests.examples import examples, pairs
 from tests.unit.kernels.cases import BATCHES, MODES, make
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,10 +20,7 @@ LENGTHS = (2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1025, 2049)
 """Contexts around the borders of blocks, tiles and splits."""
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("batch", "heads", "dtype", "mode"), pairs(BATCHES, [(4, 4), (4, 2), (6, 1)], DTYPES, MODES))
 def test_all_follow_the_formula(
     batch: str, heads: tuple[int, int], dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,9 +40,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("batch", "kind", "mode"), pairs(BATCHES, KINDS, MODES))
 def test_windows_chunks_caps_and_sinks(batch: str, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case = replace(make(BATCHES[batch]), kind=KINDS[kind])

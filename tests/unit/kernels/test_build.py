@@ -30,13 +30,18 @@ echo library > "$out"
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler of our own and an empty cache; returns the file with a line for each call of it."""
+    """A compiler of our own, few files, an empty cache; returns the file with a line for each call of the compiler."""
     compiler, count = tmp_path / "compiler", tmp_path / "count"
     compiler.write_text(FAKE)
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("COUNT", str(count))
     monkeypatch.setenv("MOONPOOL_KERNELS_CACHE", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in ("attention.cpp", "panels.cpp", "panels.h"):
+        (sources / name).write_text(f"// {name}\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
     return count
 
 

@@ -13,6 +13,7 @@ from kernels.memory import WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
 from kernels.packed import byte_codes, bytes_of_rows, in_units, packed_linear
+from tests.examples import each, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -96,9 +97,8 @@ def exactly(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    torch.set_num_threads(request.param)
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
 
@@ -113,10 +113,14 @@ KINDS = [
 ]
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_products_are_the_reference_to_the_bit(kind: Kind) -> None:
+TILES = (1, 2, 3, 5, 7, 14, 16, 33, 48, 63)
+"""Rows that leave a rest of every tile's size."""
+
+
+@pytest.mark.parametrize(("kind", "threads"), each(KINDS, (1, 2)), ids=str)
+def test_products_are_the_reference_to_the_bit(kind: Kind, threads: int) -> None:
     """Also of any number of rows: the same bits as each row alone."""
+    torch.set_num_threads(threads)
     weight = packed(75, 640, kind)
     for dtype in DTYPES:
         bias = rows(1, 75, dtype)[0] if kind.offsets else None
@@ -126,7 +130,7 @@ def test_products_are_the_reference_to_the_bit(kind: Kind) -> None:
         got = panels.product(x)
         assert torch.equal(got, want), dtype
         assert torch.equal(panels.product(x, wide=True), want.float())
-        for count in range(1, 64):
+        for count in range(1, 64) if dtype == torch.float32 else TILES:
             assert torch.equal(panels.product(x[:count]), want[:count]), f"{count} rows, {dtype}"
         alone = torch.cat([panels.product(x[row : row + 1]) for row in range(64)])
         assert torch.equal(alone, want), dtype
@@ -148,10 +152,9 @@ def test_other_instruction_sets(target: str, monkeypatch: pytest.MonkeyPatch) ->
                 assert torch.equal(got, want[:count])
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_and_ups(bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("bits", "dtype", "threads"), pairs([4, 8], DTYPES, [1, 2]))
+def test_gates_and_ups(bits: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
     weight, x = packed(2 * 45, 96, Kind(bits, 32, True)), rows(9, 96, dtype)
     gates, ups = exactly(x, weight).chunk(2, dim=1)
     want = torch.nn.functional.silu(gates.float()).to(dtype).float() * ups.float()

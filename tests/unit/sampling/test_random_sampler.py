@@ -20,8 +20,8 @@ from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceSampling
 from tests.unit.sampling.draws import draw
 
-DRAWS, PER_POSITION = 100_000, 10_000
-SINGLE_DRAWS = 20_000
+DRAWS, PER_POSITION = 50_000, 10_000
+SINGLE_DRAWS = 10_000
 """One for each seed or position."""
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(11)) * 1.5
 HISTORY = [3, 5, 5, 5, 8, 13, 21, 21]

@@ -14,7 +14,7 @@ from simulator.traces.workload import CHAT, Workload
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, kvstore=0)
 NOTHING = Extras(1.0, 0.0, 1.0, 0.0, 0.0, prompt_s=0.0, call_s=CONFIG.delays.more_s)
-REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).requests(60)
+REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).requests(40)
 
 
 def done(arrived: int, first: int, *intervals: int) -> Request:

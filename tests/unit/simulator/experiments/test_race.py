@@ -17,7 +17,7 @@ from simulator.experiments.race import Courses, Racers, jittered, linked, misses
 from simulator.traces.mooncake import TraceRequest
 
 CLUSTER = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=2, rate=2.0)
-SMALL = RequestSource(SHIPPED, requests=40)
+SMALL = RequestSource(SHIPPED, requests=24)
 
 
 def silent(line: str) -> None:
@@ -74,7 +74,7 @@ def test_the_command_prints_rows_and_says_which_is_the_default() -> None:
 
 def test_a_row_says_what_was_asked_over_all_seeds_and_without_a_link_nothing_is_loaded() -> None:
     """Names and kinds of the values, as programs read them."""
-    asked = "race --policy social --requests 60 --speed 2 --jitter-seeds 2 --json --prefill 2 --decode 1"
+    asked = "race --policy social --requests 30 --speed 2 --jitter-seeds 2 --json --prefill 2 --decode 1"
     (row,) = json.loads(CliRunner().invoke(app, [*asked.split(), "--link-gb", "0"]).stdout)["rows"]
     kinds = {"policy": str, "default": bool, "within": float, "reused": float, "tpot_mean_s": float}
     kinds |= {f"ttft_{name}_s": float for name in ("mean", "p50", "p99")}
@@ -88,7 +88,7 @@ def test_a_row_says_what_was_asked_over_all_seeds_and_without_a_link_nothing_is_
 
 def test_each_speed_is_raced_over_each_link_and_drawn() -> None:
     """A line per policy and link over the speeds; at one speed, over the links."""
-    small = RequestSource(SHIPPED, requests=15)
+    small = RequestSource(SHIPPED, requests=8)
     found = race(CLUSTER, small, Racers(["lmetric", "social"]), Courses((1.0, 3.0), (0.0, 6.0), 1), silent)
     courses = [(link, speed) for link in (0.0, 6.0) for speed in (1.0, 3.0)]
     assert [(row["link_gb"], row["speed"]) for row in found.rows[::2]] == courses

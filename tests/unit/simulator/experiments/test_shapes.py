@@ -84,9 +84,9 @@ def test_rows_of_roles() -> None:
 
 def test_rows_of_conductors() -> None:
     plain = ClusterConfig(profile=PROFILE, prefill=2, decode=2, kvstore=1, rate=2.0)
-    result = conductors(plain, RequestSource(requests=24), 6.0, silent)
+    result = conductors(plain, RequestSource(requests=12), 4.0, silent)
     assert [(row["conductors"], row["lost"]) for row in result.rows] == [(n, lost) for n in COUNTS for lost in (0, 1)]
-    assert {row["done"] for row in result.rows} == {24}
+    assert {row["done"] for row in result.rows} == {12}
     assert all((int(str(row["resumed"])) > 0) == bool(row["lost"]) for row in result.rows[:4])
 
 

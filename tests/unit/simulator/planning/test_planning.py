@@ -73,7 +73,7 @@ def full_search(
 
 def test_the_best_mix_is_that_of_a_full_search() -> None:
     """Prompts wait for room at decode, so with more prefill instances fewer decode instances will do, for a while."""
-    config, goal, bound = replace(base(SloTargets(1.5, 0.05)), pool_blocks=20), 0.9, 4
+    config, goal, bound = replace(base(SloTargets(1.5, 0.05)), pool_blocks=20), 0.9, 3
     trace = [request(0.125 * number, 500, 8, 100 * (number % 20)) for number in range(16)]
     known: dict[ClusterConfig, Summary] = {}
 
@@ -225,7 +225,7 @@ def test_wrong_hardware_is_refused_by_its_field(change: tuple[str, str], message
 
 def test_the_command(tmp_path: Path) -> None:
     report = tmp_path / "plan.html"
-    flags = ["--model", "llama3-70b", "--hardware", "a800x8", "--requests", "20", "--bound", "2", "--goodput", "0.8"]
+    flags = ["--model", "llama3-70b", "--hardware", "a800x8", "--requests", "8", "--bound", "2", "--goodput", "0.8"]
     done = CliRunner().invoke(
         app, ["plan", "--trace", str(SHIPPED), *flags, "--slo", "ttft=10,tbt=0.1", "--report", str(report)]
     )
