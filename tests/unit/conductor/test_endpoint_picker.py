@@ -10,6 +10,7 @@ from moonpool.kv.keys import block_keys, chain_root
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.ext_proc_pb2 import (
+    BodyResponse,
     HeaderMap,
     HeaderValue,
     HttpBody,
@@ -167,6 +168,7 @@ async def test_refusals_have_our_reasons(monkeypatch: Any) -> None:
         assert (await refused(stub, b"[]"))[0] == 400
         assert (await refused(stub, prompt, x_slo_ttft_ms="soon"))[1]["message"].startswith("x-slo-ttft-ms")
         assert (await refused(stub, b'{"messages": [1]}'))[1]["message"].startswith("messages[0]")
+        assert (await refused(stub, b'{"messages": 1}'))[1]["message"].startswith("messages: must be a list")
         assert (await refused(stub, json.dumps({"prompt": list(range(9999))}).encode()))[0] == 400
         monkeypatch.setattr(endpoint_picker, "MAX_BODY_BYTES", 100)
         assert (await refused(stub, b" " * 101))[0] == 413
@@ -183,3 +185,48 @@ async def test_without_such_engines_the_answer_is_503() -> None:
         await running.until(lambda: running.cluster.registry.ready)
         status, error, _ = await refused(ExternalProcessorStub(channels.get(running.servicer.picker_address)), b"{}")
         assert (status, error["code"]) == (503, "unavailable")
+
+
+async def test_a_body_in_pieces_with_calls_of_tools_and_a_salt() -> None:
+    async with proxied(prefill()) as (running, stub):
+        proxy = Proxy(stub.Process())
+        await proxy.headers(BUFFERED)
+        await proxy.read()
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        turns = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "done"},
+        ]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        fields = {"messages": turns, "tools": tools, "chat_template_kwargs": {"x": 1}, "cache_salt": "s"}
+        sent = json.dumps(fields).encode()
+        await proxy.body(sent[:40], sent[40:])
+        assert (await proxy.read()).request_body == BodyResponse()
+        assert set_headers((await proxy.read()).request_body.response) == {DESTINATION: "prefill-0:80"}
+        await proxy.send(response_body=HttpBody(body=b"{}", end_of_stream=True))
+        assert (await proxy.read()).response_body == BodyResponse()
+        await proxy.call.done_writing()
+        await running.rest()
+
+
+async def test_a_body_that_ends_with_trailers_is_picked_for_once() -> None:
+    async with proxied(prefill()) as (running, stub):
+        proxy = Proxy(stub.Process())
+        await proxy.headers(DUPLEX)
+        await proxy.send(request_body=HttpBody(body=json.dumps({"prompt": [[1, 2], [3]]}).encode()))
+        await proxy.send(request_trailers=HttpTrailers())
+        assert set_headers((await proxy.read()).request_headers.response) == {DESTINATION: "prefill-0:80"}
+        assert (await proxy.read()).HasField("request_body")
+        assert (await proxy.read()).HasField("request_trailers")
+        await proxy.call.done_writing()
+        await running.rest()
+
+
+async def test_a_subset_may_be_one_text() -> None:
+    async with proxied(prefill(0), prefill(1)) as (_, stub):
+        proxy, message = Proxy(stub.Process()), ProcessingRequest(request_headers=HttpHeaders(end_of_stream=True))
+        hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        hint.update({"x-gateway-destination-endpoint-subset": "other:80, prefill-1:80"})
+        await proxy.call.write(message)
+        assert set_headers((await proxy.read()).request_headers.response)[DESTINATION] == "prefill-1:80"

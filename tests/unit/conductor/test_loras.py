@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from moonpool.checkpoint.lora import read_adapter
-from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, NotFound, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
 from moonpool.kv.keys import chain_root
 from moonpool.sampling_params import LORA
 from moonpool.v1 import kv_pb2
+from services.conductor import loras
 from tests.unit.checkpoint.test_lora import write
 
 from .fakes import ScriptedDecode, ScriptedPrefill
@@ -216,6 +217,42 @@ async def test_what_an_engine_refuses_is_refused_and_not_kept(folder: Path) -> N
         with pytest.raises(InvalidRequest, match="use_dora"):
             await its.client.load_lora_adapter("sql", "wrong")
         assert names(its) == []
+
+
+async def test_without_engines_that_take_adapters_a_load_is_refused(folder: Path) -> None:
+    async with stack(lora_folder=folder) as its:
+        with pytest.raises(Unavailable, match="no prefill and no decode instance has joined"):
+            await its.client.load_lora_adapter("sql", "a")
+        plain = ScriptedPrefill("prefill-0", kv_pb2.INSTANCE_KIND_PREFILL)
+        hello = await its.serve(plain)
+        hello.unsupported.append(LORA)
+        await its.follow(plain, hello)
+        await its.joined(plain)
+        with pytest.raises(InvalidRequest, match="no engine takes LoRA adapters") as refused:
+            await its.client.load_lora_adapter("sql", "a")
+        assert refused.value.field == "lora_path"
+
+
+async def test_more_adapters_than_a_cluster_may_have_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loras, "MAX_LORAS", 1)
+    async with running(folder) as (its, _, _):
+        await its.client.load_lora_adapter("sql", "a")
+        with pytest.raises(Overloaded) as refused:
+            await its.client.load_lora_adapter("more", "b")
+        assert refused.value.reason == "max_loras"
+        await its.client.load_lora_adapter("sql", "b", load_inplace=True)
+        assert names(its) == ["sql"]
+
+
+async def test_one_of_several_instances_may_fail_to_load_and_later_to_unload(folder: Path) -> None:
+    async with running(folder) as (its, prefill, _):
+        second = Prefill("prefill-1")
+        await its.join(second)
+        second.lora_refusals.append(Unavailable("busy"))
+        await its.client.load_lora_adapter("sql", "a")
+        assert ([it.name for it in prefill.loaded], second.loaded) == (["sql"], [])
+        await its.client.unload_lora_adapter("sql")
+        assert (len(prefill.unloaded), len(second.unloaded)) == (1, 1)
 
 
 async def test_an_instance_that_joins_later_loads_all(folder: Path) -> None:
