@@ -290,12 +290,16 @@ class PrefillLatencyModel:
             rest_s = (prompt_s + cached_s * longer) + (steps * base_s + token_s * new + pair_s * pairs)
             if rest_s >= least_s:
                 continue  # a load takes at least the work after its prefix
-            nbytes, rate = shape.moved_bytes(longer, prefix), source.rate(speeds)
+            nbytes = shape.moved_bytes(longer, prefix) if shape.window_bytes else (longer - prefix) * shape.token_bytes
             if source.warm is None:
-                load_s = nbytes / rate
+                load_s = nbytes / source.rate(speeds)
             else:
-                load_s = source.read_s(rate, nbytes, source.cold_blocks(local_blocks) * self._block_bytes)
-            both_s = overlapped_seconds(source.wait_s + load_s, rest_s, shape.layers)
+                cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
+                load_s = source.read_s(source.rate(speeds), nbytes, cold_bytes)
+            busy_s = source.wait_s + load_s
+            if busy_s >= least_s:
+                continue  # nor less than the load
+            both_s = overlapped_seconds(busy_s, rest_s, shape.layers)
             if both_s < least_s and load_s:
                 best, least_s, best_s, read_s = load, both_s, rest_s, load_s
         if best is None:
