@@ -38,3 +38,13 @@ def test_a_known_session_waits_hardly_longer_for_ssd_than_for_memory() -> None:
     requests, cluster = run(SMALL, trace("s"))
     assert last_ttft_s(requests) <= 1.2 * memory_s
     assert cluster.conductors[0].core.scheduler.prefetch.to_memory >= 3
+
+
+def test_with_blocks_to_spare_a_known_session_waits_for_no_load_at_all() -> None:
+    """The instance has fetched the blocks before the turn comes."""
+    spare = replace(SMALL, pool_blocks=60)
+    memory_s = last_ttft_s(run(replace(STORE, pool_blocks=60), trace(""))[0])
+    requests, cluster = run(spare, trace("s"))
+    assert last_ttft_s(requests) <= 0.6 * memory_s
+    assert sum(it.core.copies.copied_blocks for it in cluster.prefills) >= 3 * len(PREFIX)
+    assert last_ttft_s(run(replace(spare, prefetch_share=0.0), trace("s"))[0]) == memory_s
