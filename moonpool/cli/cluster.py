@@ -149,9 +149,11 @@ def _attempt_text(attempt: Attempt) -> str:
     lines = [_placement_text(placement) + waited + over]
     if attempt.first_token_s:
         computed = attempt.prompt_tokens - attempt.local_tokens - attempt.loaded_tokens
+        slow = f", {attempt.overtaken_tokens} of them while a slower load was under way"
         lines.append(
             f"{attempt.prompt_tokens} tokens to compute or find: {attempt.local_tokens} there already, "
-            f"{attempt.loaded_tokens} loaded, {computed} computed; {attempt.tokens} new tokens of the answer"
+            f"{attempt.loaded_tokens} loaded, {computed} computed{slow if attempt.overtaken_tokens else ''}; "
+            f"{attempt.tokens} new tokens of the answer"
         )
     lines.append(
         f"first token: predicted {placement.predicted_ttft_s:.4f} s, came {_seconds_text(came)} after the placement; "
