@@ -28,6 +28,7 @@ TEXTS = (
 CHAT = [{"role": "user", "content": "Hi <tool> the thing"}, {"role": "assistant", "content": "So?"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+NEW = 16
 QUIRKS = [
     *((name, FAMILIES[at % len(FAMILIES)] if "class" not in name else FAMILIES[0]) for at, name in enumerate(QUICK)),
     *(
@@ -78,13 +79,13 @@ def check_folder(folder: Path) -> None:
     ends -= {index for index in ends if index is None or added.get(index, named) not in named}  # in no file
     assert set(config.eos_token_ids) == ends
     prompt = ours.encode(TEXTS[0])
-    tokens = Runner(folder, torch.float32).generate([prompt], 32, 64, 64)[0]
+    tokens = Runner(folder, torch.float32).generate([prompt], NEW, 64, 64)[0]
     model.train(False)
     given = torch.tensor([prompt])
     answered = model.generate(
         given,
         attention_mask=torch.ones_like(given),
-        max_new_tokens=32,
+        max_new_tokens=NEW,
         do_sample=False,
         repetition_penalty=1.0,
         eos_token_id=None,

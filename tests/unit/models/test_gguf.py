@@ -1,6 +1,5 @@
 """GGUF files: weights, configuration and tokenizer are those that transformers' own GGUF loading gives."""
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from moonpool.checkpoint.gguf import TENSOR_TYPES
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.models.loader import load_stage
 from moonpool.models.weights import AttentionWeights
+from tests.examples import each
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.gguf_files import SHAPES, make_folder
 
@@ -75,7 +75,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [*itertools.product(SHAPES, ("F32", "F16", "Q8_0", "Q4_0", "Q4_K")), ("llama", "BF16"), ("llama", "Q4_1")],
+    [*each(SHAPES, ("F32", "F16", "Q8_0", "Q4_0", "Q4_K")), ("llama", "BF16"), ("llama", "Q4_1")],
 )
 def test_logits_are_those_of_transformers(
     architecture: str, kind: str, folders: Callable[[str], Path], tmp_path: Path

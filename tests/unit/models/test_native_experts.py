@@ -26,8 +26,14 @@ def folder(case: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", NATIVE)
+@pytest.mark.parametrize(
+    ("case", "threads"),
+    [
+        *((case, 1) for case in NATIVE),
+        ("mixtral", 2),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in NATIVE[1:]),
+    ],
+)
 @torch.inference_mode()
 def test_the_torch_stage(case: str, threads: int, tmp_path: Path) -> None:
     path = folder(case, tmp_path)

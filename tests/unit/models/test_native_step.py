@@ -201,7 +201,7 @@ def compare(
 
 @pytest.mark.parametrize(
     "sequences",
-    [pytest.param(it, marks=pytest.mark.slow if it % 7 > 2 else ()) for it in range(1, MOST + 1)],
+    [pytest.param(it, marks=pytest.mark.slow if it % 7 != 1 else ()) for it in range(1, MOST + 1)],
 )
 @torch.inference_mode()
 def test_the_torch_stage_on_fresh_shapes(sequences: int, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Stages with packed weights beside a plain forward pass of the same numbers; their memory; what is not packed."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import transformers
 from moonpool.checkpoint import load_config
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
+from tests.examples import pairs
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.packed_reference import GAP, pack
 
-NEW = 20
+NEW = 6
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -22,6 +24,7 @@ def prompts(vocab: int) -> list[list[int]]:
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in (3, 17, 70)]
 
 
+@functools.cache
 def reference(path: Path, quantization: str) -> Any:
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     plain.train(False)
@@ -35,9 +38,10 @@ def assert_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
     assert float((rows.amax(1) - chosen).max()) <= GAP
 
 
-@pytest.mark.parametrize("mode", ["", "torch"])
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantization", "shape", "mode"),
+    pairs(["int8", "int4"], ["tiny-llama", "tiny-qwen2"], ["", "torch"]),
+)
 def test_greedy_whole_in_chunks_and_in_stages(
     quantization: Any, shape: str, mode: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
