@@ -94,6 +94,7 @@ async def test_a_disk_that_others_fill(disk: Disk, tmp_path: Path) -> None:
         await store.stop()
 
 
+@pytest.mark.slow  # `tests/unit/kvstore/ssd` has full and read-only disks in one process
 async def test_a_full_disk_gives_what_the_store_holds_away_and_nothing_else(disk: Disk, tmp_path: Path) -> None:
     async with running(disk.path, tmp_path / "log") as store:
         await put(store.address, OLD)
@@ -113,6 +114,7 @@ async def test_a_full_disk_gives_what_the_store_holds_away_and_nothing_else(disk
         assert set(NEW) <= set(await store.present(KEYS))
 
 
+@pytest.mark.slow  # `tests/unit/kvstore/ssd` has full and read-only disks in one process
 async def test_a_disk_smaller_than_the_budget(disk: Disk, tmp_path: Path) -> None:
     disk.remount(f"size={32 * RECORD}")
     async with running(disk.path, tmp_path / "log") as store:
@@ -127,7 +129,8 @@ async def test_a_disk_smaller_than_the_budget(disk: Disk, tmp_path: Path) -> Non
         assert set(MEANWHILE[-1]) <= set(await store.present(KEYS))
 
 
-@pytest.mark.parametrize("lost", [pytest.param("deleted", marks=pytest.mark.slow), "garbage"])
+@pytest.mark.slow  # `test_starts_with_little_room` loses indexes, too
+@pytest.mark.parametrize("lost", ["deleted", "garbage"])
 async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str) -> None:
     async with running(disk.path, tmp_path / "log") as store:
         await put(store.address, OLD)
@@ -195,6 +198,7 @@ def test_starts_with_little_room(disk: Disk, tmp_path: Path) -> None:
         ssd_of(driven).close()
 
 
+@pytest.mark.slow  # `tests/unit/kvstore/ssd` has full and read-only disks in one process
 async def test_a_folder_that_becomes_read_only(disk: Disk, tmp_path: Path) -> None:
     """A file system with files open for writing cannot be made read-only; what hides the folder from new files can."""
     async with running(disk.path, tmp_path / "log") as store:

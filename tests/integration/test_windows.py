@@ -13,6 +13,7 @@ from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
+pytestmark = pytest.mark.slow  # `test_parity` and `test_hybrids` have windows and states; the core, losses of pools
 SEED = 11
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "tiny-gemma3": {},  # windows of 48 tokens in every other layer
@@ -42,11 +43,11 @@ def stack(
 @pytest.mark.parametrize(
     ("model", "stack"),
     [
-        pytest.param("tiny-gemma3", "cache", marks=pytest.mark.slow),
-        pytest.param("tiny-gemma3", "store", marks=pytest.mark.slow),
-        pytest.param("tiny-gemma3", "swap", marks=pytest.mark.slow),
+        ("tiny-gemma3", "cache"),
+        ("tiny-gemma3", "store"),
+        ("tiny-gemma3", "swap"),
         ("tiny-mistral", "store"),
-        pytest.param("tiny-qwen3-next", "store", marks=pytest.mark.slow),
+        ("tiny-qwen3-next", "store"),
     ],
     indirect=True,
 )

@@ -11,7 +11,7 @@ from tests.world.disk import Disk
 from tests.world.process import on_virtual_time
 from tests.world.profiles import slow_prefill
 
-BLOCK, BLOCKS, CHAINS, LOSSES = 16, 6, 6, 3
+BLOCK, BLOCKS, CHAINS, LOSSES = 16, 6, 4, 2
 PREFIX = BLOCKS * BLOCK
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 FLAGS = {

@@ -38,7 +38,9 @@ async def phases(cluster: Cluster) -> set[str]:
     return {phase for phase, seen in SEEN_BY.items() if seen in busy}
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode", "kvstore", "conductor"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("prefill", "kvstore")), "decode", "conductor"]
+)
 @on_virtual_time
 async def test_whoever_is_killed_at_whatever_moment(simulation: Simulation, tmp_path: Path, kind: str) -> None:
     """All prompts begin alike. Between two moments all of prefill starts anew, so that the beginning is loaded."""

@@ -54,7 +54,7 @@ async def test_a_slow_instance_is_relieved_and_comes_back(simulation: Simulation
     await cluster.rest()
 
 
-@pytest.mark.parametrize("answers", [1, 3])
+@pytest.mark.parametrize("answers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @on_virtual_time
 async def test_a_draining_instance_hands_its_sequences_over(simulation: Simulation, answers: int) -> None:
     """Also those of several answers, each behind what there is of it: the prompt is placed once more, and no token is

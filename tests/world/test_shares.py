@@ -13,7 +13,7 @@ from tests.world.process import on_virtual_time
 SEED = 3
 CALM = prompt(120, "calm")
 TOKENS = 60
-PLACES = 64
+PLACES = 32
 
 
 async def calm_times(client: AsyncClient) -> list[float]:

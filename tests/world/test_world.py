@@ -22,7 +22,7 @@ from tests.world.trace import Outcome, Run, simulated
 ROOT = Path(__file__).parents[2]
 EACH = {"ttft_s": 0.02, "tpot_s": 0.05, "end_s": 0.01}
 """By what share a time of one request may differ between the two; an answer of two tokens is the worst."""
-ALL = 0.002
+ALL = 0.003
 """The same of median and mean."""
 ELSEWHERE = 0.1
 """Share of requests that may be placed at another prefill instance."""
@@ -37,9 +37,9 @@ def run(module: str, *flags: str, hash_seed: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-WORKLOAD = Run(requests=40, prefill=3, decode=3, jitter_s=0.0)
+WORKLOAD = Run(requests=20, prefill=3, decode=3, jitter_s=0.0)
 """Without random delays: what comes first decides between equal instances in both worlds alike."""
-FLAGS = ("--requests", "40", "--prefill", "3", "--decode", "3", "--jitter-s", "0")
+FLAGS = ("--requests", "20", "--prefill", "3", "--decode", "3", "--jitter-s", "0")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,9 @@ def test_rules_of_placement_are_in_the_same_order_as_in_the_simulator() -> None:
 EVERY_SERVICE = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1")
 
 
-@pytest.mark.parametrize("services", [("decode-0",), ("kvstore-0", "prefill-0", "decode-0", "decode-1"), EVERY_SERVICE])
+@pytest.mark.parametrize(
+    "services", [("decode-0",), pytest.param(EVERY_SERVICE[1:], marks=pytest.mark.slow), EVERY_SERVICE]
+)
 def test_who_gets_no_processor_is_not_lost(services: Sequence[str]) -> None:
     """For twenty seconds, while a stream runs there: it goes on where it was."""
     found = in_copy(partial(starved, services, "starve"))

@@ -84,7 +84,9 @@ WAYS = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(way, marks=[pytest.mark.slow] if way in ("cache", "swap") else []) for way in WAYS],
+    params=[
+        pytest.param(way, marks=[pytest.mark.slow] if way in ("cache", "recompute", "swap") else []) for way in WAYS
+    ],
 )
 def served(request: pytest.FixtureRequest, decode_with: DecodeWith, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""

@@ -46,7 +46,8 @@ def test_without_the_trace_its_figure_is_not_measured_and_the_others_have_anothe
     assert memory.met is None
 
 
-@pytest.mark.parametrize("trace", [str(SHIPPED), pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trace", [str(SHIPPED), ""])
 def test_a_small_run(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONPOOL_TRACE", raising=False)
     parser = argparse.ArgumentParser()

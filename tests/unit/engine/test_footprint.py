@@ -56,7 +56,7 @@ def largest_steps(longest: int) -> list[tuple[SequenceStep, ...]]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("launcher", [execute, start_worker])
+@pytest.mark.parametrize("launcher", [execute, pytest.param(start_worker, marks=pytest.mark.slow)])
 async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str, launcher: Launcher) -> None:
     config = load_config(checkpoint)
     layout = kv_layout(config, "float32", BLOCK, kv_dtype)

@@ -151,7 +151,9 @@ def draw_step(draw: random.Random, number: int, tokens: int, blocks: int) -> Ste
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(("kv_dtype", "deterministic"), [("auto", False), ("auto", True), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "deterministic"), [pytest.param("auto", False, marks=pytest.mark.slow), ("auto", True), ("fp8", False)]
+)
 def test_no_step_launches_what_warm_up_did_not(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, deterministic: bool
 ) -> None:

@@ -159,7 +159,7 @@ def test_pools_hold_what_is_asked_for_at_once(served: Served, sizes: Sizes, tmp_
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "name",
-    ["models", "serve_small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("two_stages", "load"))],
+    ["models", *(pytest.param(name, marks=pytest.mark.slow) for name in ("serve_small", "two_stages", "load"))],
 )
 def test_a_stage_passes_on_staged(name: str, out: Path) -> None:
     """`serve_large` is `serve_small` with other sizes."""

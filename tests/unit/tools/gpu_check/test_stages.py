@@ -108,12 +108,14 @@ def test_a_wrong_kernel_is_noticed(staged: Where, monkeypatch: pytest.MonkeyPatc
     assert "1 failed: cases_of_faults::test_that_fails" in error_of(kernels.check, staged)
 
 
+@pytest.mark.slow
 def test_tests_of_a_gpu_that_none_has_are_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """None has the mark `gpu`."""
     monkeypatch.setattr(devices, "TESTS", [str(CASES)])
     assert "found no tests" in error_of(devices.check, staged)
 
 
+@pytest.mark.slow
 def test_tests_that_are_all_skipped_prove_nothing(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "run_tests", lambda wanted, figures: run_tests({"none": SKIPPED}, figures))
     assert "0 tests passed" in error_of(parity.check, Where("cuda", True, staged.out, 100.0))
