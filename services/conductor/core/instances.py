@@ -326,7 +326,7 @@ class LoadRanking:
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
         """Ranks an instance anew after the load has changed."""
         found, before = self._of[slot]
-        place = RankedInstance(load(found.speeds), turn, before.name, slot)
+        place = make(RankedInstance, (load(found.speeds), turn, before.name, slot))
         if place != before:
             del found.order[bisect_left(found.order, before)]
             insort(found.order, place)

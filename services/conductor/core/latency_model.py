@@ -381,11 +381,15 @@ class DecodeLatencyModel:
             blocks: expected memory of the request.
             optimism: factor of the time by which instances are compared.
         """
-        sequences, context_tokens = there.sequences, there.context_tokens
-        tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
-        finish_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks)) + self._tokens * tbt_s
-        longer_s = tbt_s - decode_step_seconds(speeds, sequences, context_tokens) if sequences else 0.0
-        others_s = sequences * self._tokens * longer_s
+        # Asked for each candidate: `decode_step_seconds` stands here in full.
+        sequences, context_tokens, tokens = there.sequences, there.context_tokens, self._tokens
+        base_s, sequence_s = speeds.decode_base_s, speeds.decode_per_sequence_s
+        context_s = speeds.decode_per_context_token_s
+        more, longer = sequences + self._choices, context_tokens + self._context_tokens
+        tbt_s = base_s + sequence_s * more + context_s * longer
+        finish_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks)) + tokens * tbt_s
+        longer_s = tbt_s - (base_s + sequence_s * sequences + context_s * context_tokens) if sequences else 0.0
+        others_s = sequences * tokens * longer_s
         return make(DecodeChoice, (name, tbt_s, finish_s, blocks, held_blocks, finish_s * optimism, others_s, there))
 
     def _lacking_bytes(self, held_blocks: int) -> int:

@@ -22,10 +22,10 @@ class LeastTime:
         found = candidates.least(limit)
         near_s = SPEED_NOISE * min([it.compared_s for it in found], default=0.0)
 
-        def order(it: DecodeChoice) -> tuple[float, ...]:
+        def order(it: DecodeChoice) -> tuple[float, float, float, float, str]:
             there = it.there
             if it.compared_s > near_s:
-                return sys.maxsize, it.compared_s, there.turn
-            return there.sequences, -it.held_blocks, there.context_tokens, there.turn
+                return sys.maxsize, it.compared_s, there.turn, 0, it.id
+            return there.sequences, -it.held_blocks, there.context_tokens, there.turn, it.id
 
-        return sorted(found, key=lambda it: (order(it), it.id))
+        return sorted(found, key=order)

@@ -69,7 +69,9 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
     if len(candidates) <= LOOKED_AT:
         return [candidates.predict(place) for place in sorted(candidates)]
     return candidates.least(
-        limit, lambda choice: choice.queue_s + factor * choice.alone_s, lambda cost: factor * cost.alone_s
+        limit,
+        lambda choice: choice.queue_s + factor * choice.alone_s,
+        lambda cost: factor * (cost.load_s + cost.prefill_s),
     )
 
 
