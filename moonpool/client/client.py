@@ -201,7 +201,7 @@ class AsyncClient:
         block of KV.
 
         Args:
-            requests: the arguments of `generate`, or no more of each than its prompt; at most 1024.
+            requests: the arguments of `generate`, or no more of each than its prompt.
             within_s: seconds from now.
             tenant: whose prompts.
             timeout_s: time limit, in seconds.
@@ -209,10 +209,12 @@ class AsyncClient:
         Raises:
             InvalidRequest: a value is wrong; names the field.
         """
-        messages = [translate.generate_request(it) for it in requests]
-        request = conductor_pb2.AnnouncePromptsRequest(tenant=tenant, requests=messages, within_s=within_s)
-        answer: conductor_pb2.AnnouncePromptsResponse = await self._query(request, timeout_s)
-        return answer.prompts
+        prompts = 0
+        for messages in translate.in_portions([translate.generate_request(it) for it in requests]):
+            request = conductor_pb2.AnnouncePromptsRequest(tenant=tenant, requests=messages, within_s=within_s)
+            answer: conductor_pb2.AnnouncePromptsResponse = await self._query(request, timeout_s)
+            prompts += answer.prompts
+        return prompts
 
     async def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return the conductor's gauges."""

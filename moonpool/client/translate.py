@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -85,6 +85,25 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
             prompt_field, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are allowed"
         )
     return request
+
+
+MAX_ANNOUNCED, MAX_ANNOUNCED_BYTES = 256, MAX_REQUEST_BYTES // 2
+"""Most requests of one announcement, and most of their bytes if there are several."""
+
+
+def in_portions(requests: Sequence[conductor_pb2.GenerateRequest]) -> Iterator[list[conductor_pb2.GenerateRequest]]:
+    """The requests in portions that one message holds, in their order."""
+    portion: list[conductor_pb2.GenerateRequest] = []
+    nbytes = 0
+    for request in requests:
+        size = request.ByteSize()
+        if portion and (len(portion) == MAX_ANNOUNCED or nbytes + size > MAX_ANNOUNCED_BYTES):
+            yield portion
+            portion, nbytes = [], 0
+        portion.append(request)
+        nbytes += size
+    if portion:
+        yield portion
 
 
 def session_to_proto(session: SessionTurn) -> conductor_pb2.SessionTurn:

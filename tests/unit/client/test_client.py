@@ -21,6 +21,7 @@ from moonpool.client import (
 )
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected, backoff_pauses
+from moonpool.client.types import GenerateArguments
 from moonpool.errors import DeadlineExceeded
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
@@ -150,6 +151,18 @@ def test_what_does_not_fit_the_contract_is_named(dial: Dial, given: dict[str, ob
     with dial(FakeConductor()) as client, pytest.raises(InvalidRequest) as caught:
         client.generate(**given)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("tokens", "count", "portions"), [(1, 300, [256, 44]), (1_000_000, 3, [1, 1, 1]), (1, 0, [])])
+def test_many_prompts_are_announced_in_portions(dial: Dial, tokens: int, count: int, portions: list[int]) -> None:
+    fake = FakeConductor()
+    fake.answers["AnnouncePromptsRequest"] = pb.AnnouncePromptsResponse(prompts=1)
+    given: list[GenerateArguments] = [{"token_ids": [1 << 20] * tokens} for _ in range(count)]
+    with dial(fake) as client:
+        assert client.announce(given, 5.0, tenant="t") == len(portions)
+    asked = [it for it in fake.asked if isinstance(it, pb.AnnouncePromptsRequest)]
+    assert [len(it.requests) for it in asked] == portions
+    assert {(it.tenant, it.within_s) for it in asked} <= {("t", 5.0)}
 
 
 def test_an_unknown_argument_is_refused(dial: Dial) -> None:
