@@ -1,4 +1,4 @@
-"""One stack for all that is hostile to it; each test ends with the check that it was not harmed."""
+"""One stack for all that is hostile to it; each test ends with the check that the stack was not harmed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,13 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(autouse=True)
-def everything_comes_back(stack: Stack) -> Iterator[None]:
-    """Every test ends with the check, which includes the one that all other stacks have."""
-    yield
-    stack.check_unharmed()
+def everything_comes_back(stack: Stack) -> None:
+    """`pytest_runtest_teardown` has a check that includes the check of all other stacks."""
+
+
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Item | None) -> None:
+    """Checks the stack after the last case of a test, and after every method that is fuzzed."""
+    more_cases = isinstance(nextitem, pytest.Function) and nextitem.function is item.function
+    stack = item.funcargs.get("stack")
+    if isinstance(stack, Stack) and (not more_cases or item.function.__name__ == "test_rpc"):
+        stack.check_unharmed()

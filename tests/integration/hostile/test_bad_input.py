@@ -1,6 +1,6 @@
 """Wrong requests and wrong peers: each is refused by name, and the stack is not harmed.
 
-After every test of this file all processes live, a good request has its right answer, everything is at rest, and no log
+After each test of this file all processes live, a good request has its right answer, everything is at rest, and no log
 has a traceback.
 """
 

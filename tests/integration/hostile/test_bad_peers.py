@@ -206,8 +206,8 @@ def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
                 assert "there is no such sequence" in steps.read().failed[0].reason
 
 
-CANCELS = 8000
-"""Twice as many as one answer has."""
+CANCELS = 5000
+"""More than one answer has."""
 
 
 def test_answers_that_are_not_read(stack: Stack) -> None:
