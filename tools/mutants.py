@@ -5,9 +5,9 @@ noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so
 Mutants and their order follow from the seed.
 
 Only tests that run the changed line are tried. They come from test files that import the module, directly or by way of
-other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at. Each
-file runs once without a mutation; `tools.covered` notes which tests run which lines. A test that takes too long, or
-fails without a mutation, is left out.
+other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at; later
+files are looked at only if the tests of earlier ones pass. Each file runs once without a mutation; `tools.covered`
+notes which tests run which lines. A test that takes too long, or fails without a mutation, is left out.
 
 Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried.
 
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -87,9 +87,9 @@ UNTESTED = ("__repr__", "check_invariants", "describe", "digest", "state")
 TEST_S = 20.0
 """Most processor seconds of a test; others are left out."""
 SELECTION_S = 90.0
-"""Processor seconds of the test files that are looked at for a module; more files are left out."""
+"""Processor seconds of the test files that are looked at for a mutant; more files are left out."""
 TRIED_S = 30.0
-"""Usual seconds of the tests that run for a mutant; more tests are left out."""
+"""Usual seconds of the tests that run for a mutant at once; more tests are left out."""
 SLOW_S = 600.0
 """Seconds after which tests count as hanging. pytest ends a test that waits before that."""
 HANG_S = 30.0
@@ -439,12 +439,31 @@ class Copy:
         return self._kept_runs / f"{test.replace('/', '.')}-{state}.json"
 
     def try_out(self, mutant: Mutant, files: Sequence[str]) -> Verdict:
-        """Runs the tests that run the mutant's line, those of the fastest file first."""
+        """Runs the tests that run the mutant's line; those of later files only if those of earlier ones pass."""
+        verdict = Verdict.NOT_RUN
+        for runs in self.waves(files):
+            tests = covering(runs, str(self.root / self._files[mutant.module].path), mutant)
+            if tests:
+                verdict = self._try(mutant, tests)
+            if verdict.is_noticed:
+                break
+        return verdict
+
+    def waves(self, files: Sequence[str]) -> Iterator[list[FileRun]]:
+        """One file, two, four, ...: as many as take about `SELECTION_S` together."""
+        rest, total = iter(files), 0.0
+        for size in map(pow, itertools.repeat(2), itertools.count()):
+            runs = list[FileRun]()
+            while total < SELECTION_S and len(runs) < size and (test := next(rest, None)):
+                runs.append(self.file_run(test))
+                total += runs[-1].processor_s
+            if not runs:
+                return
+            yield runs
+
+    def _try(self, mutant: Mutant, tests: Sequence[TestRun]) -> Verdict:
         source = self._files[mutant.module]
         path = self.root / source.path
-        tests = covering([self.file_run(test) for test in files], str(path), mutant)
-        if not tests:
-            return Verdict.NOT_RUN
         self._write(path, mutant.applied(source.text))
         try:
             limit_s = 3 * sum(test.processor_s for test in tests) + HANG_S
@@ -497,17 +516,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         return
     finally:
         process.wait()
-
-
-def fitting(copy: Copy, tests: Sequence[str]) -> list[str]:
-    """The first test files, as many as take about `SELECTION_S` together."""
-    chosen, total = [], 0.0
-    for test in tests:
-        if total >= SELECTION_S:
-            break
-        chosen.append(test)
-        total += copy.file_run(test).processor_s
-    return chosen
 
 
 def covering(runs: Sequence[FileRun], path: str, mutant: Mutant) -> list[TestRun]:
@@ -574,7 +582,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if time.monotonic() >= ends_at:
                 break
             if mutant.module not in chosen:
-                chosen[mutant.module] = fitting(copy, selection(files, mutant.module))
+                chosen[mutant.module] = selection(files, mutant.module)
             verdicts[mutant] = copy.try_out(mutant, chosen[mutant.module])
             notes.add(mutant, verdicts[mutant])
             print(f"{verdicts[mutant].value:8} {mutant}", flush=True)

@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moonpool.client import Message, SamplingParams, Slo
 from moonpool.scheduling.sessions import SessionTurn
 
 TENANTS = ("ann", "bob", "eve")
+FLOODING = "flood"
+"""The tenant of floods."""
 Interface = Literal["stream", "generate", "completions", "chat", "responses", "messages"]
 """The SDK's two calls, and the paths of the gateway."""
 SDK: tuple[Interface, ...] = ("stream", "generate")
@@ -36,8 +38,16 @@ OF: Mapping[Interface, tuple[Feature, ...]] = {
     "responses": ("greedy", "schema", "tools"),
     "messages": ("greedy", "schema", "tools"),
 }
-Ending = Literal["stay", "leave", "leave after tokens", "deadline"]
-ENDINGS: Mapping[Ending, int] = {"stay": 24, "leave": 3, "leave after tokens": 2, "deadline": 1}
+Ending = Literal["stay", "leave", "leave after tokens", "deadline", "read late"]
+ENDINGS: Mapping[Ending, int] = {"stay": 24, "leave": 3, "leave after tokens": 2, "deadline": 1, "read late": 2}
+Flood = Literal["answers", "prompts", "bodies"]
+"""What there is too much of: KV of running answers, KV of prompts, or bodies at the gateway."""
+FLOODS: tuple[Flood, ...] = get_args(Flood)
+FLOOD = 6
+"""Requests with too many answers; of the other floods there are `FLOOD_MORE` times as many."""
+FLOOD_MORE = 4
+PADDING = 24_000
+"""Bytes that make a body large."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -71,7 +81,8 @@ class Ask:
         tokens: the prompt behind the context; empty for a chat.
         chat: the prompt of a chat.
         streamed: whether an HTTP answer is streamed.
-        ending: whether the client stays, or leaves after `limit` seconds or tokens, or has only `limit` seconds.
+        ending: whether the client stays, or leaves after `limit` seconds or tokens, or has only `limit` seconds, or
+            reads nothing for `limit` seconds after an answer's begin.
         limit: see `ending`.
         priority: among the tenant's requests.
         salt: of the cache.
@@ -95,6 +106,8 @@ class Ask:
     slo: Slo | None = None
     session: SessionTurn | None = None
     context: str = ""
+    padding: int = 0
+    """Bytes of a body that mean nothing."""
 
     def __str__(self) -> str:
         return f"request {self.number} ({self.tenant}, {self.interface}, {self.feature}, {self.ending})"
@@ -125,6 +138,8 @@ class Ask:
             body |= {"logprobs": True, "top_logprobs": how.logprobs} if chat else {"logprobs": how.logprobs}
         if self.salt:
             body["cache_salt"] = self.salt
+        if self.padding:
+            body["user"] = "x" * self.padding
         if self.streamed:
             body["stream_options"] = {"include_usage": True}
         if self.feature == "schema":
@@ -206,9 +221,7 @@ class Asks:
         features = [it for it in OF[interface] if self.computes or it in EMULATED]
         feature = _weighed(drawn, {it: FEATURES[it] for it in features})
         ask = Ask(number, drawn.choice(TENANTS), interface, feature, self._how(drawn, interface, feature))
-        ask = replace(
-            ask, streamed=interface not in SDK and feature not in ("scored", "tools") and drawn.random() < 0.6
-        )
+        ask = replace(ask, streamed=interface not in SDK and feature != "scored" and drawn.random() < 0.6)
         if interface in CHATS:
             words = drawn.choices(WORDS, k=drawn.randrange(3, 60))
             ask = replace(ask, chat=({"role": "user", "content": " ".join(words)},))
@@ -225,16 +238,22 @@ class Asks:
             ask = replace(ask, slo=Slo(ttft_s=drawn.choice((1e-3, 0.5, 5.0))))
         return ask
 
-    def flood(self, count: int) -> list[Ask]:
-        """Requests that want more memory together than decode has."""
+    def flood(self, kind: Flood) -> list[Ask]:
+        """Requests that want more memory together than decode, prefill or the gateway has."""
         asks = list[Ask]()
-        for _ in range(count):
+        for _ in range(FLOOD if kind == "answers" else FLOOD_MORE * FLOOD):
             number = self._number
             self._number += 1
             drawn = random.Random(f"flood {self.seed} {number}")
-            how = SamplingParams(max_tokens=60, temperature=1.0, seed=drawn.getrandbits(31), n=4, ignore_eos=True)
             tokens = tuple(drawn.randrange(8, 250) for _ in range(LONGEST))
-            asks.append(Ask(number, "flood", "generate", "several", how, tokens))
+            seed = drawn.getrandbits(31)
+            how = SamplingParams(max_tokens=60, temperature=1.0, seed=seed, n=4, ignore_eos=True)
+            ask = Ask(number, FLOODING, "generate", "several", how, tokens)
+            if kind != "answers":
+                ask = replace(ask, feature="greedy", how=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+            if kind == "bodies":
+                ask = replace(ask, interface="completions", padding=PADDING, tokens=tokens[:20])
+            asks.append(ask)
         return asks
 
     def _prompt(self, drawn: random.Random, tenant: str) -> list[int]:
@@ -273,11 +292,14 @@ class Asks:
             ending = "leave"
         if ending == "deadline" and ask.interface not in SDK:
             ending = "stay"
+        if ending == "read late" and ask.interface != "stream" and not ask.streamed:
+            ending = "stay"
         limit = {
             "stay": 0.0,
             "leave": drawn.uniform(0.02, 2.0),
             "leave after tokens": drawn.randrange(1, 1 + ask.how.max_tokens),
             "deadline": drawn.uniform(0.05, 1.0),
+            "read late": drawn.uniform(0.5, 5.0),
         }[ending]
         return replace(ask, ending=ending, limit=float(limit))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ REFUSED = (429, 503, 504)
 KEYS, VALUE_BYTES = 5, (100, 3000)
 
 
+ToldLogprobs = tuple[str, float, dict[str, float]]
+
+
 @dataclass(slots=True)
 class Answer:
     """One of a request's answers, or its beginning.
@@ -33,6 +36,8 @@ class Answer:
         finish: why it ended; "" if it has not.
         logprobs: of the tokens, if they were wanted.
         score: of a beam search's hypothesis.
+        told: the log probabilities over HTTP, which names tokens by texts: each token's text, its log probability, and
+            those of the most likely ones.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -40,6 +45,7 @@ class Answer:
     finish: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
+    told: list[ToldLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ class Outcome:
         prompt: its tokens, where they are known.
         cached: tokens of the prompt that were not computed; None: not told.
         scored: log probabilities of the prompt.
+        told_scores: the prompt's log probabilities over HTTP, by token, at each position; None at the first.
         arguments: of the tool's calls.
         resumes: times that a stream was resumed.
         placements: how often the request was placed.
@@ -71,7 +78,8 @@ class Outcome:
     prompt: list[int] = field(default_factory=list)
     cached: int | None = None
     scored: list[TokenLogprobs] = field(default_factory=list)
-    arguments: Sequence[Any] = ()
+    told_scores: list[dict[int, float] | None] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
     resumes: int = 0
     placements: int = 0
     unexpected: str = ""
@@ -118,7 +126,10 @@ async def ask_sdk(client: AsyncClient, ask: Ask, outcome: Outcome, now: Now) -> 
 
 
 async def _follow(stream: AsyncTokenStream, ask: Ask, outcome: Outcome) -> None:
+    late_s = ask.limit if ask.ending == "read late" else 0.0
     async for event in stream:
+        await asyncio.sleep(late_s)
+        late_s = 0.0
         found = outcome.answer(event.choice)
         if event.token_ids and event.position != len(found.tokens) and not ask.how.beam_width:
             outcome.unexpected = f"tokens at {event.position} after {len(found.tokens)}"
@@ -149,6 +160,10 @@ def _take_result(outcome: Outcome, result: GenerateResult) -> None:
 async def ask_http(gateway: Gateway, ask: Ask, outcome: Outcome, key: str) -> None:
     """Send a request through the gateway, and wait for what comes of it."""
     exchange = await gateway.ask("POST", PATHS[ask.interface], ask.body(), key)
+    if ask.ending == "read late":
+        exchange.pause()
+        await asyncio.sleep(ask.limit)
+        exchange.read_on()
     try:
         async with asyncio.timeout(ask.limit if ask.ending == "leave" else TIMEOUT_S):
             await exchange.ended.wait()
@@ -198,26 +213,52 @@ def _read_event(interface: Interface, event: dict[str, Any], outcome: Outcome) -
                 found.tokens += choice.get("token_ids") or ()
                 found.text += choice["text"] if interface == "completions" else choice["delta"].get("content") or ""
                 found.finish = choice.get("finish_reason") or found.finish
+                found.told += _told(interface, choice)
+                for call in choice["delta"].get("tool_calls") or () if interface == "chat" else ():
+                    if call["index"] == len(outcome.arguments):
+                        outcome.arguments.append("")
+                    outcome.arguments[call["index"]] += call["function"].get("arguments", "")
             _read_usage(event.get("usage"), outcome)
         case "responses":
             if event["type"] == "response.output_text.delta":
                 outcome.answer(0).text += event["delta"]
+            elif event["type"] == "response.function_call_arguments.done":
+                outcome.arguments.append(event["arguments"])
             elif event["type"] in ("response.completed", "response.incomplete"):
-                streamed = outcome.answer(0).text
+                streamed, arguments = outcome.answer(0).text, list(tool_arguments("responses", event["response"]))
                 _read_whole_response(event["response"], outcome)
                 if streamed != outcome.answer(0).text:
                     outcome.unexpected = "the response's text is not that of its events"
+                if arguments != outcome.arguments:
+                    outcome.unexpected = "the response's calls are not those of its events"
         case _:
             if event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
                 outcome.answer(0).text += event["delta"]["text"]
+            elif event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+                outcome.arguments.append("")
+            elif event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+                outcome.arguments[-1] += event["delta"]["partial_json"]
             elif event["type"] == "message_delta":
                 outcome.answer(0).finish = event["delta"]["stop_reason"]
                 outcome.cached = event["usage"].get("cache_read_input_tokens")
 
 
+def _told(interface: Interface, choice: dict[str, Any]) -> list[ToldLogprobs]:
+    """The log probabilities of a choice, or of a piece."""
+    found = choice.get("logprobs")
+    if not found:
+        return []
+    if interface == "chat":
+        return [
+            (it["token"], it["logprob"], {top["token"]: top["logprob"] for top in it["top_logprobs"]})
+            for it in found["content"]
+        ]
+    return list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))
+
+
 def _read_whole(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
     if ask.feature == "tools":
-        outcome.arguments = tool_arguments(ask.interface, answer)
+        outcome.arguments = list(tool_arguments(ask.interface, answer))
     match ask.interface:
         case "completions" | "chat":
             outcome.prompt = answer.get("prompt_token_ids") or answer["choices"][0].get("prompt_token_ids") or []
@@ -226,6 +267,10 @@ def _read_whole(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
                 found.tokens = choice.get("token_ids") or []
                 told = choice["text"] if ask.interface == "completions" else choice["message"].get("content")
                 found.text, found.finish = told or "", choice["finish_reason"]
+                found.told = _told(ask.interface, choice)
+            for scores in answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs") or ():
+                by_token = None if scores is None else {int(token): it["logprob"] for token, it in scores.items()}
+                outcome.told_scores.append(by_token)
             _read_usage(answer.get("usage"), outcome)
         case "responses":
             _read_whole_response(answer, outcome)

@@ -49,7 +49,7 @@ from tests.world.loop import EPOCH_S, NODE, InlineExecutor, Node, VirtualLoop, V
 from tests.world.network import JITTER_S, MessageLog, Network
 
 if TYPE_CHECKING:
-    from tests.world.engine import CheckpointEngine
+    from tests.world.engine import Stage
 
 MODEL = str(model_dir())
 _CONFIG = load_config(model_dir())
@@ -157,7 +157,7 @@ class Service:
 
     Attributes:
         disk: of a kvstore; None: the kvstore has DRAM alone.
-        engine: of prefill and decode in this life, if a checkpoint's own engine computes.
+        stages: of the engine in this life, if a checkpoint's own engine computes.
         journals: folder in which each life's core keeps a journal; None: none is kept.
     """
 
@@ -170,7 +170,7 @@ class Service:
         self.skew_s = 0.0
         self._life = 0
         self.disk: Disk | None = None
-        self.engine: CheckpointEngine | None = None
+        self.stages: Sequence[Stage] = ()
         self.journals: Path | None = None
         self.node: Node
         self.task: asyncio.Task[None]
@@ -204,23 +204,23 @@ class Service:
     def _begin(self) -> None:
         self._simulation.enter(self.node)
         serve, config = KINDS[self.kind]
-        self._process = _Process(self.name)
+        self._process, self.stages = _Process(self.name), ()
         flags, parts = list(self._flags), dict[str, Any]()
         if self.disk is not None:
             layer = self.disk.files
             flags += ["--data-dir", str(self.disk.path)]
             parts["files"] = lambda _: layer
         if self._computes:
-            from tests.world.engine import start_checkpoint  # torch takes seconds to import
+            from tests.world.engine import start_stages  # torch takes seconds to import
 
-            parts["start"] = partial(start_checkpoint, decode=self.kind == "decode", begun=self._engine_begun)
+            parts["start"] = partial(start_stages, decode=self.kind == "decode", begun=self._engine_begun)
         if self.journals is not None:
             flags += ["--set", f"journal_dir={self.journals / str(self.node)}"]
         serving = serve(self._process, config.load(flags), **parts)
         self.task = self._simulation.loop.create_task(_awaited(serving), name=str(self.node))
 
-    def _engine_begun(self, engine: CheckpointEngine) -> None:
-        self.engine = engine
+    def _engine_begun(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
 
     def kill(self, *, power: bool = False) -> None:
         """As `kill -9`: no code of the node runs any more. With `power` its disk loses what was not synced."""

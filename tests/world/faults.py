@@ -9,28 +9,34 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.faults.disturbances import Disturbances
+from tests.world.asks import FLOODS, Flood
 from tests.world.cluster import Cluster, Service, Simulation
 from tests.world.gateway import Gateway
-from tests.world.marks import DIED
 
 FaultKind = Literal[
     "kill", "lose power", "stop", "starve", "drain", "engine", "gateway", "reset", "partition", "one way", "slow",
-    "lossy", "clock", "full disk", "broken disk", "damaged disk", "flood",
+    "lossy", "clock", "full disk", "broken disk", "damaged disk", "stage stop", "slow stage", "gateway stop",
+    "flood of answers", "flood of prompts", "flood of bodies",
 ]  # fmt: skip
 WEIGHTS: Mapping[FaultKind, int] = {
     "kill": 5, "lose power": 2, "stop": 4, "starve": 1, "drain": 2, "engine": 1, "gateway": 1, "reset": 4,
     "partition": 3, "one way": 2, "slow": 2, "lossy": 2, "clock": 2, "full disk": 1, "broken disk": 1,
-    "damaged disk": 2, "flood": 1,
+    "damaged disk": 2, "stage stop": 1, "slow stage": 1, "gateway stop": 1, "flood of answers": 1,
+    "flood of prompts": 1, "flood of bodies": 1,
 }  # fmt: skip
-HARMLESS: tuple[FaultKind, ...] = ("starve", "clock", "full disk", "broken disk", "damaged disk", "flood")
+HARMLESS: tuple[FaultKind, ...] = (
+    "starve", "clock", "full disk", "broken disk", "damaged disk", "stage stop", "slow stage", "gateway stop",
+    "flood of answers", "flood of prompts", "flood of bodies",
+)  # fmt: skip
 """Faults for which no request may fail."""
+OF_STAGES: tuple[FaultKind, ...] = ("engine", "stage stop", "slow stage")
+SLOWER = 4.0, 20.0
+"""So many times as long a step of a slow stage takes."""
 OF_STORES: tuple[FaultKind, ...] = ("lose power", "full disk", "broken disk", "damaged disk")
 OF_LINKS: tuple[FaultKind, ...] = ("reset", "partition", "one way", "slow", "lossy")
 RECOVERY_S = 6.0
 """After a fault's end a service is as before within so long: it has joined all conductors, and is known to be well."""
 LONGEST_S, SKEW_S = 4.0, 5.0
-FLOOD = 6
-"""Requests of a flood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class Faults:
         cluster: Cluster,
         gateway: Gateway,
         plan: FaultPlan,
-        flood: Callable[[], Awaitable[None]],
+        flood: Callable[[Flood], Awaitable[None]],
     ) -> None:
         """`flood` sends requests that want more memory than there is."""
         self._simulation, self._cluster, self._gateway, self._plan = simulation, cluster, gateway, plan
@@ -101,20 +107,21 @@ class Faults:
         drawn = self._drawn
         if kind in OF_LINKS:
             return self._hit_link(kind, seconds)
-        if kind == "flood":
-            self._beside(self._flooded())
-            return ["decode-0", "decode-1"]
-        if kind == "gateway":
-            if self._gateway.node.dead:
+        if kind.startswith("flood of "):
+            flood = next(it for it in FLOODS if it == kind.removeprefix("flood of "))
+            self._beside(self._flooded(flood))
+            return [flood]
+        if kind in ("gateway", "gateway stop"):
+            if self._gateway.name in self._busy:
                 return []
-            self._gateway.kill()
-            self._beside(self._later(seconds, self._gateway.begin))
+            self._gateway.kill() if kind == "gateway" else self._gateway.stop()
+            self._back(self._gateway, seconds, self._gateway.begin if kind == "gateway" else self._gateway.resume)
             return [self._gateway.name]
         services = [it for it in self._cluster.services.values() if it.name not in self._busy]
         if kind in OF_STORES:
             services = [it for it in services if it.disk is not None]
-        if kind == "engine":
-            services = [it for it in services if it.engine is not None]
+        if kind in OF_STAGES:
+            services = [it for it in services if it.stages]
         if not services:
             return []
         service = drawn.choice(services)
@@ -151,9 +158,16 @@ class Faults:
             case "drain":
                 self._back(service, 0.0, lambda: None, self._drained(service))
             case "engine":
-                assert service.engine is not None
-                service.engine.fail(DIED)
+                drawn.choice(service.stages).kill()
                 self._back(service, 0.0, lambda: None, self._restarted(service))
+            case "stage stop":
+                stage = drawn.choice(service.stages)
+                stage.stop()
+                self._back(service, seconds, stage.resume)
+            case "slow stage":
+                stage = drawn.choice(service.stages)
+                stage.slowdown = drawn.uniform(*SLOWER)
+                self._back(service, seconds, stage.quicken)
             case "clock":
                 service.node.skew_s += drawn.uniform(-SKEW_S, SKEW_S)
             case "full disk" | "broken disk":
@@ -166,7 +180,7 @@ class Faults:
         return True
 
     def _back(
-        self, service: Service, seconds: float, back: Callable[[], None], first: Awaitable[None] | None = None
+        self, service: Service | Gateway, seconds: float, back: Callable[[], None], first: Awaitable[None] | None = None
     ) -> None:
         """Bring a service back; nothing else happens to it meanwhile."""
         self._busy.add(service.name)
@@ -189,8 +203,8 @@ class Faults:
         await asyncio.wait([service.task])
         service.begin()
 
-    async def _flooded(self) -> None:
-        await self._flood()
+    async def _flooded(self, kind: Flood) -> None:
+        await self._flood(kind)
 
     async def _later(self, seconds: float, work: Callable[[], None]) -> None:
         await asyncio.sleep(seconds)

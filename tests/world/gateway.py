@@ -33,6 +33,8 @@ class Exchange:
         self.content = b""
         self.ended = asyncio.Event()
         self.whole = False
+        self._reads = asyncio.Event()
+        self._reads.set()
         self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._received.put_nowait({"type": "http.request", "body": content, "more_body": False})
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -53,10 +55,19 @@ class Exchange:
         """The gateway has died."""
         self.ended.set()
 
+    def pause(self) -> None:
+        """The client reads nothing more, until `read_on`."""
+        self._reads.clear()
+
+    def read_on(self) -> None:
+        """The client reads again."""
+        self._reads.set()
+
     async def receive(self) -> dict[str, Any]:
         return await self._received.get()
 
     async def send(self, message: dict[str, Any]) -> None:
+        await self._reads.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
@@ -143,6 +154,14 @@ class Gateway:
         """Begin a streamed greedy completion."""
         how = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         return await self.ask("POST", "/v1/completions", {"prompt": asked, **how})
+
+    def stop(self) -> None:
+        """As SIGSTOP."""
+        self.node.held = []
+
+    def resume(self) -> None:
+        """As SIGCONT."""
+        self._simulation.loop.resume(self.node)
 
     def kill(self) -> None:
         """As `kill -9`: its clients lose their connections."""

@@ -56,7 +56,12 @@ OF_CLIENTS = (
     "beams are placed anew",
     "an answer over HTTP is complete while services are disturbed",
     "a tool is called",
+    "a tool's call is streamed",
+    "an answer is read late",
+    "log probabilities came over HTTP",
     "a prompt is cached",
+    "a body is refused for want of memory",
+    "a deleted context is unknown",
     "a request is refused for its own limits",
     "a request is late for its own deadline",
     "a turn finds the turn before",
@@ -92,8 +97,8 @@ SOON = (
 """Marks that a few short storms meet."""
 
 
-DIED = "killed by the storm"
-"""Reason of an engine's death."""
+DIED = "was killed by signal"
+"""Of an engine's stage."""
 
 
 class Marks:
@@ -130,6 +135,10 @@ class Marks:
             and not outcome.placements
             and outcome.ended == "complete",
             "a tool is called": outcome.arguments,
+            "a tool's call is streamed": outcome.arguments and ask.streamed,
+            "an answer is read late": ask.ending == "read late" and outcome.ended == "complete",
+            "log probabilities came over HTTP": any(it.told for it in outcome.answers),
+            "a body is refused for want of memory": "body_memory_bytes" in outcome.error,
             "a prompt is cached": outcome.cached,
             "a request is refused for its own limits": outcome.ended == "limited",
             "a request is late for its own deadline": outcome.ended == "late",

@@ -24,6 +24,8 @@ EOF = grpc.aio.EOF
 LATENCY_S, JITTER_S = 0.0003, 0.0002
 """Of a message on its way: a constant, and the mean of what comes on top."""
 FIRST_PORT = 20_001
+WINDOW = 16
+"""Messages that wait for a reader; then writers wait, as HTTP/2's flow control has it for bytes."""
 RESENT_S = 0.2
 """After so long a lost message is sent again, and then after twice as long."""
 
@@ -157,9 +159,16 @@ class Network:
 
 
 class _Inbox:
-    """Messages that have come to one side of a call."""
+    """Messages that have come to one side of a call.
+
+    Attributes:
+        unread: messages that were written and not read.
+    """
 
     def __init__(self) -> None:
+        self.unread = 0
+        self._over = False
+        self._read = asyncio.Event()
         self._messages: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
@@ -170,7 +179,19 @@ class _Inbox:
 
     def close(self) -> None:
         self._closed = True
+        self.give_up()
         self._wake()
+
+    def give_up(self) -> None:
+        """Nobody reads any more; who writes does not wait."""
+        self._over = True
+        self._read.set()
+
+    async def room(self) -> None:
+        """Wait until a further message may be written."""
+        while self.unread >= WINDOW and not self._over:
+            self._read.clear()
+            await self._read.wait()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -182,6 +203,8 @@ class _Inbox:
                 return EOF
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self.unread -= 1
+        self._read.set()
         return self._messages.popleft()
 
 
@@ -214,12 +237,14 @@ class _Call:
         return None if self.deadline is None else self.deadline - self.loop.time()
 
     def write_up(self, data: bytes) -> None:
+        self.up.unread += 1
         self.network.send(self, True, self.up.put, data)
 
     def close_up(self) -> None:
         self.network.send(self, True, self.up.close)
 
     def write_down(self, data: bytes) -> None:
+        self.down.unread += 1
         self.network.send(self, False, self._deliver_down, data)
 
     def _deliver_down(self, data: bytes) -> None:
@@ -269,6 +294,7 @@ class _Call:
         self.channel.calls.pop(self, None)
         self.network.calls.pop(self, None)
         self.down.close()
+        self.up.give_up()
         if not self.finished.done():
             self.finished.set_result(None)
         for callback, context in self._callbacks:
@@ -358,6 +384,10 @@ class ClientCall:
         if self._call.cancelled:
             raise asyncio.CancelledError
         if self._call.status is not None:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        await self._call.up.room()
+        if self._call.status is not None:
+            self._call.check()
             raise asyncio.InvalidStateError("RPC already finished.")
         self._call.write_up(self._serialize(message))
 
@@ -471,6 +501,7 @@ class ServicerContext:
         return data if data is EOF else (self._handler.request_deserializer or _same)(data)
 
     async def write(self, message: Any) -> None:
+        await self._call.down.room()
         self._call.write_down((self._handler.response_serializer or _same)(message))
 
 

@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,16 +37,29 @@ import jsonschema
 
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.errors import MoonpoolError
+from moonpool.errors import DeadlineExceeded, MoonpoolError, NotFound, Overloaded, Unavailable
+from moonpool.logprobs import TokenLogprobs
 from moonpool.rpc.auth import hash_key
 from moonpool.rpc.tuning import tune_gc
 from moonpool.scheduling.sessions import SessionTurn
 from moonpool.transport import fault_injection
-from tests.world.asks import FEATURES, OF, SCHEMA, TENANTS, TEXTS, Ask, Asks, Feature, Interface
-from tests.world.clients import TIMEOUT_S, Outcome, ask_http, ask_sdk, is_sdk, use_stores
+from tests.world.asks import (
+    FEATURES,
+    FLOODING,
+    OF,
+    SCHEMA,
+    TENANTS,
+    TEXTS,
+    Ask,
+    Asks,
+    Feature,
+    Flood,
+    Interface,
+)
+from tests.world.clients import TIMEOUT_S, Answer, Outcome, ask_http, ask_sdk, is_sdk, use_stores
 from tests.world.cluster import MODEL, STORE_PORT, Cluster, Service, Simulation
 from tests.world.disk import Disk
-from tests.world.faults import FLOOD, SKEW_S, FaultPlan, Faults
+from tests.world.faults import SKEW_S, FaultPlan, Faults
 from tests.world.gateway import Gateway
 from tests.world.history import Histories
 from tests.world.judge import EmulatedJudge, Judge, wrong_format
@@ -63,6 +76,8 @@ SDK_NEEDS = ("conductor", "prefill", "decode")
 BLOCK = 16
 CONTEXT = 200
 """Tokens of a context."""
+BODY_MEMORY = "2MiB"
+"""For all bodies at the gateway: a flood wants more."""
 SHOWN = 8
 """Failures that are shown of a storm."""
 
@@ -78,6 +93,8 @@ class StormPlan:
         conductors: side by side.
         faults: how faults are drawn.
         corrupt: share of KV frames that are damaged.
+        stages: of prefill's engines.
+        durability: of the kvstores.
         rerun: whether journals are kept, rerun and read for marks.
     """
 
@@ -87,6 +104,8 @@ class StormPlan:
     conductors: int = 2
     faults: FaultPlan = field(default_factory=FaultPlan)
     corrupt: float = 0.0
+    stages: int = 1
+    durability: str = "process"
     rerun: bool = True
 
     @classmethod
@@ -100,20 +119,23 @@ class StormPlan:
             conductors=drawn.choice((1, 2, 2)),
             faults=FaultPlan(drawn.choice((0.8, 1.5, 3.0))),
             corrupt=drawn.choice((0.0, 0.0, 0.02)),
+            stages=drawn.choice((1, 2, 2)),
+            durability=drawn.choice(("power", "process")),
             rerun=rerun,
         )
 
     def flags(self) -> dict[str, list[str]]:
         """Flags of the services: pools and tiers are small, so that requests wait and blocks are evicted."""
-        engine = ["--block-size", str(BLOCK)]
+        engine, stages = ["--block-size", str(BLOCK)], ["--pipeline-parallel-size", str(self.stages)]
+        store = ["--ssd-bytes", "16MiB", "--durability", self.durability]
         if self.computes:
             pool = ["--set", "blocks=320"]
             decode = [*engine, *pool, "--speculative", "ngram", "--set", "preempt_every=60"]
-            prefill = [*engine, *pool, "--max-num-batched-tokens", "256"]
-            return {"kvstore": ["--dram-bytes", "2MiB", "--ssd-bytes", "16MiB"], "prefill": prefill, "decode": decode}
+            prefill = [*engine, *pool, *stages, "--max-num-batched-tokens", "256"]
+            return {"kvstore": [*store, "--dram-bytes", "2MiB"], "prefill": prefill, "decode": decode}
         return {
-            "kvstore": ["--dram-bytes", "1MiB", "--ssd-bytes", "16MiB"],
-            "prefill": [*engine, "--max-num-batched-tokens", "1024"],
+            "kvstore": [*store, "--dram-bytes", "1MiB"],
+            "prefill": [*engine, *stages, "--max-num-batched-tokens", "1024"],
             "decode": [*engine, "--kv-cache-memory-bytes", "2MiB"],
         }
 
@@ -146,10 +168,13 @@ class Storm:
                 service.journals = folder / "journals"
         self._drawn = drawn
         self._asks = Asks(plan.seed, plan.computes)
-        self._keys = {tenant: f"key of {tenant}" for tenant in TENANTS}
+        self._keys = {tenant: f"key of {tenant}" for tenant in (*TENANTS, FLOODING)}
         self._outcomes: list[Outcome] = []
         self._work: list[asyncio.Task[Any]] = []
         self._histories = Histories()
+        self._contexts: dict[str, tuple[str, list[int]]] = {}
+        """Tenant and tokens of each context that ever was."""
+        self._texts = _ids_of_texts(self._tokenizer)
         self._began = 0.0
         self.story: list[str] = []
         self.bad: list[str] = []
@@ -159,7 +184,7 @@ class Storm:
         await self.cluster.start()
         keys = self._folder / "keys"
         keys.write_text("".join(f"sha256:{hash_key(key)} {name}\n" for name, key in self._keys.items()))
-        flags = ["--api-keys", str(keys)]
+        flags = ["--api-keys", str(keys), "--set", f"body_memory_bytes={BODY_MEMORY}"]
         self._gateway = Gateway(self._simulation, self.cluster.addresses, str(self._model), flags)
         fault_injection.corruptor = fault_injection.FrameCorruptor(self.plan.corrupt, self.plan.seed)
         async with AsyncClient(self.cluster.addresses, timeout_s=TIMEOUT_S) as client:
@@ -218,8 +243,10 @@ class Storm:
 
     async def _make_contexts(self) -> None:
         for tenant in TENANTS:
-            made = await self._client.contexts.create(token_ids=self._asks.document(tenant, 1)[:CONTEXT], tenant=tenant)
+            tokens = self._asks.document(tenant, 1)[:CONTEXT]
+            made = await self._client.contexts.create(token_ids=tokens, tenant=tenant)
             self._asks.contexts[tenant] = made.id
+            self._contexts[made.id] = tenant, tokens
 
     def _use_stores(self) -> None:
         names = [name for name, it in self.cluster.services.items() if it.kind == "kvstore"]
@@ -238,6 +265,8 @@ class Storm:
                 self._spawn(self._converse(f"s{len(self._work)}"))
             elif draw < 0.08:
                 self._spawn(self._delete(f"gone{len(self._work)}"))
+            elif draw < 0.1:
+                self._spawn(self._use_new_context(self._drawn.choice(TENANTS)))
             else:
                 self._spawn(self._ask(self._asks.next()))
 
@@ -254,8 +283,8 @@ class Storm:
             self.story.append(f"{outcome.end:.6f} {ask}: {outcome.error[:300]}")
         return outcome
 
-    async def _flood(self) -> None:
-        await asyncio.gather(*(self._ask(ask) for ask in self._asks.flood(FLOOD)))
+    async def _flood(self, kind: Flood) -> None:
+        await asyncio.gather(*(self._ask(ask) for ask in self._asks.flood(kind)))
 
     async def _converse(self, name: str) -> None:
         """A session of three turns: each begins with all of the one before."""
@@ -288,6 +317,31 @@ class Storm:
         outcome = await self._ask(ask)
         if deleted.complete and outcome.cached:
             self.bad.append(f"{tenant} was deleted everywhere, and {outcome.cached} tokens are cached")
+
+    async def _use_new_context(self, tenant: str) -> None:
+        """A new context serves requests until it is deleted; then it is unknown."""
+        tokens = [self._drawn.randrange(8, 250) for _ in range(self._drawn.randrange(BLOCK, CONTEXT))]
+        own = tuple(self._drawn.randrange(8, 250) for _ in range(20))
+        try:
+            made = await self._client.contexts.create(token_ids=tokens, tenant=tenant)
+            self._contexts[made.id] = tenant, tokens
+            ask = Ask(-1, tenant, "stream", "greedy", GREEDY, own, context=made.id)
+            await self._ask(ask)
+            await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
+            await self._ask(ask)
+            await self._client.contexts.delete(made.id, tenant=tenant, timeout_s=30.0)
+        except MoonpoolError as error:
+            self.story.append(f"{self._now():.6f} a context of {tenant}: {error}")
+            if not isinstance(error, (Unavailable, Overloaded, DeadlineExceeded)):
+                self.bad.append(f"a context of {tenant}: {error!r}")
+            return
+        try:
+            await self._client.contexts.get(made.id, tenant=tenant)
+            self.bad.append(f"context {made.id} of {tenant} was deleted, and is there")
+        except NotFound:
+            self.marks.meet("a deleted context is unknown")
+        except (Unavailable, Overloaded, DeadlineExceeded) as error:
+            self.story.append(f"{self._now():.6f} a deleted context of {tenant}: {error}")
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +395,7 @@ class Storm:
                 self.bad.append(f"{outcome.ask}: {fault}")
             needs = SDK_NEEDS if is_sdk(outcome.ask) else (*SDK_NEEDS, "gateway")
             why = self._faults.disturbances.explain(outcome.begin, outcome.end, needs)
-            if outcome.ended in ("failed", "refused") and outcome.ask.tenant != "flood" and not why:
+            if outcome.ended in ("failed", "refused") and outcome.ask.tenant != FLOODING and not why:
                 span = f"{outcome.begin:.3f} to {outcome.end:.3f} s"
                 self.bad.append(f"{outcome.ask} {outcome.ended} for no fault, {span}: {outcome.error}")
             self.marks.see(outcome, bool(why))
@@ -389,12 +443,49 @@ class Storm:
                 yield f"answer {index}: {fault}"
             if one.logprobs and (fault := judge.wrong_logprobs(prompt, one.logprobs)):
                 yield f"answer {index}: {fault}"
+            if one.told:
+                yield from self._told_faults(ask, prompt, one)
+            elif whole and ask.how.logprobs is not None and len(one.logprobs) != len(one.tokens):
+                yield f"answer {index} has {len(one.logprobs)} log probabilities of {len(one.tokens)} tokens"
         if outcome.scored and (fault := judge.wrong_logprobs(prompt[:1], outcome.scored)):
+            yield f"the prompt: {fault}"
+        if outcome.told_scores:
+            yield from self._score_faults(prompt, outcome.told_scores)
+
+    def _told_faults(self, ask: Ask, prompt: list[int], one: Answer) -> Iterator[str]:
+        """Of log probabilities that came over HTTP: they name tokens by texts, which several tokens may have."""
+        if len(one.told) != len(one.tokens):
+            yield f"{len(one.told)} log probabilities of {len(one.tokens)} tokens"
+            return
+        found = list[TokenLogprobs]()
+        for token, (text, logprob, top) in zip(one.tokens, one.told, strict=True):
+            if token not in self._texts[text]:
+                yield f"log probabilities of {text!r} for token {token}"
+            known = tuple((self._texts[it][0], value) for it, value in top.items() if len(self._texts[it]) == 1)
+            found.append(TokenLogprobs(token, logprob, 0, known))
+            if not known and ask.how.logprobs and all(len(self._texts[it]) == 1 for it in top):
+                yield f"no most likely tokens beside {text!r}"
+        if fault := self._judge.wrong_logprobs(prompt, found):
+            yield fault
+
+    def _score_faults(self, prompt: list[int], told: Sequence[Mapping[int, float] | None]) -> Iterator[str]:
+        """Of a prompt's log probabilities that came over HTTP."""
+        if len(told) != len(prompt) or told[0] is not None:
+            yield f"{len(told)} log probabilities of a prompt of {len(prompt)} tokens"
+            return
+        scores = [
+            TokenLogprobs(token, its[token], 0, tuple(its.items()))
+            for token, its in zip(prompt[1:], told[1:], strict=True)
+            if its is not None
+        ]
+        if fault := self._judge.wrong_logprobs(prompt[:1], scores):
             yield f"the prompt: {fault}"
 
     def _tool_faults(self, outcome: Outcome) -> Iterator[str]:
-        if any(it.finish == "length" for it in outcome.answers):
+        if outcome.ended != "complete" or any(it.finish in ("length", "max_tokens") for it in outcome.answers):
             return
+        if not outcome.arguments:
+            yield "no tool is called"
         for given in outcome.arguments:
             try:
                 jsonschema.validate(json.loads(given) if isinstance(given, str) else given, SCHEMA)
@@ -419,7 +510,7 @@ class Storm:
     def _prompt(self, ask: Ask) -> list[int]:
         if ask.chat:
             return self._tokenizer.apply_chat_template(ask.chat)
-        context = self._asks.document(ask.tenant, 1)[:CONTEXT] if ask.context else []
+        context = self._contexts[ask.context][1] if ask.context else []
         return [*context, *ask.tokens]
 
     def _foreign(self) -> Iterator[str]:
@@ -429,8 +520,8 @@ class Storm:
         request that was placed again, or sent to another conductor, finds what it has computed before.
         """
         known: dict[tuple[str, str], list[tuple[Outcome | None, list[int]]]] = {}
-        for tenant in TENANTS:
-            known[tenant, ""] = [(None, self._asks.document(tenant, 1)[:CONTEXT])]
+        for tenant, context in self._contexts.values():
+            known.setdefault((tenant, ""), []).append((None, context))
         known_prompts = [it for it in self._outcomes if it.ask.feature != "tools"]  # whose prompts the template makes
         for it in known_prompts:
             prompt = self._prompt(it.ask)
@@ -458,6 +549,14 @@ def _explains(it: Outcome, prompt: Sequence[int], other: Outcome | None, tokens:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _ids_of_texts(tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """The tokens that are spelled by each text."""
+    found: dict[str, list[int]] = {}
+    for token in tokenizer.with_text(range(tokenizer.vocab_size), skip_special=False):
+        found.setdefault(tokenizer.decode([token], skip_special=False), []).append(token)
+    return found
 
 
 KEPT: list[object] = []
