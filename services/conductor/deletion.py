@@ -57,6 +57,7 @@ class KVDeletions:
         members: the instances that have joined.
         on_deleted: called with what was deleted, also by another conductor, to mark open requests.
         ttl_s: how long KV may stay in one place, seconds by tenant.
+        wait_s: seconds from now in which a deletion waits, for instances to join.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class KVDeletions:
         members: Callable[[], Sequence[kv_pb2.Instance]],
         on_deleted: Callable[[KVSelection], None],
         ttl_s: Mapping[str, float],
+        wait_s: float,
     ) -> None:
         self.sync = sync
         self._channels = channels
         self._members = members
         self._on_deleted = on_deleted
         self._ttl_s = ttl_s
+        self._settled_at = world.monotonic() + wait_s
         self._done: dict[tuple[str, int], set[str]] = {}  # ids of deletions that a member has carried out
         self._sweep_now = asyncio.Event()  # a joining kvstore has brought deletions that members do not know
         sync.listeners.append(self._on_records)
@@ -89,6 +92,8 @@ class KVDeletions:
     async def delete(self, selection: KVSelection, name: str = "") -> conductor_pb2.DeleteKVResponse:
         """Delete everywhere; the response says what each member did.
 
+        A conductor that has just begun waits first, for instances to join.
+
         Args:
             selection: the KV to delete.
             name: the deletion's id; "" draws one. A deletion with the same id is not carried out again, and the blocks
@@ -99,6 +104,7 @@ class KVDeletions:
         """
         if not selection:
             raise InvalidRequest("selection", "names nothing: give keys, tenants or namespaces")
+        await asyncio.sleep(self._settled_at - world.monotonic())
         record = await self._named(name, selection) if name else self._new(world.random_hex(16), selection)
         recorded = await self.sync.push([record])
         response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)

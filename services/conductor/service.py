@@ -123,7 +123,9 @@ async def assembled(
         stack.push_async_callback(loras.aclose)
         reader = RequestValidator(checkpoint, cluster.registry, loras, tokenizing, checking, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
-        deletions = KVDeletions(sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s)
+        deletions = KVDeletions(
+            sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s, config.deletion_wait_s
+        )
         _run_until_exit(deletions.run(), stack)
         contexts = NamedContextManager(
             ContextServices(

@@ -102,3 +102,21 @@ async def test_weights_hold_where_one_tenant_floods_both_conductors_and_the_othe
     wanted = WEIGHTS["heavy"] / sum(WEIGHTS.values())
     assert 0.9 * wanted <= share <= 1.1 * wanted, served
     await cluster.rest()
+
+
+@on_virtual_time
+async def test_a_conductor_that_has_just_begun_deletes_everywhere(simulation: Simulation) -> None:
+    """It waits until all instances have joined; else those would still have the KV."""
+    cluster = Cluster(simulation, {"conductor": 2, "prefill": 2}, {})
+    await cluster.start()
+    asked, how = prompt(200, "gone"), SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+    async with AsyncClient(cluster.addresses[0]) as first, AsyncClient(cluster.addresses[1]) as second:
+        await first.generate(token_ids=asked, sampling=how, tenant="gone")
+        assert (await first.generate(token_ids=asked, sampling=how, tenant="gone")).usage.cached_tokens
+        cluster.services["conductor-1"].kill()
+        await cluster.services["conductor-1"].start()
+        deleted = await second.delete_kv(tenants=["gone"])
+        assert {it.instance for it in deleted.instances} == {"prefill-0", "prefill-1", "decode-0", "kvstore-0"}
+        assert deleted.complete
+        assert not (await first.generate(token_ids=asked, sampling=how, tenant="gone")).usage.cached_tokens
+    await cluster.drain()

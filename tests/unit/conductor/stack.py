@@ -146,9 +146,8 @@ async def stack(
     """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
     checkpoint = tiny()
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
-    config = ConductorConfig(
-        **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
-    )
+    usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}
+    config = ConductorConfig(**{**usual, "deletion_wait_s": 0.0, **settings})
     metrics = PrometheusMetrics(config.service())
     async with AsyncExitStack() as exit_stack:
         servicer, address = await exit_stack.enter_async_context(
