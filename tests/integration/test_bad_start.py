@@ -81,7 +81,7 @@ def test_unwritable_folders(tmp_path: Path) -> None:
     assert refused("kvstore", "--data-dir", below).startswith("data_dir: ")
     assert refused("kvstore", "--set", f"spans_dir={below}").startswith("spans_dir: ")
     for name, flags in (("data_dir", ("--data-dir", below)), ("spans_dir", ("--set", f"all.spans_dir={below}"))):
-        code, said = start("moonpool.cli.main", "serve", *flags, "--port", "0")
+        code, said = start("moonpool.cli.main", "serve", *flags, "--port", "0", "--engine", "emulated:llama-70b-a800")
         assert code == EXIT_CONFIG
         assert name in said
 

@@ -58,7 +58,7 @@ def reference(checkpoint: Path, folder: Path) -> Reference:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["stages1", "stages2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["stages1", "stages2"])
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

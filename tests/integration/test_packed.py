@@ -37,7 +37,9 @@ class Served:
 
 
 @pytest.fixture(
-    scope="module", params=[("int8", 1), ("int4", 2), ("auto", 1)], ids=lambda its: f"{its[0]}-stages{its[1]}"
+    scope="module",
+    params=[*(pytest.param(its, marks=pytest.mark.slow) for its in (("int8", 1), ("int4", 2))), ("auto", 2)],
+    ids=lambda its: f"{its[0]}-stages{its[1]}",
 )
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory

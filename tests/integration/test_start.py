@@ -92,7 +92,8 @@ def test_a_signal_ends_a_start_that_compiles(request: pytest.FixtureRequest, num
     ends_with_its_children(process, number)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start_that_loads(serve: subprocess.Popen[str], number: signal.Signals) -> None:
     assert serve.stdout is not None
     while "reading the checkpoint" not in (line := serve.stdout.readline()):
@@ -101,7 +102,7 @@ def test_a_signal_ends_a_start_that_loads(serve: subprocess.Popen[str], number: 
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("flag", ["port", "conductor_port"])
+@pytest.mark.parametrize("flag", ["port", pytest.param("conductor_port", marks=pytest.mark.slow)])
 def test_a_taken_port_is_found_before_anything_is_done(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
