@@ -90,6 +90,9 @@ test-engines: $(DEV_STAMP)  ## run a real vLLM on the CPU behind a conductor (8 
 	@cmp -s tests/engines/vllm.txt .engines/vllm/installed.txt || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
 		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt && cp tests/engines/vllm.txt .engines/vllm/installed.txt; } || \
 		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
+	@[ ! -e .engines/vllm ] || cmp -s tests/engines/lmcache.txt .engines/vllm/lmcache.txt || { .engines/vllm/bin/python -m pip install \
+		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/lmcache.txt && cp tests/engines/lmcache.txt .engines/vllm/; } || \
+		echo "LMCache cannot be installed here: its tests are skipped"
 	$(BIN)/python -m pytest -rs -m engines tests/engines
 
 mutants: $(DEV_STAMP)  ## change the code place by place, and see whether tests notice (hours); MUTANTS=20 for fewer, SEED= for the same again

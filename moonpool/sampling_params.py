@@ -41,6 +41,11 @@ LORA = "lora"
 """What instances that take no LoRA adapters say beside these options."""
 
 
+def lora_option(lora: bytes) -> str:
+    """The option of a request for the LoRA adapter with this id."""
+    return f"{LORA}:{lora.hex()}"
+
+
 class Unset(float):
     """Neutral value of a parameter that was not given. The served checkpoint's suggestion replaces this value."""
 

@@ -26,8 +26,11 @@ WHOLE_KINDS = ("", "full_attention", "mla_attention", "sink_full_attention")
 WINDOWED_KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
 """Kinds of groups whose blocks have the hashes of whole chains."""
 
-RootOf = Callable[[ExtraKeys | None], BlockKey | None]
-"""Root for the chain whose first block has these extra keys; None = a chain unknown here."""
+RootOf = Callable[[ExtraKeys | None, str], BlockKey | None]
+"""Root for the chain whose first block has these extra keys, computed by the LoRA adapter of this name ("" = none).
+
+None = a chain unknown here.
+"""
 KeysOf = Callable[[bytes, Sequence[int], int], Sequence[BlockKey]]
 """Keys of the blocks behind a root or a key: parent, tokens, tokens per block."""
 
@@ -119,11 +122,11 @@ class RankCache:
     def _name(self, event: BlockStored) -> None:
         """Notes which keys the hashes mean; none if the blocks are not a chain's of the cluster."""
         whole = len(event.token_ids) == len(event.hashes) * event.block_tokens
-        if event.lora or event.block_tokens != self._block_tokens or not whole or not event.hashes:
+        if event.block_tokens != self._block_tokens or not whole or not event.hashes:
             return
-        extra, salted = event.extra_keys, 0
+        extra, salted = _without(event.lora, event.extra_keys), 0
         if event.parent is None:
-            parent, salted = self._root_of(None if extra is None else extra[0]), 1
+            parent, salted = self._root_of(None if extra is None else extra[0], event.lora), 1
         else:
             parent = self._names.get(event.parent)
         if parent is None:
@@ -182,6 +185,13 @@ class RankCache:
             assert self._names[block] == key
             assert self._groups_of[block] == self._groups
         assert len(self._names) <= len(self._groups_of) + self._max_names
+
+
+def _without(lora: str, extra: tuple[ExtraKeys, ...] | None) -> tuple[ExtraKeys, ...] | None:
+    """The blocks' extra keys without the LoRA adapter's name, which comes first."""
+    if not lora or extra is None:
+        return extra
+    return tuple([keys[1:] if keys[:1] == (lora,) else keys for keys in extra])
 
 
 NO_RANK = -1

@@ -26,7 +26,7 @@ class BlockStored:
         block_tokens: tokens per block.
         medium: memory or storage that holds them.
         extra_keys: for each block; None = the engine does not tell them.
-        lora: whether a LoRA adapter computed them.
+        lora: name of the LoRA adapter that computed them; "" = none.
         group: number of the layer group.
         kind: the group's kind of attention; "" = not told.
     """
@@ -37,7 +37,7 @@ class BlockStored:
     block_tokens: int
     medium: str = ""
     extra_keys: tuple[ExtraKeys, ...] | None = None
-    lora: bool = False
+    lora: str = ""
     group: int = 0
     kind: str = ""
 
@@ -121,7 +121,7 @@ def _map_of(event: EngineEvent) -> dict[str, object]:
                 "block_size": event.block_tokens,
                 "lora_id": None,
                 "medium": event.medium,
-                "lora_name": None,
+                "lora_name": event.lora or None,
                 "extra_keys": event.extra_keys and [list(keys) or None for keys in event.extra_keys],
                 "group_idx": event.group,
                 "kv_cache_spec_kind": event.kind,
@@ -179,10 +179,15 @@ def _stored(fields: Mapping[str, Any]) -> BlockStored:
         size,
         _text(fields, "medium"),
         None if extra is None else tuple([_extra_keys(one) for one in extra]),
-        lora=fields.get("lora_id") is not None or bool(fields.get("lora_name")),
+        lora=_lora_of(fields.get("lora_name"), fields.get("lora_id")),
         group=group if isinstance(group, int) else 0,
         kind=_text(fields, "kv_cache_spec_kind"),
     )
+
+
+def _lora_of(name: object, number: object) -> str:
+    """An adapter's name; older engines tell a number alone."""
+    return str(name) if name else "" if number is None else str(number)
 
 
 def _removed(fields: Mapping[str, Any]) -> BlockRemoved:

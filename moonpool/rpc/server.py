@@ -176,11 +176,13 @@ async def serving(
     grace_s: float = 5.0,
     limits: CallLimits = DEFAULT_LIMITS,
     security: Security | None = None,
+    credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
 
     On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds before
-    they are cancelled. Without `security` connections are in plaintext.
+    they are cancelled. With `security`, peers show certificates, whose roles decide on calls. With `credentials` in its
+    place, any peer may call who can connect. Without both, connections are in plaintext.
 
     Raises:
         ConfigError: `listen` is malformed or cannot be bound, for example because the port is taken.
@@ -202,7 +204,9 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection([*names, _HEALTH_NAME, reflection.SERVICE_NAME], server)
     try:
-        port = _bind(server, listen, security)
+        if security is not None:
+            credentials = security.tls.server_credentials(client_certificates=True)
+        port = _bind(server, listen, credentials)
         client_address = _bind_clients(server, security)
     except ConfigError:
         await server.stop(None)
@@ -215,10 +219,9 @@ async def serving(
         await server.stop(grace_s)
 
 
-def _bind(server: grpc.aio.Server, listen: str, security: Security | None) -> int:
-    """Listens; returns the port. Peers must show a certificate where there is `security`."""
-    if security is not None:
-        credentials = security.tls.server_credentials(client_certificates=True)
+def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Listens; returns the port."""
+    if credentials is not None:
         return _add_services(lambda: server.add_secure_port(listen, credentials), "listen", listen)
     if not is_loopback(parse_address(listen)[0]):
         log.warning("connections are in plaintext and open to all who reach them; see tls_cert", listen=listen)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -27,7 +27,7 @@ from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.framed_socket import FramedSocket
 from moonpool.transport.framing import OneShotAnswer, OneShotMessage
-from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion, SharedRegion
+from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion, RemoteRegion, SharedRegion
 from moonpool.v1 import kv_pb2
 
 
@@ -298,10 +298,12 @@ class OfferedRegions:
     Attributes:
         shared: The peer may read these regions.
         mailbox: The peer may write payloads here; None if the peer sends none.
+        nixl_agent: NIXL's description of this process; then the peer reads over NIXL, and gets no descriptors.
     """
 
     shared: Sequence[SharedRegion] = ()
     mailbox: Mailbox | None = None
+    nixl_agent: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,7 @@ class ConnectionEnd:
     transport: Transport
     sock: FramedSocket
     own: ExportedRegions = field(default_factory=lambda: ExportedRegions(()))
-    readable: dict[int, MappedRegion] = field(default_factory=dict)
+    readable: Mapping[int, MappedRegion | RemoteRegion] = field(default_factory=dict)
     mailbox: int | None = None
     borrowed: tuple[int, MappedRegion] | None = None
 
@@ -413,15 +415,15 @@ class Transport(ABC):
         return OfferedRegions()
 
     def map_regions(
-        self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
-    ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
+        self, fds: Sequence[int], opening: kv_pb2.LaneOpen
+    ) -> tuple[Mapping[int, MappedRegion | RemoteRegion], tuple[int, MappedRegion] | None]:
         """A server's mappings for a client's regions: `readable` and `borrowed` in the `ConnectionEnd`.
 
         Raises:
             FrameError: The regions are not what the client says, or the transport has none.
         """
-        if fds or regions:
-            raise FrameError(f"{len(fds)} descriptors came for {len(regions)} regions, {self.name} has none")
+        if fds or opening.regions:
+            raise FrameError(f"{len(fds)} descriptors came for {len(opening.regions)} regions, {self.name} has none")
         return {}, None
 
     @abstractmethod

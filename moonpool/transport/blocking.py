@@ -33,7 +33,7 @@ from moonpool.transport.framing import (
     decode_one_shot,
 )
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.regions import SharedRegion
+from moonpool.transport.regions import RemoteRegion, SharedRegion
 from moonpool.transport.registry import transport_name
 from moonpool.transport.streams import ClientStream, Req, Res
 from moonpool.v1 import kv_pb2
@@ -196,7 +196,7 @@ class BlockingConnection:
         parts = []
         for place in message.extents:
             region = self._readable.get(place.region)
-            if region is None:
+            if region is None or isinstance(region, RemoteRegion):
                 raise FrameError(f"there is no region {place.region} to be read")
             parts.append(region.part(place.offset, place.length))
         return parts[0] if len(parts) == 1 else Iovec(parts)

@@ -17,6 +17,7 @@ TRANSPORTS = {
     "local": "moonpool.transport.shared_memory:SharedMemoryTransport",
     "tcp": "moonpool.transport.tcp:TcpTransport",
     "tls": "moonpool.transport.tls:TlsTransport",
+    "nixl": "moonpool.transport.nixl:NixlTransport",
 }
 """Where the class of each transport stands, by the name that flags use. A class is imported on first use.
 gRPC is not in the table: every stream begins on gRPC, and stays there if no transport in the table can be used."""
@@ -39,7 +40,8 @@ class TransportConfig(ServiceConfig):
         description=(
             "ways to move KV, best first, separated by commas: local (shared memory, between processes of one user "
             "on one machine), tcp (TCP at a separate port; with `tls_cert` this is tls), tls (TCP within TLS; both "
-            "ends need `tls_cert`); grpc is always the last resort, and alone if only grpc is named"
+            "ends need `tls_cert`), nixl (as tcp, and pools are read over NIXL, "
+            "for example by RDMA); grpc is always the last resort, and alone if only grpc is named"
         ),
     )
     kv_transports_dir: Path | None = Field(

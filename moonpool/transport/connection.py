@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
@@ -43,7 +44,14 @@ from moonpool.transport.framing import (
     PayloadExtent,
     decode_one_shot,
 )
-from moonpool.transport.regions import ExportedRegions, MailboxRing, MappedRegion, unmap_regions
+from moonpool.transport.regions import (
+    ExportedRegions,
+    FetchedParts,
+    MailboxRing,
+    MappedRegion,
+    RemoteRegion,
+    unmap_regions,
+)
 from moonpool.v1 import kv_pb2
 
 
@@ -228,7 +236,7 @@ class MessageReceiver(Generic[M]):
         self,
         sock: FramedSocket,
         cls: type[M],
-        readable: dict[int, MappedRegion],
+        readable: Mapping[int, MappedRegion | RemoteRegion],
         mailbox: int | None,
         on_reads: Callable[[int], None],
         report: Callable[[int], None],
@@ -247,6 +255,7 @@ class MessageReceiver(Generic[M]):
         self._sock = sock
         self._parse = plain_deserializer(cls)
         self._readable = readable
+        self._remote = {number: it for number, it in readable.items() if isinstance(it, RemoteRegion)}
         self._mailbox = mailbox
         self._on_reads = on_reads
         self._report = report
@@ -257,7 +266,8 @@ class MessageReceiver(Generic[M]):
         self._over: asyncio.Future[Exception] | None = None
         self._paused = False
         self._continues = False  # with the next turn of the event loop
-        self._filling = False  # a thread fills a buffer
+        self._filling = False  # a thread fills a buffer, or a payload is fetched
+        self._fetching: asyncio.Task[None] | None = None
         self._incoming: _Incoming | None = None
 
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
@@ -454,20 +464,64 @@ class MessageReceiver(Generic[M]):
         self._expect(buffer.targets, received, buffer.is_live)
 
     def _read_payload(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
-        """Copies a payload from its place, or hands the payload over as borrowed."""
-        parts = self._parts(frame.extents, follow)
+        """Takes a payload from its place; from a remote place once it was fetched."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for extent in frame.extents:
+            if extent.region in self._remote:
+                places.setdefault(extent.region, []).append((extent.offset, extent.length))
+        if places:
+            self._check_size(frame.extents)
+            self._filling = True
+            self._sock.unwatch()
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch(places, frame, message, follow))
+            return
         awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
+        self._use(message, self._parts(frame.extents, follow), lambda: self._count_read(awaited))
+
+    async def _fetch(
+        self, places: Mapping[int, Sequence[tuple[int, int]]], frame: kv_pb2.LaneFrame, message: M, follow: memoryview
+    ) -> None:
+        """Fetches a payload's remote parts, by region, then takes the payload. Nothing else is received meanwhile."""
+        found: list[FetchedParts] = []
+        try:
+            fetched: dict[int, Iterator[memoryview]] = {}
+            for number, wanted in places.items():
+                found.append(await self._remote[number].fetch(wanted))
+                fetched[number] = iter(found[-1].parts)
+            parts = self._parts(frame.extents, follow, fetched)
+        except Exception as error:
+            for one in found:
+                one.release()
+            self._filling = False
+            if isinstance(error, MoonpoolError):
+                self.end(error)
+            else:
+                self._fail(error)
+            return
+
+        def read() -> None:
+            for one in found:
+                one.release()
+            self._count_read(awaited=True)
+
+        self._filling = False
+        if self._is_read:
+            self._use(message, parts, read)
+        self._go_on()
+
+    def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:
+        """Copies a payload from where it lies, or hands the payload over as borrowed."""
         nbytes = sum([part.nbytes for part in parts])
         self._work += nbytes
         buffer = self._receive_into(message, nbytes)
         if buffer is not None:
-            self._fill(message, buffer, Iovec(parts), lambda: self._count_read(awaited))
+            self._fill(message, buffer, Iovec(parts), on_read)
         elif self._callbacks is not None and self._callbacks.borrow:
             data = parts[0] if len(parts) == 1 else Iovec(parts)
-            self._deliver(message, BorrowedBuffer(data, lambda: self._count_read(awaited)))
+            self._deliver(message, BorrowedBuffer(data, on_read))
         else:
             payload = memoryview(b"".join(parts))
-            self._count_read(awaited)
+            on_read()
             self._deliver(message, payload)
 
     def _fill(
@@ -509,15 +563,25 @@ class MessageReceiver(Generic[M]):
         if self._awaited and (self._awaited >= READS_PER_REPORT or not self._sock.has_more):
             self._report(self.take_reads())
 
-    def _parts(self, extents: Iterable[kv_pb2.Extent | PayloadExtent], follow: memoryview) -> list[memoryview]:
-        """The place of a payload by the extents."""
+    def _check_size(self, extents: Iterable[kv_pb2.Extent | PayloadExtent]) -> None:
         lengths = [extent.length for extent in extents]
         if len(lengths) > MAX_FRAME_SLICES or sum(lengths) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")
+
+    def _parts(
+        self,
+        extents: Iterable[kv_pb2.Extent | PayloadExtent],
+        follow: memoryview,
+        fetched: Mapping[int, Iterator[memoryview]] = MappingProxyType({}),
+    ) -> list[memoryview]:
+        """The place of a payload by the extents; `fetched`: parts of remote regions, in order."""
+        self._check_size(extents)
         parts: list[memoryview] = []
         at = 0
         for extent in extents:
-            if extent.region:
+            if extent.region in fetched:
+                parts.append(next(fetched[extent.region]))
+            elif extent.region:
                 parts.append(self._region(extent.region).part(extent.offset, extent.length))
             else:
                 parts.append(follow[at : at + extent.length])
@@ -528,7 +592,7 @@ class MessageReceiver(Generic[M]):
 
     def _region(self, number: int) -> MappedRegion:
         region = self._readable.get(number)
-        if region is None:
+        if region is None or isinstance(region, RemoteRegion):
             raise FrameError(f"there is no region {number} to be read")
         return region
 
@@ -562,7 +626,9 @@ class SocketConnection(ZeroCopyConnection[M]):
         """Arguments as of `Transport.open_connection`; `breaks` breaks the connection on purpose."""
         self.name = end.name
         self._sock = end.sock
-        self._regions = [*end.readable.values(), *((end.borrowed[1],) if end.borrowed else ())]
+        self._regions = [it for it in end.readable.values() if not isinstance(it, RemoteRegion)]
+        self._regions += [end.borrowed[1]] if end.borrowed else []
+        self._remote = [it for it in end.readable.values() if isinstance(it, RemoteRegion)]
         self._out = MessageSender(end.sock, end.own, end.borrowed, lambda: self._in.take_reads(), breaks)
         self._in: MessageReceiver[M] = MessageReceiver(
             end.sock,
@@ -613,6 +679,8 @@ class SocketConnection(ZeroCopyConnection[M]):
         self._sock.close(error)
         self._in.end(error)
         self._out.fail(error)
+        for region in self._remote:
+            region.close()
         unmap_regions(self._regions)
 
 

@@ -18,7 +18,7 @@ from moonpool.v1 import kv_pb2
 
 M = TypeVar("M", bound=Message)
 MAX_DESCRIPTORS = 64
-MAX_OPEN_BYTES = 4096
+MAX_OPEN_BYTES = 16 << 10
 BUFFER_BYTES = 64 << 10
 """Shorter messages are received together with what comes next."""
 MAX_PARTS = 512

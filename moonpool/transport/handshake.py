@@ -34,7 +34,7 @@ from moonpool.transport.base import (
 )
 from moonpool.transport.config import TRANSPORTS
 from moonpool.transport.framed_socket import FramedSocket, PeerLeftSilently
-from moonpool.transport.regions import ExportedRegions, MappedRegion, SharedRegion
+from moonpool.transport.regions import ExportedRegions, MappedRegion, SharedRegion, address_of
 from moonpool.transport.registry import transport_name
 from moonpool.v1 import kv_pb2
 
@@ -156,7 +156,7 @@ class TransportListener:
             if offer is None or offer.transport is not transport or opening.incarnation != self._incarnation:
                 raise PermissionDenied("there is no such offer")
             self.withdraw(opening.token)
-            readable, borrowed = transport.map_regions(fds, opening.regions)
+            readable, borrowed = transport.map_regions(fds, opening)
             return offer, ConnectionEnd(transport, sock, readable=readable, borrowed=borrowed)
         finally:
             for fd in fds:
@@ -343,8 +343,12 @@ async def _shake_hands(
 ) -> ConnectionEnd:
     """Shows the token and the regions, and waits for the answer."""
     shared, mailbox = regions.shared, regions.mailbox
-    opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
-    fds = [each.fd for each in shared]
+    opening.nixl_agent = regions.nixl_agent
+    if regions.nixl_agent:
+        opening.regions.extend(kv_pb2.Region(bytes=each.data.nbytes, address=address_of(each.data)) for each in shared)
+    else:
+        opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
+    fds = [] if regions.nixl_agent else [each.fd for each in shared]
     readable: dict[int, MappedRegion] = {}
     try:
         if mailbox is not None:

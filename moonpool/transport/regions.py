@@ -10,8 +10,10 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonpool.errors import FrameError
 from moonpool.kv.pool import F_SEAL_FUTURE_WRITE
@@ -125,6 +127,30 @@ class MappedRegion:
         with contextlib.suppress(BufferError):  # still referenced: goes with the last reference
             self._data.release()
             self._map.close()
+
+
+class FetchedParts(NamedTuple):
+    """Copies of parts of a remote region; `release` is called once they are not read any more."""
+
+    parts: list[memoryview]
+    release: Callable[[], None]
+
+
+class RemoteRegion(ABC):
+    """A peer's region that this process cannot map: bytes are copied here before they are read."""
+
+    @abstractmethod
+    async def fetch(self, places: Sequence[tuple[int, int]]) -> FetchedParts:
+        """Copies parts, each given by offset and length.
+
+        Raises:
+            FrameError: a part is not in the region.
+            StreamBroken: the peer cannot be reached, or the region was closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all fetching. Idempotent."""
 
 
 def unmap_regions(regions: Sequence[MappedRegion]) -> None:

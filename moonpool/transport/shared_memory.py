@@ -89,10 +89,10 @@ class SharedMemoryTransport(SocketTransport):
         return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
 
     def map_regions(
-        self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
+        self, fds: Sequence[int], opening: kv_pb2.LaneOpen
     ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
         """Maps all of them."""
-        return map_regions(fds, regions)
+        return map_regions(fds, opening.regions)
 
 
 def machine_id(folder: Path) -> str:

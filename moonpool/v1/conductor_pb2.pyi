@@ -404,22 +404,28 @@ class TokenChain(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Whose chain."""
     cache_salt: _builtins.str
     """Its salt; empty = none."""
     token_ids: _builtins.bytes
     """Little-endian int32."""
+    @_builtins.property
+    def lora(self) -> _kv_pb2.LoraAdapter:
+        """The LoRA adapter that computes it; unset = the base model."""
+
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
+        lora: _kv_pb2.LoraAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1290,6 +1296,7 @@ class JoinHello(_message.Message):
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
     USES_KVSTORES_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1326,6 +1333,10 @@ class JoinHello(_message.Message):
     def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of `Sampling` that the engine cannot serve, and "lora": requests that set one of them go to other instances."""
 
+    @_builtins.property
+    def loras(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Ids of the LoRA adapters that an engine has which cannot serve others ("lora" in unsupported)."""
+
     def __init__(
         self,
         *,
@@ -1343,10 +1354,11 @@ class JoinHello(_message.Message):
         unsupported: _abc.Iterable[_builtins.str] | None = ...,
         uses_kvstores: _builtins.bool = ...,
         http_address: _builtins.str = ...,
+        loras: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,8 @@ class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.Val
     """A TCP connection; payloads follow their messages."""
     LANE_KIND_TLS: _LaneKind.ValueType  # 3
     """As LANE_KIND_TCP, within TLS; both ends show a certificate."""
+    LANE_KIND_NIXL: _LaneKind.ValueType  # 4
+    """As LANE_KIND_TCP; payloads in regions are read over NIXL."""
 
 class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
     """A transport for a stream's messages beside gRPC (docs/transports.md), called lane in this contract. gRPC needs no number."""
@@ -98,6 +100,8 @@ LANE_KIND_TCP: LaneKind.ValueType  # 2
 """A TCP connection; payloads follow their messages."""
 LANE_KIND_TLS: LaneKind.ValueType  # 3
 """As LANE_KIND_TCP, within TLS; both ends show a certificate."""
+LANE_KIND_NIXL: LaneKind.ValueType  # 4
+"""As LANE_KIND_TCP; payloads in regions are read over NIXL."""
 Global___LaneKind: _TypeAlias = LaneKind  # noqa: Y015
 
 class _ErrorKind:
@@ -417,13 +421,16 @@ class LaneOpen(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    NIXL_AGENT_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
     """Of the offer."""
     incarnation: _builtins.int
     """The incarnation that made the offer."""
+    nixl_agent: _builtins.bytes
+    """NIXL's description of the sender, by which the receiver reads the regions; without it, descriptors come with them."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
-        """Memory that both processes map, numbered from 1."""
+        """Memory that the receiver reads or writes, numbered from 1."""
 
     def __init__(
         self,
@@ -431,10 +438,11 @@ class LaneOpen(_message.Message):
         token: _builtins.bytes = ...,
         incarnation: _builtins.int = ...,
         regions: _abc.Iterable[Global___Region] | None = ...,
+        nixl_agent: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "regions", b"regions", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "nixl_agent", b"nixl_agent", "regions", b"regions", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,19 +456,23 @@ class Region(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     LENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Its size."""
     lent: _builtins.bool
     """The receiver of LaneOpen may write to it; else it reads."""
+    address: _builtins.int
+    """Where it begins in its owner's memory, for NIXL."""
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         lent: _builtins.bool = ...,
+        address: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "lent", b"lent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes", b"bytes", "lent", b"lent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,7 @@ class EnginePart:
         told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
         ordered: called with each prompt that the engine gets.
         uses_kvstores: the engine keeps KV in kvstores.
+        lora: see `EnginePrompt`.
     """
 
     client: EngineClient
@@ -128,6 +129,7 @@ class EnginePart:
     told_cached: Callable[[int], None]
     ordered: Callable[[EnginePrompt], None]
     uses_kvstores: bool = False
+    lora: str = ""
 
     def meetings(self, width: int) -> Sequence[Mapping[str, Any]] | None:
         """For each answer, where both engines of a pair meet; None if they are asked one after the other."""
@@ -178,6 +180,7 @@ class EnginePart:
             incoming.spec.tenant if self.uses_kvstores else None,
             keep,
             transfer,
+            self.lora,
         )
 
 

@@ -6,7 +6,7 @@ An engine takes token ids and gives token ids, and publishes KV events over ZMQ 
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moonpool.kv_events.stream import EventSource
@@ -27,6 +27,7 @@ class EngineFacts:
         sources: where the ranks publish KV events; one for each rank.
         unsupported: options in `moonpool.sampling_params.UNCOMMON` that the engine lacks.
         page_namespace: namespace of the KV that the engine keeps in kvstores; b"" = none, or not known yet.
+        loras: folders of the LoRA adapters that the engine serves, by name.
     """
 
     version: str
@@ -37,6 +38,7 @@ class EngineFacts:
     sources: tuple[EventSource, ...]
     unsupported: tuple[str, ...]
     page_namespace: bytes = b""
+    loras: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class EnginePrompt:
         tenant: whose KV the prompt's is in kvstores; None = the engine uses none.
         keep: only the first token is wanted; the engine keeps the prompt's KV for another engine.
         transfer: the prompt's KV is at another engine, which named it so; None = it is computed here.
+        lora: the engine's name of the LoRA adapter that computes; "" = the base model.
         rank: data-parallel rank that holds most of the prompt; negative = any.
     """
 
@@ -71,6 +74,7 @@ class EnginePrompt:
     tenant: str | None = None
     keep: bool = False
     transfer: Mapping[str, Any] | None = None
+    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from moonpool import world
@@ -18,10 +19,11 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
+from moonpool.checkpoint.lora import read_adapter
 from moonpool.cluster.proto_conversion import read_deletions, speeds_to_proto
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import conductor_identity
-from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_events.cache import EngineCache
@@ -62,6 +64,20 @@ class ServedCheckpoint:
         return kv_layout(self.config, self.dtype, block_tokens)
 
 
+def identify_loras(listed: Mapping[str, str]) -> dict[bytes, str]:
+    """Names of LoRA adapters by id, from their folders by name; blocks for as long as hashing takes.
+
+    Those that cannot be read here are left out, with a warning: nobody knows what they compute.
+    """
+    found: dict[bytes, str] = {}
+    for name, folder in listed.items():
+        try:
+            found[read_adapter(Path(folder)).id] = name
+        except CheckpointError as error:
+            log.warning("the engine's LoRA adapter is not served", name=name, error=str(error))
+    return found
+
+
 class EngineLife:
     """The engine from its start, or the adapter's, to its end.
 
@@ -71,6 +87,7 @@ class EngineLife:
         checkpoint: what it serves.
         config: the adapter's flags.
         notify: called when load or keys have changed.
+        loras: the engine's names of its LoRA adapters, by id.
     """
 
     def __init__(
@@ -80,12 +97,15 @@ class EngineLife:
         checkpoint: ServedCheckpoint,
         config: AdapterConfig,
         notify: Callable[[], None],
+        loras: Mapping[bytes, str] = MappingProxyType({}),
     ) -> None:
         self.facts, self.layout = facts, checkpoint.layout(facts.block_tokens)
         self.namespace = facts.page_namespace if config.kvstores else namespace(checkpoint.fingerprint, self.layout)
         self.client, self._config, self._notify = client, config, notify
         self._checkpoint = checkpoint
-        self._plain_root = chain_root(self.namespace, "")
+        self._loras = loras
+        self._plain_roots = {name: chain_root(self.namespace, "", "", lora) for lora, name in loras.items()}
+        self._plain_roots[""] = chain_root(self.namespace, "")
         self._epoch = ""  # in salts: another one after each deletion
         self.cache = EngineCache(facts.block_tokens, self._root_of, NAMES_PER_BLOCK * facts.blocks)
         self.cache_changed = asyncio.Event()
@@ -106,12 +126,13 @@ class EngineLife:
 
     # --- keys ------------------------------------------------------------------------------------------------------
 
-    def _root_of(self, extra: ExtraKeys | None) -> BlockKey | None:
+    def _root_of(self, extra: ExtraKeys | None, lora: str) -> BlockKey | None:
         """The chain of a first block: the salt says its root. Without a salt it is that of nobody's tenant."""
-        if extra is None or len(extra) > 1:
+        plain = self._plain_roots.get(lora)
+        if extra is None or len(extra) > 1 or plain is None:
             return None
         if not extra:
-            return BlockKey(self._plain_root) if not self._epoch else None
+            return BlockKey(plain) if not self._epoch else None
         salt = extra[0]
         if not isinstance(salt, str) or not salt.startswith(SALT_MARK):
             return None
@@ -123,7 +144,7 @@ class EngineLife:
 
     def _salt_of(self, root: bytes) -> str:
         if not self._epoch:
-            return "" if root == self._plain_root else f"{SALT_MARK}{root.hex()}"
+            return "" if root in self._plain_roots.values() else f"{SALT_MARK}{root.hex()}"
         return f"{SALT_MARK}{root.hex()}:{self._epoch}"
 
     async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
@@ -155,8 +176,8 @@ class EngineLife:
         for option in incoming.sampling.params.uncommon:
             if option in self.facts.unsupported:
                 raise InvalidRequest(f"sequence.sampling.{option}", f"{self.facts.version} behind an adapter has none")
-        if incoming.lora:
-            raise InvalidRequest("sequence.lora", f"{self.facts.version} behind an adapter has none")
+        if incoming.lora and incoming.lora not in self._loras:
+            raise InvalidRequest("sequence.lora", f"{self.facts.version} does not serve {spec.lora.name!r}")
         return incoming
 
     def check_open(self) -> None:
@@ -235,7 +256,8 @@ class EngineLife:
 
         timeout_s, pooled = self._config.token_timeout_s, self._config.kvstores
         rank = -1 if single else rank
-        return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled)
+        lora = self._loras.get(incoming.lora, "")
+        return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled, lora)
 
     def _ordered(self, prompt: EnginePrompt) -> None:
         """Notes how much the engine may have to compute; the last token is computed in any case."""
@@ -327,6 +349,7 @@ class EngineLife:
             process=world.this_process(),
             kv_domain=domain,
             unsupported=[*self.facts.unsupported, LORA],
+            loras=list(self._loras),
             uses_kvstores=self._config.kvstores,
             http_address=urlsplit(self._config.engine).netloc,
         )

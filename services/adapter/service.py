@@ -33,7 +33,7 @@ from services.adapter.answers import PromisedRequest, first_token_message
 from services.adapter.base import EngineClient, EngineFacts
 from services.adapter.calibration import keeps_kv, measured_speeds
 from services.adapter.config import AdapterConfig
-from services.adapter.engine_life import EngineLife, ServedCheckpoint
+from services.adapter.engine_life import EngineLife, ServedCheckpoint, identify_loras
 from services.adapter.http_session import HttpSession
 from services.adapter.sglang import SglangClient
 from services.adapter.vllm import VllmClient
@@ -485,7 +485,8 @@ async def _live(
         return
     if config.kvstores and not facts.page_namespace:
         raise ConfigError("kvstores", f"{facts.version} runs without the connector of moonpool-kv (docs/engines.md)")
-    life = EngineLife(client, facts, checkpoint, config, bell.ring)
+    loras = await asyncio.to_thread(identify_loras, facts.loras)
+    life = EngineLife(client, facts, checkpoint, config, bell.ring, loras)
     life.speeds = SpeedTracker(speeds)
     life.observe(load)
     adapter.lives += 1

@@ -49,6 +49,7 @@ class VllmClient(EngineClient):
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(await self._http.get_json("/kv_event_sources")),
             unsupported=UNSUPPORTED,
+            loras={one["id"]: one["root"] for one in models["data"] if one.get("parent")},
             page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
             if "moonpool_kv_info" in samples
             else b"",
@@ -94,7 +95,6 @@ class VllmClient(EngineClient):
                 async for again in outputs:
                     yield again
             return
-        headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
         async for message in self._http.events(GENERATE, request_body(prompt), headers):
@@ -178,6 +178,8 @@ def request_body(prompt: EnginePrompt) -> dict[str, Any]:
     }
     if not prompt.keep:
         body["stream_options"] = {"include_usage": True}
+    if prompt.lora:
+        body["model"] = prompt.lora
     if prompt.salt:
         body["cache_salt"] = prompt.salt
     if prompt.priority:

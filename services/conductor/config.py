@@ -265,7 +265,12 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     picker_listen: OptionalAddress = Field(
         "",
         description="HOST:PORT at which proxies ask for engines, as an endpoint picker of the Gateway API inference "
-        "extension (Envoy's ext_proc, in plaintext); default: none; docs/endpoint_picker.md",
+        "extension (Envoy's ext_proc); default: none; docs/endpoint_picker.md",
+    )
+    picker_tls: Literal["auto", "none", "server", "mutual"] = Field(
+        "auto",
+        description="how proxies connect to `picker_listen`: none = in plaintext; server = within TLS, by `tls_cert`; "
+        "mutual = proxies also show a certificate of `tls_ca`; auto = server with `tls_cert`, else none",
     )
     max_index_keys: int = Field(
         4_000_000,

@@ -70,9 +70,11 @@ class KVWatchers:
         if instance_id not in self._dropped:
             self._tell(_changed(instance_id, events))
 
-    def named(self, tenant: str, cache_salt: str, tokens: array[int]) -> None:
-        """What a chain's blocks stand for."""
-        chain = conductor_pb2.TokenChain(tenant=tenant, cache_salt=cache_salt, token_ids=tokens_to_bytes(tokens))
+    def named(self, tenant: str, cache_salt: str, tokens: array[int], lora: kv_pb2.LoraAdapter | None) -> None:
+        """What a chain's blocks stand for; `lora` computes them, or the base model."""
+        chain = conductor_pb2.TokenChain(
+            tenant=tenant, cache_salt=cache_salt, token_ids=tokens_to_bytes(tokens), lora=lora
+        )
         self._tell(conductor_pb2.WatchKVResponse(chain=chain))
 
     def stop(self) -> None:

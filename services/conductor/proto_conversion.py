@@ -8,6 +8,7 @@ from moonpool import errors
 from moonpool.cluster.proto_conversion import finite_or_zero, speeds_from_proto
 from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
 from moonpool.kv.layout import KVLayout
+from moonpool.sampling_params import lora_option
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.conductor.core.events import (
     AnnouncePlacement,
@@ -138,6 +139,7 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         reports_ssd=hello.tells_cold,
         kv_domain=hello.kv_domain,
         unsupported=tuple(hello.unsupported),
+        loras=tuple([lora_option(lora) for lora in hello.loras]),
         uses_kvstores=hello.uses_kvstores,
     )
 

@@ -25,7 +25,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling_params import LORA, MAX_BAD_WORD_CHARS, SamplingParams
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -360,7 +360,7 @@ def read_request(
         resumed=None if resume is None else resume.state,
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
-        needs=sampling.uncommon if lora is None else (*sampling.uncommon, LORA),
+        needs=sampling.uncommon if lora is None else (*sampling.uncommon, lora_option(lora.id)),
         session=session_from_proto(message.session) if message.HasField("session") else None,
     )
     return ValidRequest(

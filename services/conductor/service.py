@@ -8,13 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import grpc
+
 from moonpool import world
 from moonpool.config import assignments
+from moonpool.errors import ConfigError
 from moonpool.grammar import prepare_checks
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.server import serving
-from moonpool.rpc.tls import Security
+from moonpool.rpc.server import RunningServer, serving
+from moonpool.rpc.tls import Security, Tls
 from moonpool.runtime.driver import Driver
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.prometheus import PrometheusMetrics
@@ -39,7 +42,7 @@ from services.conductor.explain import (
 from services.conductor.loras import LoraAdapters, read_settings_loras
 from services.conductor.placement.policies.registry import load_decode_policy, load_policy, seed_of
 from services.conductor.records import RecordSync
-from services.conductor.registry import Checkpoint, ClusterMembers
+from services.conductor.registry import Checkpoint, ClusterMembers, Registry
 from services.conductor.request import RequestValidator
 from services.conductor.servicer import ConductorParts, ConductorServicer
 
@@ -50,6 +53,8 @@ DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` for which open requests may go on; then they end as cancelled."""
 GRACE_S = 2.0
+READINESS_S = 0.1
+"""Seconds between two looks at whether there are engines to pick."""
 RESERVE_LIMIT = 2.0
 """Timeout for a `Reserve` call, as a multiple of the core's: a late reservation can still be cancelled."""
 
@@ -61,14 +66,19 @@ async def conductor(
     """Run a conductor while the body runs; yields the servicer and the advertised address."""
     async with AsyncExitStack() as stack:
         security = Security.of(config, config.client_listen, config.api_keys)
+        credentials = _picker_credentials(config, Security.tls_of(security))
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         servicer = await stack.enter_async_context(assembled(config, checkpoint, channels, spans, metrics))
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         if config.picker_listen:
             picker = EndpointPicker(servicer.cluster.registry, servicer.dispatcher)
-            asked = await stack.enter_async_context(serving(config.picker_listen, [(PICKER, picker)], grace_s=GRACE_S))
+            asked = await stack.enter_async_context(
+                serving(config.picker_listen, [(PICKER, picker)], grace_s=GRACE_S, credentials=credentials)
+            )
             servicer.picker_address = asked.address
+            following = asyncio.create_task(_follow_readiness(asked, servicer.cluster.registry))
+            stack.callback(following.cancel)
             log.info("proxies ask for engines here", address=asked.address)
         rpcs = [(DESCRIPTOR, servicer)]
         server = await stack.enter_async_context(serving(config.listen, rpcs, grace_s=GRACE_S, security=security))
@@ -77,6 +87,29 @@ async def conductor(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
         )
         yield servicer, address
+
+
+async def _follow_readiness(picker: RunningServer, registry: Registry) -> None:
+    """Proxies turn to another conductor while this one has no engine: a picker without engines says NOT_SERVING."""
+    told = True
+    while True:
+        if registry.ready != told:
+            told = registry.ready
+            picker.set_serving(told)
+        await asyncio.sleep(READINESS_S)
+
+
+def _picker_credentials(config: ConductorConfig, tls: Tls | None) -> grpc.ServerCredentials | None:
+    """How proxies connect; None = in plaintext.
+
+    Raises:
+        ConfigError: there is no certificate.
+    """
+    if config.picker_tls == "none" or (tls is None and config.picker_tls == "auto"):
+        return None
+    if tls is None or not tls.has_certificate:
+        raise ConfigError("picker_tls", f"{config.picker_tls} needs tls_cert, tls_key and tls_ca")
+    return tls.server_credentials(client_certificates=config.picker_tls == "mutual")
 
 
 @asynccontextmanager

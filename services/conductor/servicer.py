@@ -260,7 +260,7 @@ class ConductorServicer:
             request = session.request
             for choice in session.choices:
                 tokens = request.prompt + choice.tokens
-                self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens)
+                self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens, request.lora)
 
     def _tenants(self) -> Counter[str]:
         return Counter([call.message.tenant for call in self._calls.values()])

@@ -73,6 +73,11 @@ class Query(msgspec.Struct):
     block_size: int | None = None
     cache_salt: str = ""
 
+    @property
+    def lora(self) -> str:
+        """The LoRA adapter's name; older clients have a number."""
+        return self.lora_name or ("" if self.lora_id is None else str(self.lora_id))
+
 
 def application(indexer: Indexer, api_key: str) -> web.Application:
     """The interface."""
@@ -121,8 +126,6 @@ class _Routes:
         model, instance = _model(body.modelname, body.model_name), str(body.instance_id)
         if body.type.lower() not in PUBLISHER_TYPES:
             raise InvalidRequest("type", f"must be one of {', '.join(PUBLISHER_TYPES)}: others tell no tokens")
-        if body.lora_name:
-            raise InvalidRequest("lora_name", "blocks of LoRA adapters are not indexed")
         for name, endpoint in (("endpoint", body.endpoint), ("replay_endpoint", body.replay_endpoint or "tcp://")):
             if not endpoint.startswith(("tcp://", "ipc://")):
                 raise InvalidRequest(name, f"must be tcp://HOST:PORT or ipc://PATH, is {endpoint!r}")
@@ -134,6 +137,7 @@ class _Routes:
             body.endpoint,
             body.replay_endpoint or "",
             body.additionalsalt,
+            body.lora_name or "",
         )
         self._indexer.register(publisher)
         if body.model_name:
@@ -156,7 +160,7 @@ class _Routes:
         """Leading tokens of a prompt at each instance."""
         body = await _body(request, Query)
         model = _model(body.model, body.model_name)
-        self._indexer.learn(model, body.tenant_id, body.cache_salt, body.token_ids)
+        self._indexer.learn(model, body.tenant_id, body.cache_salt, body.token_ids, body.lora)
         return self._answer(body, model, lambda size: block_hashes(body.token_ids, size))
 
     async def query_by_hash(self, request: web.Request) -> web.Response:
@@ -175,8 +179,8 @@ class _Routes:
         known = index.scopes(model, body.tenant_id, body.block_size)
         if body.model_name and not known and not self._indexer.serves(model, body.tenant_id):
             raise NotFound(f"no indexer for model={model} tenant={body.tenant_id}")
-        for scope in known if not body.lora_name and body.lora_id is None else ():
-            keys = rolled or rolling(salt_root(body.cache_salt), own_of(scope.block_tokens))
+        for scope in known:
+            keys = rolled or rolling(salt_root(body.cache_salt, body.lora), own_of(scope.block_tokens))
             for instance, match in index.match(scope, keys).items():
                 if body.instance_id is None or str(body.instance_id) == instance:
                     found[instance] = match

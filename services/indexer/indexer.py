@@ -19,7 +19,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from services.indexer.config import IndexerConfig
-from services.indexer.core.cluster import DEFAULT_TENANT, ClusterKV, ClusterModel
+from services.indexer.core.cluster import DEFAULT_TENANT, ClusterKV, ClusterModel, Lora
 from services.indexer.core.index import TieredIndex
 from services.indexer.core.publishers import Publisher, PublisherCache
 
@@ -115,10 +115,10 @@ class Indexer:
         own = self.cluster.model is not None and self.cluster.model.name == model
         return own or any(one.scope[:2] == (model, tenant) for one in self._followed)
 
-    def learn(self, model: str, tenant: str, cache_salt: str, token_ids: Sequence[int]) -> None:
+    def learn(self, model: str, tenant: str, cache_salt: str, token_ids: Sequence[int], lora: str = "") -> None:
         """A query's tokens tell what keys of the cluster stand for. Raises InvalidRequest if a token is no int32."""
         if self.cluster.model is not None and self.cluster.model.name == model:
-            self.cluster.named("" if tenant == DEFAULT_TENANT else tenant, cache_salt, token_ids)
+            self.cluster.named("" if tenant == DEFAULT_TENANT else tenant, cache_salt, token_ids, lora)
             self._news.set()
 
     async def follow(self, channels: Channels) -> None:
@@ -157,7 +157,8 @@ class Indexer:
                 self.cluster.changed(message.changed.instance_id, *keys, anew=events.snapshot_begin)
             case "chain":
                 chain = message.chain
-                self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids))
+                self.cluster.learn_lora(Lora(chain.lora.name, chain.lora.id))
+                self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids), chain.lora.name)
 
     async def publish(self) -> None:
         """Publishes the events of the cluster's instances until cancelled."""

@@ -32,7 +32,7 @@ from moonpool.checkpoint import resolve, weights_fingerprint
 from moonpool.telemetry.logs import get_logger
 from moonpool_kv.pages import TENANT_PARAM, PromptKeys, page_namespace, rank_key, root_of
 from moonpool_kv.requests import BlockPlan, PooledRequest, RequestPlanner
-from moonpool_kv.stores import EngineStores, Page, StoreSettings
+from moonpool_kv.stores import EngineStores, Page, PageSettings
 
 FLUSH_S = 5.0
 """At the end, saves have so long."""
@@ -132,7 +132,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 class SchedulerHalf:
     """Looks blocks up, and plans what workers do."""
 
-    def __init__(self, vllm_config: Any, settings: StoreSettings) -> None:
+    def __init__(self, vllm_config: Any, settings: PageSettings) -> None:
         self._config, self._settings = vllm_config, settings
         self._block_tokens = vllm_config.cache_config.block_size
         self._stats: dict[str, Any] = {}
@@ -199,7 +199,7 @@ class SchedulerHalf:
 class WorkerHalf:
     """Moves the pages of one rank."""
 
-    def __init__(self, kv_cache_config: Any, settings: StoreSettings) -> None:
+    def __init__(self, kv_cache_config: Any, settings: PageSettings) -> None:
         self._cache_config, self._settings = kv_cache_config, settings
         self._stores: EngineStores | None = None
         self._regions: list[torch.Tensor] = []
@@ -358,7 +358,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError("MoonpoolConnector needs --enable-prefix-caching")
         if transfer.kv_load_failure_policy != "recompute":
             raise ValueError('MoonpoolConnector needs "kv_load_failure_policy": "recompute"')
-        settings = StoreSettings.read(transfer.kv_connector_extra_config)
+        settings = PageSettings.read(transfer.kv_connector_extra_config)
         self._scheduler = SchedulerHalf(vllm_config, settings)
         self._worker = WorkerHalf(kv_cache_config, settings)
 

@@ -43,6 +43,7 @@ class InstanceFacts:
         reports_ssd: a kvstore that reports which blocks are on SSD only.
         kv_domain: KV goes only to and comes only from instances in this domain. Kvstores are in the domain "".
         unsupported: sampling options that the instance lacks.
+        loras: options of the LoRA adapters (`lora_option`) that the instance serves if it lacks LORA.
         uses_kvstores: an engine in a domain that reads and writes kvstores by itself.
     """
 
@@ -59,7 +60,12 @@ class InstanceFacts:
     reports_ssd: bool = False
     kv_domain: str = ""
     unsupported: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
     uses_kvstores: bool = False
+
+    def lacks(self, option: str) -> bool:
+        """Whether the instance cannot serve requests with an option of a request."""
+        return option.partition(":")[0] in self.unsupported and option not in self.loras
 
     @property
     def loads(self) -> bool:
@@ -490,6 +496,7 @@ class InstancePool(Generic[I]):
         self._by_size: dict[int, int] = {}
         self._by_domain: dict[str, int] = {}
         self._lacking: dict[str, int] = {}  # by sampling option, mask of instances that lack the option
+        self._with_lora: dict[str, int] = {}  # by option, mask of instances that have a LoRA adapter but no others
         self._turn = 0
         self._unproven: dict[str, int] = {}  # instances that served nothing yet, and the turn before which each joined
 
@@ -521,6 +528,8 @@ class InstancePool(Generic[I]):
         _add_bit(self._by_domain, instance.facts.kv_domain, bit)
         for option in instance.facts.unsupported:
             _add_bit(self._lacking, option, bit)
+        for option in instance.facts.loras:
+            _add_bit(self._with_lora, option, bit)
         self.largest_blocks = max(self.largest_blocks, blocks)
         if not instance.turn:
             self._unproven[instance.facts.id] = self._turn
@@ -535,6 +544,8 @@ class InstancePool(Generic[I]):
         _remove_bit(self._by_domain, instance.facts.kv_domain, bit)
         for option in instance.facts.unsupported:
             _remove_bit(self._lacking, option, bit)
+        for option in instance.facts.loras:
+            _remove_bit(self._with_lora, option, bit)
         self.draining_mask &= ~bit
         self.slow_mask &= ~bit
         self._tried &= ~bit
@@ -597,12 +608,16 @@ class InstancePool(Generic[I]):
         """Mask of the instances that lack one of these sampling options."""
         mask = 0
         for option in needs:
-            mask |= self._lacking.get(option, 0)
+            mask |= self._without(option)
         return mask
 
     def nobody_has(self, needs: Iterable[str]) -> str:
         """The first of these sampling options that no instance has; "" = there is none."""
-        return next((option for option in needs if self.mask and self._lacking.get(option) == self.mask), "")
+        return next((option for option in needs if self.mask and self._without(option) == self.mask), "")
+
+    def _without(self, option: str) -> int:
+        """Mask of the instances that lack an option of a request."""
+        return self._lacking.get(option.partition(":")[0], 0) & ~self._with_lora.get(option, 0)
 
     def eligible_mask(self, blocks: int, needs: Iterable[str] = (), within: int = ~0) -> int:
         """Mask of the instances that take a request.
@@ -651,6 +666,8 @@ class InstancePool(Generic[I]):
         assert sum(self._by_size.values()) == sum(self._by_domain.values()) == self.mask
         for option, slots in self._lacking.items():
             assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.unsupported)
+        for option, slots in self._with_lora.items():
+            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.loras)
         assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
         for instance_id, instance in self._by_id.items():
             assert instance.facts.id == instance_id

@@ -709,8 +709,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             why = "draining"
         elif self.slow_mask >> slot & 1:
             why = "slow"
-        elif lacks := [option for option in demand.needs if option in facts.unsupported]:
-            why = f"cannot serve {lacks[0]}"
+        elif lacks := [option for option in demand.needs if facts.lacks(option)]:
+            why = f"cannot serve {lacks[0].partition(':')[0]}"
         elif facts.total_blocks < demand.prompt_blocks:
             why = f"too small: {facts.total_blocks} blocks, the prompt needs {demand.prompt_blocks}"
         else:

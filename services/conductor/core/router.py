@@ -750,7 +750,7 @@ class Router:
         demand, keys, stores = request.demand(shape), request.keys, self._stores
         for pool in (self._prefills, self._decodes) if demand.needs else ():
             if option := pool.nobody_has(demand.needs):
-                field = "model" if option == LORA else f"sampling.{option}"
+                field = "model" if option.startswith(LORA) else f"sampling.{option}"
                 raise InvalidRequest(field, "no engine of this cluster can serve it")
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []

@@ -6,6 +6,7 @@ Instances tell keys. What a key stands for is learnt from the tokens of prompts,
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey, block_keys, chain_root
@@ -15,8 +16,17 @@ from services.indexer.core.index import Holder, Scope, TieredIndex, number_of, s
 DEFAULT_TENANT = "default"
 """What others call the tenant without a name."""
 GPU, HOST, DISK = range(3)
+MAX_LORAS = 1024
+"""LoRA adapters of which the name is remembered."""
 MEDIA = ("GPU", "CPU", "STORAGE")
 """vLLM's words for the tiers."""
+
+
+class Lora(NamedTuple):
+    """A LoRA adapter; without a name, the base model."""
+
+    name: str = ""
+    id: bytes = b""
 
 
 @frozen
@@ -29,6 +39,7 @@ class BlockName:
         parent: hash of the block before; None = a chain's first block.
         token_ids: the block's tokens.
         salt: of the chain; "" = none. Told with a chain's first block.
+        lora: name of the LoRA adapter that computed the block; "" = the base model.
         apart: mask that keeps hashes of tenants apart in one stream of events, which has no place for tenants.
     """
 
@@ -37,6 +48,7 @@ class BlockName:
     parent: BlockKey | None
     token_ids: "array[int]"
     salt: str
+    lora: str
     apart: int
 
     @property
@@ -82,6 +94,7 @@ class ClusterKV:
         self._instances: dict[str, _Instance] = {}
         self._names: dict[BlockKey, BlockName] = {}  # the oldest first
         self._events: dict[str, list[EngineEvent]] = {}
+        self._loras: dict[str, Lora] = {"": Lora()}  # by name
         self.model: ClusterModel | None = None
 
     def __len__(self) -> int:
@@ -137,19 +150,27 @@ class ClusterKV:
             instance.held[key] = DISK if key in cold else instance.tier
         self._tell(instance, [*new, *moved])
 
-    def named(self, tenant: str, cache_salt: str, token_ids: Sequence[int]) -> None:
-        """Tokens tell what the keys of their chain stand for. `tenant`: Moonpool's."""
-        model = self.model
-        if model is None:
+    def learn_lora(self, lora: Lora) -> None:
+        """An adapter has this name from now on."""
+        if lora.name:
+            self._loras[lora.name] = lora
+            for name in list(self._loras)[1 : max(1, len(self._loras) - MAX_LORAS)]:
+                del self._loras[name]
+
+    def named(self, tenant: str, cache_salt: str, token_ids: Sequence[int], lora_name: str = "") -> None:
+        """Tokens tell what the keys of their chain stand for, unless the adapter is unknown. `tenant`: Moonpool's."""
+        model, lora = self.model, self._loras.get(lora_name)
+        if model is None or lora is None:
             return
-        root, size = chain_root(model.namespace, tenant, cache_salt), model.block_tokens
+        root, size = chain_root(model.namespace, tenant, cache_salt, lora.id), model.block_tokens
         salt, apart = f"{tenant}:{cache_salt}" if tenant else cache_salt, number_of(salt_root(tenant))
         scope = Scope(model.name, tenant or DEFAULT_TENANT, size)
         keys, tokens = block_keys(root, token_ids, size), array("i", token_ids)
         parent: BlockKey | None = None
-        for at, (key, shown) in enumerate(zip(keys, sequence_keys(salt_root(cache_salt), tokens, size), strict=True)):
+        start = salt_root(cache_salt, lora.name)
+        for at, (key, shown) in enumerate(zip(keys, sequence_keys(start, tokens, size), strict=True)):
             name, own = self._names.pop(key, None), tokens[at * size : (at + 1) * size]
-            self._names[key] = name or BlockName(scope, shown, parent, own, salt, apart)
+            self._names[key] = name or BlockName(scope, shown, parent, own, salt, lora.name, apart)
             parent = shown
         for key in list(self._names)[: max(0, len(self._names) - self._max_names)]:
             del self._names[key]
@@ -212,9 +233,9 @@ def _runs(blocks: Sequence[tuple[BlockName, int]]) -> list[list[tuple[BlockName,
 
 def _stored(run: Sequence[tuple[BlockName, int]]) -> BlockStored:
     first, tier = run[0]
-    salts: list[tuple[object, ...]] = [() for _ in run]
+    salts: list[tuple[object, ...]] = [(first.lora,) if first.lora else () for _ in run]
     if first.parent is None and first.salt:
-        salts[0] = (first.salt,)
+        salts[0] = (*salts[0], first.salt)
     return BlockStored(
         tuple([name.number for name, _ in run]),
         first.parent_number,
@@ -222,5 +243,6 @@ def _stored(run: Sequence[tuple[BlockName, int]]) -> BlockStored:
         first.scope.block_tokens,
         MEDIA[tier],
         tuple(salts),
+        first.lora,
         kind="full_attention",
     )

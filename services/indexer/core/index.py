@@ -36,8 +36,10 @@ class Holder(NamedTuple):
     rank: int
 
 
-def salt_root(salt: str) -> BlockKey:
-    """Root of the chains with a salt."""
+def salt_root(salt: str, lora: str = "") -> BlockKey:
+    """Root of the chains with a salt, computed by the LoRA adapter of this name ("" = by the base model)."""
+    if lora:
+        return BlockKey(_hashed(f"{lora}\0{salt}".encode()))
     return BlockKey(_hashed(salt.encode())) if salt else NO_SALT
 
 

@@ -22,6 +22,7 @@ class Publisher:
         scope: model, tenant and block size.
         endpoint, replay_endpoint: of the sockets; "" = no replay.
         salt: of all chains whose events tell none.
+        lora: name of the LoRA adapter of all chains whose events tell none; "" = the base model.
     """
 
     holder: Holder
@@ -29,6 +30,7 @@ class Publisher:
     endpoint: str
     replay_endpoint: str = ""
     salt: str = ""
+    lora: str = ""
 
     @property
     def name(self) -> tuple[str, str, int]:
@@ -66,9 +68,9 @@ class PublisherCache:
         for tier in self._tiers:
             tier.restart()
 
-    def _root_of(self, extra: ExtraKeys | None) -> BlockKey | None:
-        salts = extra or (self._publisher.salt,)
-        return salt_root(salts[0]) if len(salts) == 1 and isinstance(salts[0], str) else None
+    def _root_of(self, extra: ExtraKeys | None, lora: str) -> BlockKey | None:
+        salts, lora = extra or (self._publisher.salt,), lora or self._publisher.lora
+        return salt_root(salts[0], lora) if len(salts) == 1 and isinstance(salts[0], str) else None
 
     def _changer(self, tier: int) -> Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]:
         def changed(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:

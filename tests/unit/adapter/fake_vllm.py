@@ -19,17 +19,17 @@ BLOCK_TOKENS, BLOCKS, MAX_TOKENS = 16, 64, 1024
 NUMBER_BYTES = 8
 
 
-def next_token(tokens: Sequence[int], vocab_size: int) -> int:
+def next_token(tokens: Sequence[int], vocab_size: int, lora: str = "") -> int:
     """The token behind `tokens`, always the same one."""
-    digest = hashlib.sha256(repr(list(tokens)).encode()).digest()
+    digest = hashlib.sha256(f"{list(tokens)}{lora}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % vocab_size
 
 
-def answer_to(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+def answer_to(prompt: Sequence[int], count: int, vocab_size: int, lora: str = "") -> list[int]:
     """The answer that the engine gives."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, vocab_size))
+        tokens.append(next_token(tokens, vocab_size, lora))
     return tokens[len(prompt) :]
 
 
@@ -50,6 +50,7 @@ class FakeVllm:
         computed_tokens: prompt tokens that were not there.
         polls: questions for its metrics.
         moves_kv: runs with a connector that moves KV.
+        loras: folders of its LoRA adapters, by name.
         page_namespace: of the connector for kvstores, in hex; "" = no connector.
     """
 
@@ -64,6 +65,7 @@ class FakeVllm:
         self.gate.set()
         self.dying = False
         self.page_namespace, self.token_s = "", 0.0
+        self.loras: dict[str, Path] = {}
         self.kept: dict[str, list[int]] = {}
         self.peers: list[FakeVllm] = []
         self.moves_kv = True
@@ -102,7 +104,8 @@ class FakeVllm:
         return web.json_response({"paths": {"/inference/v1/generate": {}}})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": MAX_TOKENS}]})
+        loras = [{"id": name, "root": str(path), "parent": "tiny"} for name, path in self.loras.items()]
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": MAX_TOKENS, "parent": None}, *loras]})
 
     async def _sources(self, request: web.Request) -> web.Response:
         source = {
@@ -135,7 +138,10 @@ class FakeVllm:
         sampling, tokens, salt = body["sampling_params"], list(body["token_ids"]), body.get("cache_salt", "")
         if len(tokens) + sampling["max_tokens"] > MAX_TOKENS:
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        hit = min(self.engine.hit(tokens, salt), (len(tokens) - 1) // BLOCK_TOKENS)
+        lora = body.get("model", "")
+        if lora and lora not in self.loras:
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        hit = min(self.engine.hit(tokens, salt, lora), (len(tokens) - 1) // BLOCK_TOKENS)
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):
             sent = next(
@@ -154,7 +160,7 @@ class FakeVllm:
         await response.prepare(request)
         self.running += 1
         try:
-            await self._answer(request, response, tokens, sampling, salt)
+            await self._answer(request, response, tokens, sampling, salt, lora)
             usage = {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_TOKENS}}
             await self._write(response, {"choices": [], "usage": usage})
             await response.write(b"data: [DONE]\n\n")
@@ -177,21 +183,27 @@ class FakeVllm:
         })  # fmt: skip
 
     async def _answer(
-        self, request: web.Request, response: web.StreamResponse, tokens: list[int], sampling: dict[str, Any], salt: str
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        tokens: list[int],
+        sampling: dict[str, Any],
+        salt: str,
+        lora: str,
     ) -> None:
         await asyncio.sleep(self.token_s * len(tokens))
-        self.engine.compute(tokens, salt)
+        self.engine.compute(tokens, salt, lora)
         await self.publish()
         for count in range(1, sampling["max_tokens"] + 1):
             if count == 2:
                 await self.gate.wait()
             if self.dying:
                 self._break(request)
-            tokens.append(next_token(tokens, self.vocab_size))
+            tokens.append(next_token(tokens, self.vocab_size, lora))
             stops = tokens[-1] in sampling["stop_token_ids"] and count > sampling["min_tokens"]
             finish = "stop" if stops else "length" if count == sampling["max_tokens"] else None
             if finish:
-                self.engine.compute(tokens[:-1], salt)  # the last token's KV is never computed
+                self.engine.compute(tokens[:-1], salt, lora)  # the last token's KV is never computed
                 await self.publish()
             await self._write(response, {"choices": [{"index": 0, "token_ids": tokens[-1:], "finish_reason": finish}]})
             if finish:

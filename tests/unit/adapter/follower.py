@@ -19,11 +19,11 @@ from tests.unit.adapter.model_engine import ModelEngine
 NAMESPACE = b"n" * 32
 
 
-def root_of(extra: ExtraKeys | None) -> BlockKey | None:
+def root_of(extra: ExtraKeys | None, lora: str) -> BlockKey | None:
     """The chain of a salt is that of the tenant of this name."""
     if extra is None or len(extra) > 1:
         return None
-    return BlockKey(chain_root(NAMESPACE, str(extra[0]) if extra else ""))
+    return BlockKey(chain_root(NAMESPACE, str(extra[0]) if extra else "", "", lora.encode()))
 
 
 class Follower:

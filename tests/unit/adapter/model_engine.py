@@ -51,9 +51,9 @@ class ModelEngine:
             found.append(digest if self.digests else int.from_bytes(digest[:8], "big"))
         return found
 
-    def hit(self, tokens: Sequence[int], salt: str = "") -> int:
+    def hit(self, tokens: Sequence[int], salt: str = "", lora: str = "") -> int:
         """Leading blocks that a request would find."""
-        hashes, best = self.hashes(tokens, salt), 0
+        hashes, best = self.hashes(tokens, salt, lora), 0
         for blocks in range(1, len(hashes) + 1):
             if hashes[blocks - 1] not in self.held[0]:
                 break

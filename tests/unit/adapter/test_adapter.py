@@ -20,6 +20,7 @@ from services.adapter.answers import PromisedRequest
 from services.adapter.config import AdapterConfig
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import WAIT_S, store
 from tests.unit.conductor.stack import TINY, Stack, stack
 
@@ -96,6 +97,37 @@ async def test_a_hundred_answers_are_the_engines_and_the_index_is_its_cache(tmp_
 
         await running.until(lambda: not differences())  # the engine's last events may be on the way
         assert not any(engine.running for engine in engines)
+
+
+async def test_requests_for_a_lora_adapter_go_to_the_engines_that_list_it(tmp_path: Path) -> None:
+    for name, changes in {"a": {}, "b": {"lora_alpha": 5}, "c": {"lora_alpha": 7}}.items():
+        write(tmp_path / name, changes)
+    modules = ",".join(f"{name}={tmp_path / name}" for name in "abc")
+    async with stack(lora_modules=modules) as running:
+        vocab, engines = running.checkpoint.config.vocab_size, dict[str, FakeVllm]()
+        for name, loras in {"one": {"sql": "a"}, "two": {"chat": "b", "broken": "nowhere"}}.items():
+            engine = engines[name] = await running.exit.enter_async_context(fake_vllm(tmp_path, name, vocab))
+            engine.loras = {own: tmp_path / folder for own, folder in loras.items()}
+            await running.exit.enter_async_context(adapter(engine.url, running.address, name))
+            for kind in ("prefill", "decode"):
+                await running.until(lambda one=f"{name}-{kind}": running.cluster.find(one) is not None)  # type: ignore[misc]
+        prompt, sampling = list(range(3 * BLOCK_TOKENS)), SamplingParams(max_tokens=4, **GREEDY)
+
+        async def ask(model: str, tenant: str = "") -> tuple[list[int], str, int]:
+            found = await running.client.generate(token_ids=prompt, model=model, tenant=tenant, sampling=sampling)
+            await running.rest()
+            return found.token_ids, found.placement.prefill, found.usage.cached_tokens
+
+        assert await ask("a") == (answer_to(prompt, 4, vocab, "sql"), "one-prefill", 0)  # by what the files are
+        assert await ask("b") == (answer_to(prompt, 4, vocab, "chat"), "two-prefill", 0)
+        base, where, cached = await ask("")
+        assert (base, cached) == (answer_to(prompt, 4, vocab), 0)  # nothing of an adapter's matches
+        assert await ask("a") == (answer_to(prompt, 4, vocab, "sql"), "one-prefill", 2 * BLOCK_TOKENS)
+        assert (await ask("a", "ann"))[2] == 0
+        assert (await ask("a", "ann"))[2] == 2 * BLOCK_TOKENS
+        with pytest.raises(InvalidRequest, match="model: no engine of this cluster can serve it"):
+            await ask("c")
+        assert where in ("one-prefill", "two-prefill")
 
 
 async def test_what_an_engine_holds_draws_the_prompts_that_continue_it(tmp_path: Path) -> None:

@@ -168,10 +168,20 @@ def test_blocks_whose_extra_keys_are_not_told_are_not_told() -> None:
     assert len(cache) == 0
 
 
-def test_blocks_of_adapters_are_not_told() -> None:
+def test_blocks_of_adapters_are_of_other_chains_than_the_base_models() -> None:
     cache = new_cache()
-    cache.rank(0).apply(stored(10, lora=True, extra_keys=(("sql",),)))
-    cache.rank(0).apply(stored(11, parent=10, first=1))
+    cache.rank(0).apply(stored(10, 11, lora="sql", extra_keys=(("sql",), ("sql",))))
+    cache.rank(0).apply(stored(12, parent=11, first=2, lora="sql", extra_keys=(("sql",),)))
+    assert len(cache) == 3
+    assert matched(cache) == 0
+    cache.rank(0).apply(stored(20))
+    assert matched(cache) == 1
+
+
+def test_blocks_of_an_unknown_adapter_are_not_told() -> None:
+    cache = EngineCache(SIZE, lambda extra, lora: None if lora else root_of(extra, lora), 10)
+    cache.rank(0).apply(stored(10, lora="sql", extra_keys=(("sql",),)))
+    cache.rank(0).apply(stored(11, parent=10, first=1, lora="sql", extra_keys=(("sql",),)))
     assert len(cache) == 0
 
 
@@ -185,7 +195,10 @@ def test_from_a_block_with_an_image_on_hashes_mean_more_than_tokens() -> None:
 
 @pytest.mark.parametrize("extra", [(("salt", "image"),), ((("image", 3),),)])
 def test_first_blocks_with_more_than_a_salt_are_nobodys(extra: tuple[ExtraKeys, ...]) -> None:
-    cache = EngineCache(SIZE, lambda keys: root_of(keys) if keys is None or all(map(_is_text, keys)) else None, 10)
+    def root(keys: ExtraKeys | None, lora: str) -> BlockKey | None:
+        return root_of(keys, lora) if keys is None or all(map(_is_text, keys)) else None
+
+    cache = EngineCache(SIZE, root, 10)
     cache.rank(0).apply(stored(10, extra_keys=extra))
     assert len(cache) == 0
 

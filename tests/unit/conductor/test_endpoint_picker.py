@@ -4,10 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moonpool.errors import ConfigError
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.tls import NAME
+from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.ext_proc_pb2 import (
     BodyResponse,
@@ -22,8 +32,11 @@ from moonpool.v1.ext_proc_pb2 import (
 )
 from moonpool.v1.ext_proc_pb2_grpc import ExternalProcessorStub
 from services.conductor import endpoint_picker
+from services.conductor.config import ConductorConfig
+from services.conductor.service import conductor
 from tests.unit.conductor.fakes import BLOCK_TOKENS, FakeMember, decode, prefill
-from tests.unit.conductor.stack import WAIT_S, Stack, stack
+from tests.unit.conductor.stack import TINY, WAIT_S, Stack, stack, tiny
+from tests.unit.rpc.certificates import issue
 
 DESTINATION = "x-gateway-destination-endpoint"
 DUPLEX = ProtocolConfiguration(
@@ -230,3 +243,98 @@ async def test_a_subset_may_be_one_text() -> None:
         hint.update({"x-gateway-destination-endpoint-subset": "other:80, prefill-1:80"})
         await proxy.call.write(message)
         assert set_headers((await proxy.read()).request_headers.response)[DESTINATION] == "prefill-1:80"
+
+
+# --- TLS, and several conductors --------------------------------------------------------------------------------------
+
+
+async def health(channels: Channels, address: str) -> Any:
+    """What a picker's health check says."""
+    stub: Any = health_pb2_grpc.HealthStub(channels.get(address))
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service="envoy.service.ext_proc.v3.ExternalProcessor"))
+    return answer.status
+
+
+@asynccontextmanager
+async def certified(folder: Path, **settings: Any) -> AsyncIterator[str]:
+    """A conductor with certificates; yields where its picker is."""
+    issue(folder, "conductor")
+    files = {"tls_cert": "conductor.pem", "tls_key": "conductor.key", "tls_ca": "ca.pem"}
+    tls: dict[str, Any] = {name: folder / file for name, file in files.items()}
+    config = ConductorConfig(
+        listen="127.0.0.1:0", id="c", model=str(TINY), picker_listen="127.0.0.1:0",
+        **tls, **settings,
+    )  # fmt: skip
+    recorder, metrics = Recorder("c", None), PrometheusMetrics(config.service())
+    async with conductor(config, tiny(), 7, recorder, metrics) as (servicer, _):
+        yield servicer.picker_address
+        await servicer.drain(0.0)
+
+
+async def reached(address: str, credentials: grpc.ChannelCredentials | None) -> bool:
+    """Whether a proxy gets an answer."""
+    options = [("grpc.ssl_target_name_override", NAME)]
+    channel = (
+        grpc.aio.insecure_channel(address)
+        if credentials is None
+        else grpc.aio.secure_channel(address, credentials, options)
+    )
+    async with channel:
+        proxy = Proxy(ExternalProcessorStub(channel).Process())
+        try:
+            await proxy.headers(BUFFERED, alone=True)
+            return (await proxy.read()).immediate_response.status.code == 503
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return False
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ("auto", {"plain": False, "anybody": True, "certified": True}),
+        ("server", {"plain": False, "anybody": True, "certified": True}),
+        ("mutual", {"plain": False, "anybody": False, "certified": True}),
+        ("none", {"plain": True, "anybody": False, "certified": False}),
+    ],
+)
+async def test_proxies_connect_within_tls_as_the_setting_says(
+    tmp_path: Path, setting: str, found: dict[str, bool]
+) -> None:
+    async with certified(tmp_path, picker_tls=setting) as address:
+        issue(tmp_path, "gateway")
+        authority, *own = [(tmp_path / name).read_bytes() for name in ("ca.pem", "gateway.key", "gateway.pem")]
+        ways = {
+            "plain": None,
+            "anybody": grpc.ssl_channel_credentials(authority),
+            "certified": grpc.ssl_channel_credentials(authority, *own),
+        }
+        assert {name: await reached(address, way) for name, way in ways.items()} == found
+
+
+async def test_tls_for_proxies_needs_a_certificate() -> None:
+    with pytest.raises(ConfigError, match="picker_tls: server needs tls_cert"):
+        async with stack(picker_listen="127.0.0.1:0", picker_tls="server"):
+            pass
+
+
+async def test_a_proxy_turns_to_a_conductor_that_has_engines() -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    first, second = prefill(0), prefill(0)
+    async with proxied(first) as (one, _), proxied(second) as (two, _), Channels() as channels:
+        pickers = [its.servicer.picker_address for its in (one, two)]
+
+        async def told(*statuses: Any) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while [await health(channels, picker) for picker in pickers] != list(statuses):
+                    await one.look()
+
+        await told(serving, serving)
+        first.load.draining = True
+        assert first.agent is not None
+        first.agent.notify()
+        await told(not_serving, serving)
+        proxy = Proxy(ExternalProcessorStub(channels.get(pickers[1])).Process())
+        await proxy.headers(BUFFERED, alone=True)
+        assert set_headers((await proxy.read()).request_headers.response) == {DESTINATION: "prefill-0:80"}
+        proxy.call.cancel()
+        await two.until(lambda: not two.servicer.core.cluster.claims)

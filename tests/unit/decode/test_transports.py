@@ -18,10 +18,10 @@ from tests.unit.decode.calls import conducting, reserve, sending
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
 from tests.unit.transport.fakes import LAYOUT
-from tests.unit.transport.pairs import Cuttable, lane_settings, shared
+from tests.unit.transport.pairs import NIXL, Cuttable, lane_settings, shared
 
 TOKENS = prompt(3 * BLOCK + 5)
-TRANSPORTS = ["local", "tcp", "tls", "grpc"]
+TRANSPORTS = ["local", "tcp", "tls", "grpc", NIXL]
 
 
 def pool_of(tokens: list[int]) -> KVPool:

@@ -189,6 +189,25 @@ async def test_tiers_are_told_apart_and_sglangs_words_are_known(tmp_path: Path) 
         await running.until("/query", query, {"default": {"sg": wanted | {"GPU": 0}}})
 
 
+async def test_blocks_of_a_lora_adapter_match_no_other_model(tmp_path: Path) -> None:
+    async with indexer() as running, fake_vllm(tmp_path, "one", 100) as engine, fake_vllm(tmp_path, "two", 100) as two:
+        tokens = list(range(3 * BLOCK_TOKENS))
+        engine.engine.compute(tokens, salt="s", lora="sql")
+        engine.engine.compute(tokens[: 2 * BLOCK_TOKENS], salt="s")
+        await engine.publish()
+        two.engine.compute(tokens)
+        await two.publish()
+        await running.post("/register", registration(engine, "a"))
+        await running.post("/register", registration(two, "b", lora_name="sql"))  # tells no adapter by itself
+        query = {"model": "m", "token_ids": tokens}
+        salted = {**query, "cache_salt": "s"}
+        await running.until("/query", {**salted, "lora_name": "sql"}, {"default": {"a": hit(3 * BLOCK_TOKENS)}})
+        await running.until("/query", {**query, "lora_name": "sql"}, {"default": {"b": hit(3 * BLOCK_TOKENS)}})
+        await running.until("/query", salted, {"default": {"a": hit(2 * BLOCK_TOKENS)}})
+        for other in (query, {**salted, "lora_name": "chat"}):
+            assert (await running.post("/query", other))[1] == {"default": {}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -200,11 +219,6 @@ async def test_tiers_are_told_apart_and_sglangs_words_are_known(tmp_path: Path) 
             "/register",
             {"endpoint": "tcp://h:1", "instance_id": "a", "block_size": 16, "modelname": "m", "type": "Mooncake"},
             "type",
-        ),
-        (
-            "/register",
-            {"endpoint": "tcp://h:1", "instance_id": "a", "block_size": 16, "modelname": "m", "lora_name": "l"},
-            "lora_name",
         ),
         ("/query", {"token_ids": [1]}, "model"),
         ("/query", {"model": "m", "token_ids": ["x"]}, "token_ids"),

@@ -12,9 +12,10 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.keys import BlockKey, block_keys, chain_root
+from moonpool.kv.values import value_key, value_namespace
 from moonpool.v1 import kv_pb2
 from moonpool_kv.pages import SALT_MARK, PromptKeys, page_namespace, root_of
-from moonpool_kv.stores import EngineStores, Page, StoreSettings
+from moonpool_kv.stores import EngineStores, Page, PageSettings, ValueSettings, ValueStores
 from tests.unit.kvstore.rig import Rig, rig
 
 NAMESPACE = page_namespace({"engine": "test"})
@@ -29,7 +30,7 @@ LATER = float("inf")
 @asynccontextmanager
 async def engine(*stores: str, **settings: Any) -> AsyncIterator[EngineStores]:
     """An engine that uses stores."""
-    found = EngineStores(StoreSettings(stores, **settings), NAMESPACE)
+    found = EngineStores(PageSettings(stores, **settings), NAMESPACE)
     try:
         yield found
     finally:
@@ -135,7 +136,7 @@ async def test_saves_have_a_bound() -> None:
 
 
 def test_settings_are_checked_by_name() -> None:
-    assert StoreSettings.read({"stores": "a:1, b:2", "lookup_limit_s": 1}).stores == ("a:1", "b:2")
+    assert PageSettings.read({"stores": "a:1, b:2", "lookup_limit_s": 1}).stores == ("a:1", "b:2")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "stores"),
         ({"stores": ["nowhere"]}, "stores"),
@@ -145,8 +146,72 @@ def test_settings_are_checked_by_name() -> None:
     ]
     for given, field in wrong:
         with pytest.raises(ConfigError) as error:
-            StoreSettings.read(given)
+            PageSettings.read(given)
         assert error.value.field == field
+
+
+NAMES = [f"chunk {at}".encode() for at in range(12)]
+CHUNKS = [bytes([at]) * (2000 + at) for at in range(12)]
+
+
+@asynccontextmanager
+async def keeper(*stores: str, **settings: Any) -> AsyncIterator[ValueStores]:
+    """A process that keeps values in stores."""
+    found = ValueStores(ValueSettings(stores, **settings))
+    try:
+        yield found
+    finally:
+        await asyncio.to_thread(found.close)
+
+
+def saving(values: ValueStores, names: list[bytes] = NAMES) -> "asyncio.Future[list[bool]]":
+    return asyncio.wrap_future(values.save(names, [CHUNKS[NAMES.index(name)] for name in names]))
+
+
+async def test_values_are_spread_over_stores_and_found_by_all_who_share_the_name() -> None:
+    async with rig(dram_bytes=8 << 20) as first, rig(dram_bytes=8 << 20) as second:
+        addresses = first.address, second.address
+        async with keeper(*addresses, namespace="a") as one, keeper(*addresses, namespace="a") as other:
+            assert await asyncio.wrap_future(one.look_up(NAMES)) == [False] * 12
+            assert await saving(one, NAMES[:10]) == [True] * 10
+            keys = [value_key(value_namespace("a"), "", name) for name in NAMES]
+            for store in (first, second):
+                assert any(store.service.store.tiers.dram.get(key) is not None for key in keys)
+            assert await asyncio.wrap_future(other.look_up(NAMES)) == [True] * 10 + [False] * 2
+            memory = [bytearray(len(chunk)) for chunk in CHUNKS]
+            assert await asyncio.wrap_future(other.load(NAMES, memory)) == [True] * 10 + [False] * 2
+            assert memory[:10] == CHUNKS[:10]
+            assert await asyncio.wrap_future(other.delete(NAMES[:3])) == [True] * 3
+            assert await asyncio.wrap_future(one.look_up(NAMES[:4])) == [False, False, False, True]
+        for settings in ({"namespace": "b"}, {"namespace": "a", "tenant": "ann"}):
+            async with keeper(*addresses, **settings) as stranger:
+                assert await asyncio.wrap_future(stranger.look_up(NAMES)) == [False] * 12
+
+
+async def test_values_of_a_store_that_is_gone_go_to_another() -> None:
+    async with (
+        rig(dram_bytes=8 << 20) as store,
+        keeper(nobody(), store.address, breaker_failures=1, breaker_pause_s=60.0) as values,
+    ):
+        assert False in await saving(values)  # those whose home is gone
+        assert values.open_breakers == 1
+        assert await saving(values) == [True] * 12
+        assert await asyncio.wrap_future(values.look_up(NAMES)) == [True] * 12
+
+
+async def test_without_a_store_no_value_is_kept_or_deleted() -> None:
+    async with keeper(nobody(), breaker_failures=1, breaker_pause_s=60.0) as values:
+        for _ in range(2):
+            assert await saving(values) == [False] * 12
+            assert await asyncio.wrap_future(values.delete(NAMES)) == [False] * 12
+            assert await asyncio.wrap_future(values.load(NAMES, [bytearray(8)] * 12)) == [False] * 12
+
+
+async def test_values_that_wait_have_a_bound() -> None:
+    async with rig(dram_bytes=8 << 20) as store, keeper(store.address, save_bytes=5000) as values:
+        assert await saving(values) == [False] * 12
+        assert values.take_counts() == {"blocks_not_saved": 12}
+        assert await saving(values, NAMES[:2]) == [True] * 2
 
 
 def test_namespaces_differ_with_every_part() -> None:

@@ -12,8 +12,11 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from moonpool.errors import StreamBroken
 from moonpool.kv.layout import KVLayout
@@ -37,6 +40,12 @@ from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.rpc.certificates import issue
 
+NIXL = pytest.param(
+    "nixl",
+    marks=pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: pip install 'moonpool[nixl]'"),
+)
+for setting, value in {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error"}.items():
+    os.environ.setdefault(setting, value)  # NIXL on a machine without network
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 MAILBOX = 4 * LAYOUT.slice_bytes(0)
 REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))

@@ -20,6 +20,7 @@ from tests.unit.rpc.certificates import issue
 from tests.unit.transport.pairs import certificates, lane_settings
 
 LOCAL, TCP, TLS = kv_pb2.LANE_KIND_LOCAL, kv_pb2.LANE_KIND_TCP, kv_pb2.LANE_KIND_TLS
+NIXL = kv_pb2.LANE_KIND_NIXL
 
 
 def opened(folder: Path, *flags: str) -> tuple[Transport, ...]:
@@ -44,17 +45,17 @@ def test_local_is_the_default_and_tcp_is_only_there_when_asked_for(tmp_path: Pat
     assert names(opened(tmp_path, "--kv-transports", "grpc,tcp")) == ["tcp"]
     kinds = LOCAL, TCP, TLS, kv_pb2.LANE_KIND_UNSPECIFIED
     assert [transport_name(kind) for kind in kinds] == ["local", "tcp", "tls", "grpc"]
-    assert transport_kinds() == {"local": LOCAL, "tcp": TCP, "tls": TLS}
+    assert transport_kinds() == {"local": LOCAL, "tcp": TCP, "tls": TLS, "nixl": NIXL}
 
 
 def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="there is no transport 'rdma'; known are local, tcp, tls"):
+    with pytest.raises(ValueError, match="there is no transport 'rdma'; known are local, tcp, tls, nixl"):
         transport_class("rdma")
 
 
 @pytest.mark.parametrize("lanes", ["rdma", "local,,tcp", "local,local", "Local"])
 def test_unknown_lanes_are_refused_by_name(lanes: str) -> None:
-    with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp, tls"):
+    with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp, tls, nixl"):
         TransportConfig.load(["--kv-transports", lanes])
 
 

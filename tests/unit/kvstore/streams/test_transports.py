@@ -21,9 +21,9 @@ from moonpool.transport.config import TRANSPORTS
 from moonpool.transport.sessions import StreamSettings
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
-from tests.unit.transport.pairs import Cuttable, lane_settings, shared
+from tests.unit.transport.pairs import NIXL, Cuttable, lane_settings, shared
 
-NAMES = ["local", "tcp", "tls", "grpc"]
+NAMES = ["local", "tcp", "tls", "grpc", NIXL]
 FRAME = 2 * LAYOUT.slice_bytes(0)
 
 
