@@ -185,13 +185,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def covers(selected: Sequence[Topology]) -> bool:
-    """Whether topologies have every pair of values, every transport, and every kind of layer."""
+    """Whether topologies have every value of each axis, every transport, and every kind of layer."""
     kinds = {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v3", "tiny-qwen3-next"}
     found, shapes = {topology.transport for topology in selected}, {topology.shape for topology in selected}
     return not missing(selected) and found == {"local", "tcp", "grpc"} and kinds <= shapes
 
 
-def test_the_selection_covers_every_pair_of_values() -> None:
+def test_the_selection_covers_every_value() -> None:
     assert covers(SELECTED)
     for topology in SELECTED:
         assert not covers([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
