@@ -107,7 +107,7 @@ def _pool(
 ) -> tuple[Tensor, Tensor | None]:
     if stored is None:
         return torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype, device=device), None
-    size = kv_heads * 2 * block_tokens * head_dim + kv_quantization.scale_bytes(kv_heads, block_tokens)
+    size = kv_quantization.slice_bytes(kv_heads, block_tokens, head_dim)
     slices = torch.full((blocks, size), 255, dtype=torch.uint8, device=device)
     return kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
 

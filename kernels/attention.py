@@ -28,7 +28,7 @@ def selected(device: torch.device | str, dtype: torch.dtype) -> str:
 
 def paged_attention(
     q: Tensor,  # [T, heads, head_dim], each row dense, stride(0) free
-    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], each block dense, stride(0) free
+    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], as `_check_pool` says
     block_tables: Tensor,  # [S, max_blocks] int32, entries past a sequence's blocks are never read
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
@@ -96,7 +96,7 @@ def paged_attention(
 def write_kv(
     k: Tensor,  # [T, kv_heads, head_dim], each row dense
     v: Tensor | None,  # [T, kv_heads, head_dim], each row dense; None where kv has one plane
-    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], each block dense
+    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], as `_check_pool` says
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
     *,
@@ -193,15 +193,21 @@ def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: Atte
 
 
 def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
+    """Check that blocks are dense; of quantised KV, planes are dense, and all planes of a block equally far apart."""
     if kv.dim() != 5 or kv.shape[2] not in (1, 2):
         raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
-    if not dense(kv, 1):
-        raise ValueError(f"kv: each block must be contiguous, has strides {kv.stride()}")
     quantized = kv.dtype in reference.QUANTIZED_MAX
     if quantized != (scales is not None):
         raise ValueError(f"scales: {'needed' if quantized else 'only'} for quantised kv, which is {kv.dtype}")
-    if scales is not None:
-        expect("scales", scales, kv.shape[:4], torch.float32, kv.device, dense_from=1)
+    if scales is None:
+        if not dense(kv, 1):
+            raise ValueError(f"kv: each block must be contiguous, has strides {kv.stride()}")
+        return
+    expect("scales", scales, kv.shape[:4], torch.float32, kv.device, dense_from=3)
+    for name, tensor in (("kv", kv), ("scales", scales)):
+        apart = kv.shape[1] == 1 or tensor.stride(1) == tensor.stride(2) * kv.shape[2]
+        if not dense(tensor, 3) or not apart:
+            raise ValueError(f"{name}: planes must be dense and equally far apart, has strides {tensor.stride()}")
 
 
 def _check_index(name: str, index: Tensor, limit: int, least: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""Typed views of a quantised KV pool: one-byte values, with their scales behind them in every layer slice.
+"""Typed views of a quantised KV pool: one-byte values, with their scales behind each plane.
 
-A slice is [kv_heads, planes, block_tokens, head_dim] bytes, then `scale_bytes`: [kv_heads, planes, block_tokens]
-float32; planes are K and V, or one plane with latent vectors. A number is the stored value (int8, or float8_e4m3fn)
-times the token's scale for this head and plane.
+A slice is [kv_heads, planes] runs of bytes: [block_tokens, head_dim] values, then [block_tokens] float32 scales. So
+some heads of a slice are one run of bytes with their scales. Planes are K and V, or one plane with latent vectors. A
+number is the stored value (int8, or float8_e4m3fn) times the token's scale for this head and plane.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+_SCALE_BYTES = 4
 
 
-def scale_bytes(kv_heads: int, block_tokens: int, planes: int = 2) -> int:
-    """Return the scales' bytes in one layer slice."""
-    return kv_heads * planes * block_tokens * 4
+def slice_bytes(kv_heads: int, block_tokens: int, head_dim: int, planes: int = 2) -> int:
+    """Return the bytes of one layer slice."""
+    return kv_heads * planes * block_tokens * (head_dim + _SCALE_BYTES)
 
 
 def views(
@@ -29,17 +30,16 @@ def views(
     Raises:
         ValueError: `slices` or `dtype` does not fit; the message begins with the name.
     """
-    data = kv_heads * planes * block_tokens * head_dim
-    size = data + scale_bytes(kv_heads, block_tokens, planes)
+    size = slice_bytes(kv_heads, block_tokens, head_dim, planes)
+    values = block_tokens * head_dim
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, not {dtype}")
     if slices.dtype != torch.uint8 or slices.dim() < 2 or slices.shape[-1] != size:
         raise ValueError(
             f"slices: must be [..., blocks, {size}] in torch.uint8, not {list(slices.shape)} in {slices.dtype}"
         )
-    if slices.stride(-1) != 1 or any(stride % 4 for stride in slices.stride()[:-1]) or data % 4:
+    if slices.stride(-1) != 1 or any(stride % 4 for stride in slices.stride()[:-1]) or values % 4:
         raise ValueError("slices: a slice must be dense and begin at a multiple of 4 bytes")
-    outer = slices.shape[:-1]
-    values = slices[..., :data].view(*outer, kv_heads, planes, block_tokens, head_dim).view(dtype)
-    scales = slices[..., data:].view(torch.float32).view(*outer, kv_heads, planes, block_tokens)
-    return values, scales
+    runs = slices.view(*slices.shape[:-1], kv_heads, planes, -1)
+    numbers = runs[..., :values].view(*runs.shape[:-1], block_tokens, head_dim).view(dtype)
+    return numbers, runs[..., values:].view(torch.float32)

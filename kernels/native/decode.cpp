@@ -63,7 +63,7 @@ template <class F> INLINE void each_block(const Attention& a, const int32_t* tab
 }
 // Where the rows of tokens [begin, end) of one head lie.
 INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, int begin, int end) {
-    int64_t row = a.head_dim * type_bytes[a.kv_type], plane = a.block_tokens * row;
+    int64_t row = a.head_dim * type_bytes[a.kv_type], plane = a.plane_stride;
     t.n = end - begin;
     each_block(a, table, begin, end, [&](int k, int count, int64_t block, int slot) {
         const char* keys = a.kv + block * a.block_stride + 2 * head * plane + slot * row;
@@ -73,8 +73,8 @@ INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, in
 }
 INLINE void find(Scales& t, const Attention& a, const int32_t* table, int head, int begin, int end) {
     each_block(a, table, begin, end, [&](int k, int count, int64_t block, int slot) {
-        const float* scale = a.scales + block * a.scale_stride + (int64_t)head * 2 * a.block_tokens + slot;
-        memcpy(t.k + k, scale, 4 * count), memcpy(t.v + k, scale + a.block_tokens, 4 * count);
+        const float* scale = a.scales + block * a.scale_stride + 2 * head * a.scale_plane_stride + slot;
+        memcpy(t.k + k, scale, 4 * count), memcpy(t.v + k, scale + a.scale_plane_stride, 4 * count);
     });
     for (int k = end - begin; k % W; k++) t.k[k] = 1, t.v[k] = 0;
 }
@@ -94,13 +94,13 @@ struct Split {
         find(scales, a, table, head0 + step % heads(), first(step), last(step));
     }
     int64_t shift(const Attention& a, int step) const {  // to the rows of the step's head
-        return (int64_t)(step % heads()) * 2 * a.block_tokens * a.head_dim * type_bytes[a.kv_type];
+        return step % heads() * 2 * a.plane_stride;
     }
     // Scales are read before their rows are worked on, and are no part of any stream.
     __attribute__((always_inline)) void fetch_scales(const Attention& a, int step) const {
         each_block(a, table, first(step), last(step), [&](int, int count, int64_t block, int slot) __attribute__((always_inline)) {
-            const float* scale = a.scales + block * a.scale_stride + (int64_t)(head0 + step % heads()) * 2 * a.block_tokens + slot;
-            for (int i = 0; i < count; i += 16) __builtin_prefetch(scale + i, 0, 3), __builtin_prefetch(scale + a.block_tokens + i, 0, 3);
+            const float* scale = a.scales + block * a.scale_stride + (head0 + step % heads()) * 2 * a.scale_plane_stride + slot;
+            for (int i = 0; i < count; i += 16) __builtin_prefetch(scale + i, 0, 3), __builtin_prefetch(scale + a.scale_plane_stride + i, 0, 3);
         });
     }
     // Has the addresses of the pages of tokens [from, to) translated before their rows are fetched: blocks lie anywhere
@@ -108,13 +108,12 @@ struct Split {
     // once, as their waits then overlap. Always inline, as all that fetches is.
     __attribute__((always_inline)) void touch(const Attention& a, int from, int to) const {
         int bt = a.block_tokens;
-        int64_t plane = (int64_t)bt * a.head_dim * type_bytes[a.kv_type], bytes = heads() * 2 * plane;
+        int64_t bytes = heads() * 2 * a.plane_stride;  // scales lie behind each plane
         if (to > end) to = end;
         for (int block = from / bt; block * bt < to; block++) {
-            const char* row = a.kv + table[block] * a.block_stride + head0 * 2 * plane;
+            const char* row = a.kv + table[block] * a.block_stride + head0 * 2 * a.plane_stride;
             for (int64_t b = 0; b < bytes; b += 4096) __builtin_prefetch(row + b, 0, 1);
             __builtin_prefetch(row + bytes - 1, 0, 1);
-            if (a.scales) __builtin_prefetch(a.scales + table[block] * a.scale_stride + 2 * bt * head0, 0, 1);
         }
     }
 };
@@ -160,7 +159,7 @@ static void attend_split(const Attention& a, const Split& split, const Split* fo
     t.row_bytes = a.head_dim * type_bytes[a.kv_type];
     t.scales = a.scales ? &scales : nullptr;
     int heads = split.heads(), steps = split.steps();
-    int block_bytes = a.block_tokens * heads * 2 * t.row_bytes, touched = begin;
+    int block_bytes = heads * 2 * (int)a.plane_stride, touched = begin;
     int span = block_bytes < TOUCH ? TOUCH / block_bytes * a.block_tokens : a.block_tokens;
     split.locate(found[0], a, 0);
     t.next = {&found[0], 0};

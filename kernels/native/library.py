@@ -47,7 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_rope": (_I, _P, _L, _P, _P, _P, _L, _L, _I, _I, _I),
     "mp_silu_mul": (_I, _P, _L, _P, _L, _L, _I),
     "mp_write_kv": (_P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _L, _L, _I),
-    "mp_write_quantized": (_I, _P, _L, _P, _L, _I, _P, _L, _P, _L, _P, _P, _L, _I, _I, _I, _I),
+    "mp_write_quantized": (_I, _P, _L, _P, _L, _I, _P, _L, _L, _P, _L, _L, _P, _P, _L, _I, _I, _I),
     "mp_outside": (_P, _L, _L, _L),
     "mp_copy_blocks": (_P, _L, _L, _L, _L, _P, _P, _L, _I),
     "mp_arrange": (_pointer(Panels), _P, _I),
@@ -140,8 +140,8 @@ class Library:
     ) -> None:
         call = Attention(
             q.data_ptr(), q.stride(0), TYPES[q.dtype],
-            kv.data_ptr(), kv.stride(0) * kv.element_size(), TYPES[kv.dtype],
-            None if scales is None else scales.data_ptr(), 0 if scales is None else scales.stride(0),
+            kv.data_ptr(), kv.stride(0) * kv.element_size(), kv.stride(2) * kv.element_size(), TYPES[kv.dtype],
+            *((None, 0, 0) if scales is None else (scales.data_ptr(), scales.stride(0), scales.stride(2))),
             block_tables.data_ptr(), block_tables.stride(0),
             items.data_ptr(), items.shape[0], q.shape[1], kv.shape[1], kv.shape[4], kv.shape[3],
             scale,
@@ -164,8 +164,8 @@ class Library:
             return
         self._c.mp_write_quantized(
             TYPES[k.dtype], k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            TYPES[kv.dtype], kv.data_ptr(), kv.stride(0), scales.data_ptr(), scales.stride(0),
-            *where, heads, size, kv.shape[3], threads,
+            TYPES[kv.dtype], kv.data_ptr(), kv.stride(0), kv.stride(2),
+            scales.data_ptr(), scales.stride(0), scales.stride(2), *where, heads, size, threads,
         )  # fmt: skip
 
     def outside(self, index: Tensor, least: int, limit: int) -> bool:

@@ -65,11 +65,11 @@ template <bool PAIRS> static void arrange(const Attention& a, const int32_t* ite
         int t = strip * STRIP + i;
         if (t < context) {
             int64_t block = table[t / bt];
-            const char* from = a.kv + block * a.block_stride + ((int64_t)head * 2 * bt + t % bt) * row;
-            const float* scale = a.scales ? a.scales + block * a.scale_stride + (int64_t)head * 2 * bt + t % bt : nullptr;
-            float ks = scale ? scale[0] : 1.0f, vs = scale ? scale[bt] : 1.0f;
-            if (PAIRS) convert(a.kv_type, from, (bf16*)k, D, ks), convert(a.kv_type, from + (int64_t)bt * row, (bf16*)v, D, vs);
-            else convert(a.kv_type, from, (float*)k, D, ks), convert(a.kv_type, from + (int64_t)bt * row, (float*)v, D, vs);
+            const char *from = a.kv + block * a.block_stride + 2 * head * a.plane_stride + t % bt * row, *value = from + a.plane_stride;
+            const float* scale = a.scales ? a.scales + block * a.scale_stride + 2 * head * a.scale_plane_stride + t % bt : nullptr;
+            float ks = scale ? scale[0] : 1.0f, vs = scale ? scale[a.scale_plane_stride] : 1.0f;
+            if (PAIRS) convert(a.kv_type, from, (bf16*)k, D, ks), convert(a.kv_type, value, (bf16*)v, D, vs);
+            else convert(a.kv_type, from, (float*)k, D, ks), convert(a.kv_type, value, (float*)v, D, vs);
         } else {  // weights are 0 there, and so must values be: the pool may hold NaN
             memset(k, 0, sizeof k), memset(v, 0, sizeof v);
         }

@@ -12,10 +12,10 @@ static void write(const T* k, int64_t k_stride, const T* v, int64_t v_stride, co
 }
 
 extern "C" int mp_write_quantized(int from_type, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-                                  int type, char* kv, int64_t block_stride, float* scales, int64_t scale_stride,
-                                  const int64_t* blocks, const int64_t* offsets, int64_t rows, int heads, int D,
-                                  int block_tokens, int threads) {
-    Quantized to{type, kv, block_stride, scales, scale_stride, block_tokens};
+                                  int type, char* kv, int64_t block_stride, int64_t plane_stride, float* scales,
+                                  int64_t scale_stride, int64_t scale_plane_stride, const int64_t* blocks,
+                                  const int64_t* offsets, int64_t rows, int heads, int D, int threads) {
+    Quantized to{type, kv, block_stride, plane_stride, scales, scale_stride, scale_plane_stride};
 #define CALL(T) (write((const T*)k, k_stride, (const T*)v, v_stride, to, blocks, offsets, rows, heads, D, threads), 0)
     FOR_TYPE(from_type, CALL)
 #undef CALL

@@ -28,13 +28,13 @@ template <class S, class T> INLINE float quantize(const T* from, S* to, int D, f
 }
 
 struct Quantized {
-    int type; char* kv; int64_t block_stride; float* scales; int64_t scale_stride;  // strides in bytes, in floats
-    int64_t block_tokens;
+    int type; char* kv; int64_t block_stride, plane_stride;  // in bytes
+    float* scales; int64_t scale_stride, scale_plane_stride;  // in floats
     // Keys and values of one token: [heads, D] each.
     template <class T> void keep(const T* k, const T* v, int64_t block, int64_t slot, int heads, int D) const {
         char* to = kv + block * block_stride + slot * D;
         float* scale = scales + block * scale_stride + slot;
-        for (int plane = 0; plane < 2 * heads; plane++, to += block_tokens * D, scale += block_tokens) {
+        for (int plane = 0; plane < 2 * heads; plane++, to += plane_stride, scale += scale_plane_stride) {
             const T* from = (plane % 2 ? v : k) + plane / 2 * D;
             *scale = type == I8 ? quantize(from, (int8_t*)to, D, 127.0f) : quantize(from, (f8*)to, D, 448.0f);
         }

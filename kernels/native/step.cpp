@@ -65,7 +65,7 @@ template <class T> struct Run {
     void keep(const T* keys, const Pool& kv, int64_t r) const {
         if (s.blocks[r] < 0) return;
         if (kv.scales) {
-            Quantized to{s.kv_type, kv.values, s.block_stride, kv.scales, s.scale_stride, s.block_tokens};
+            Quantized to{s.kv_type, kv.values, s.block_stride, s.plane_stride, kv.scales, s.scale_stride, s.scale_plane_stride};
             return to.keep(keys, keys + m.kv_heads * D, s.blocks[r], s.offsets[r], m.kv_heads, D);
         }
         int64_t bytes = D * (int64_t)sizeof(T);
@@ -85,8 +85,8 @@ extern "C" int mp_decode(const Attention* a, int threads);
 extern "C" int mp_prefill(const Attention* a, int threads);
 
 template <class T> int Run<T>::attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const {
-    Attention a{(const char*)q, stride, m.type, kv.values, s.block_stride, s.kv_type, kv.scales, s.scale_stride,
-                s.tables, s.table_stride, items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
+    Attention a{(const char*)q, stride, m.type, kv.values, s.block_stride, s.plane_stride, s.kv_type,
+                kv.scales, s.scale_stride, s.scale_plane_stride, s.tables, s.table_stride, items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
                 (char*)room.attended, room.heads};
     int code = a.n ? mp_decode(&a, s.threads) : 0;
     a.items = items.several, a.n = items.many;

@@ -25,8 +25,8 @@ struct Step {
     char* hidden; int64_t rows;  // [rows, hidden], dense: in and out
     const char *cos, *sin;       // [rows, head_dim]
     const int64_t *blocks, *offsets;  // where each row's keys and values go; a block of -1: nowhere
-    char* kv; int64_t layer_stride, block_stride, block_tokens;  // of the stage's first layer; strides in bytes
-    float* scales; int64_t scale_layer_stride, scale_stride;  // of quantised KV, else null; strides in floats
+    char* kv; int64_t layer_stride, block_stride, plane_stride, block_tokens;  // of the first layer; strides in bytes
+    float* scales; int64_t scale_layer_stride, scale_stride, scale_plane_stride;  // of quantised KV, else null; in floats
     int32_t kv_type;
     const int32_t* tables; int64_t table_stride;
     Items all;

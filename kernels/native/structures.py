@@ -15,8 +15,8 @@ class Attention(ctypes.Structure):
 
     _fields_ = (
         ("q", _P), ("q_stride", _L), ("q_type", _I),
-        ("kv", _P), ("block_stride", _L), ("kv_type", _I),
-        ("scales", _P), ("scale_stride", _L),
+        ("kv", _P), ("block_stride", _L), ("plane_stride", _L), ("kv_type", _I),
+        ("scales", _P), ("scale_stride", _L), ("scale_plane_stride", _L),
         ("tables", _P), ("table_stride", _L),
         ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_tokens", _I),
         ("scale", _F),
@@ -99,8 +99,8 @@ class NativeStep(ctypes.Structure):
         ("hidden", _P), ("rows", _L),
         ("cos", _P), ("sin", _P),
         ("blocks", _P), ("offsets", _P),
-        ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("block_tokens", _L),
-        ("scales", _P), ("scale_layer_stride", _L), ("scale_stride", _L),
+        ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("plane_stride", _L), ("block_tokens", _L),
+        ("scales", _P), ("scale_layer_stride", _L), ("scale_stride", _L), ("scale_plane_stride", _L),
         ("kv_type", _I),
         ("tables", _P), ("table_stride", _L),
         ("all", Items),

@@ -94,8 +94,9 @@ def _blocks(table, start, high, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _step(
     start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window, m, l, acc,  # noqa: E741
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, start + KEYS) into the running maximum, sum and weighted values of all rows.
@@ -112,7 +113,7 @@ def _step(
     else:
         offsets = block * block_units * UNIT + (keys % BLOCK_TOKENS) * HEAD_DIM
         offsets = offsets[:, None] + dims[None, :]
-    v_base = base + BLOCK_TOKENS * HEAD_DIM
+    v_base = base + PLANE
     if MASKED:
         mask = loaded[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(base + offsets, mask=mask, other=0)
@@ -125,9 +126,7 @@ def _step(
         v = tl.load(v_base + offsets)
     scores = tl.dot(q, tl.trans(_widen(k, q.dtype, KV, NATIVE)), input_precision=PRECISION)
     if KV != _PLAIN:
-        k_scale, v_scale = _scales(
-            scales + block * scale_stride + keys % BLOCK_TOKENS, loaded, KV, NATIVE, BLOCK_TOKENS
-        )
+        k_scale, v_scale = _scales(scales + block * scale_stride + keys % BLOCK_TOKENS, loaded, KV, NATIVE, SCALE_PLANE)
         scores *= k_scale
     if CAPPED:
         scores = _tanh(scores * squeeze)
@@ -163,10 +162,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, SCALE_PLANE: tl.constexpr):
     """Return the factors for keys and values, one for each key."""
     k_scale = tl.load(at, mask=loaded, other=0.0)[None, :]
-    v_scale = tl.load(at + BLOCK_TOKENS, mask=loaded, other=0.0)[None, :]
+    v_scale = tl.load(at + SCALE_PLANE, mask=loaded, other=0.0)[None, :]
     if KV == _FLOAT8 and not NATIVE:
         k_scale *= 256.0
         v_scale *= 256.0
@@ -176,8 +175,9 @@ def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, BLOCK_TOKENS: tl
 @triton.jit
 def _attend(
     begin, end, low, high, q, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (maximum, sum, weighted values) of the rows over the keys [begin, end), as float32.
@@ -201,7 +201,8 @@ def _attend(
             m, l, acc = _step(  # noqa: E741
                 start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
                 m, l, acc,
-                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, False,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+                CAPPED, WINDOWED, False,
             )  # fmt: skip
             block = ahead
     for start in range(border, end, KEYS):
@@ -209,7 +210,8 @@ def _attend(
         m, l, acc = _step(  # noqa: E741
             start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
             m, l, acc,
-            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, True,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+            CAPPED, WINDOWED, True,
         )  # fmt: skip
         block = ahead
     return m, l, acc
@@ -242,8 +244,9 @@ def _sink(at, m, l, acc):  # noqa: E741
 def attention(
     q, kv, scales, tables, starts, lengths, sinks, out, parts, stats,
     scale, squeeze, window, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +255,8 @@ def attention(
     A tile has TOKENS tokens times GROUP query heads, padded to ROWS. `scale` includes log2(e); CAPPED, scores times
     `squeeze` become their hyperbolic tangent before. WINDOWED: SLIDING, a row sees the last `window` keys; CHUNKED, the
     keys of the row's own chunk of `window` keys; 0, all. Blocks are block_units * UNIT elements apart: a constant
-    factor tells the compiler how wide loads may be. PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP,
+    factor tells the compiler how wide loads may be. A head's keys and values are PLANE elements apart, their scales
+    SCALE_PLANE. PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP,
     HEAD_DIM] and `stats` [..., 2] (maximum, sum).
     """
     # A sequence's last tiles have most to do: they start first.
@@ -282,10 +286,10 @@ def attention(
     query = tl.load(q + (at * q_stride + in_row)[:, None] + dims[None, :], mask=mask, other=0)
     if WIDE:
         query = query.to(tl.float32)
-    base = kv + head * (2 * BLOCK_TOKENS * HEAD_DIM)
+    base = kv + head * (2 * PLANE)
     table = tables + seq.to(tl.int64) * table_stride
     if KV != _PLAIN:
-        scales += head * (2 * BLOCK_TOKENS)
+        scales += head * (2 * SCALE_PLANE)
     if SPLIT == _JOINED:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)  # noqa: E741
@@ -294,14 +298,15 @@ def attention(
             m_part, l_part, acc_part = _attend(
                 part, tl.minimum(part + split_keys, high), low, high,
                 query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED,
-                TOKENS > 1, ROWS,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+                CAPPED, WINDOWED, TOKENS > 1, ROWS,
             )  # fmt: skip
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
     else:
         m, l, acc = _attend(  # noqa: E741
             begin, end, low, high, query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+            CAPPED, WINDOWED, TOKENS > 1, ROWS,
         )  # fmt: skip
     if SPLIT == _PART:
         slot = (tile * tl.num_programs(1) + head).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)

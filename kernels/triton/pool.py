@@ -44,7 +44,8 @@ def write_kv(
         float8 = kv.dtype == torch.float8_e4m3fn
         _write_quantized[tokens, kv_heads, 2](
             k, v, kv.view(torch.uint8) if float8 else kv, scales, block_ids, offsets, *where, scales.stride(0),
-            **shape, PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=_LARGEST[kv.dtype],
+            PLANE=kv.stride(2), SCALE_PLANE=scales.stride(2), **shape,
+            PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=_LARGEST[kv.dtype],
         )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def _quantize(x, FLOAT8: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit
 def _write_quantized(
     k, v, kv, scales, block_ids, offsets, k_stride, v_stride, block_units, num_blocks, scale_stride,
+    PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -129,9 +131,9 @@ def _write_quantized(
     scale = tl.div_rn(tl.max(tl.abs(numbers), 0), LARGEST)
     divisor = tl.where(scale > 0, scale, 1.0)
     stored = _quantize(tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape)), FLOAT8, LARGEST)
-    slot = plane * BLOCK_TOKENS + offset
-    tl.store(kv + block * block_units * UNIT + slot * HEAD_DIM + dims, stored, mask=inside)
-    tl.store(scales + block * scale_stride + slot, scale)
+    slot = block * block_units * UNIT + plane * PLANE + offset * HEAD_DIM
+    tl.store(kv + slot + dims, stored, mask=inside)
+    tl.store(scales + block * scale_stride + plane * SCALE_PLANE + offset, scale)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ class Slice:
         data: `part_bytes(layer, heads, layout)` bytes, which must stay as they are until sent.
         valid_tokens: the block's valid tokens.
         hash: `slice_hash` of the data with invalid token slots as zeros; bound where the session is a kvstore's.
-        heads: consecutive shares of heads that `data` holds; None for the whole slice: those with scales travel so.
+        heads: consecutive shares of heads that `data` holds; None for the whole slice.
     """
 
     layer: int
@@ -126,7 +126,7 @@ def pack_frames(
         target_bytes: Payload size aimed at.
     """
     frame = _Frame(layout)
-    whole = layout.scaled or layout.largest_slice_bytes <= target_bytes
+    whole = layout.largest_slice_bytes <= target_bytes
     all_heads = range(layout.head_shares)
     for item in slices:
         data = _zero_invalid(item, layout)
@@ -288,8 +288,6 @@ def run_bytes(run: SliceRun, layout: KVLayout) -> int:
         raise FrameError(f"{run}: no such number of valid tokens")
     if head_end - head_begin == layout.head_shares:
         return block_count * layout.slice_bytes(layer)
-    if layout.scaled:
-        raise FrameError(f"{run}: slices with scales travel whole")
     return block_count * (head_end - head_begin) * layout.share_bytes(layer)
 
 
@@ -303,7 +301,6 @@ def split_run(run: SliceRun, data: memoryview, layout: KVLayout) -> Iterator[tup
 
 def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
-    assert item.heads is None or not layout.scaled, "slices with scales travel whole"
     assert item.data.nbytes == part_bytes(item.layer, item.heads, layout), "not the bytes of a slice or of its heads"
     if item.valid_tokens == layout.block_tokens:
         return item.data

@@ -20,7 +20,7 @@ import xxhash
 from blake3 import blake3
 
 from moonpool.errors import InvalidRequest
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import UNIFORM_VERSION, KVLayout
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
@@ -44,7 +44,7 @@ def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     for group in layout.groups:
         identity += (group.kv_heads, group.head_dim, layout.block_tokens)
         identity += (group.dtype, group.scale_bytes(layout.block_tokens), layout.version)
-        if not layout.is_uniform:
+        if layout.version != UNIFORM_VERSION:
             identity += (group.kind, group.window, *group.layers)
     parts.extend(_field(str(value).encode()) for value in identity)
     return blake3(b"".join(parts)).digest()

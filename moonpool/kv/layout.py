@@ -20,9 +20,9 @@ QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Types with numbers stored with a scale, by the flags' names."""
 SCALE_BYTES = 4
 """Bytes per scale, a little-endian float32; each token has one per head and plane."""
-UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION = 1, 2, 3
-"""Versions for layouts with one full-attention group, for layouts with windows or recurrent states, and for all others
-(2).
+UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION, SCALED_VERSION = 1, 2, 3, 4
+"""Versions for layouts with one full-attention group (1), with windows or recurrent states (3), with scales (4), and
+for all others (2). Earlier versions had scales behind all heads: such layouts are refused by version.
 """
 _BLOCK_TOKENS_MULTIPLE = 16
 NO_SLOT = -1
@@ -49,7 +49,7 @@ MAX_OF = {
 }
 """Largest value of each field: some ten times what any known model has."""
 MAX_PIECE_BYTES = 4 << 20
-"""Largest part of a slice that travels undivided, in one message: a head share, or a whole slice with scales."""
+"""Largest part of a slice that travels undivided, in one message: a head share."""
 MAX_SLICE_BYTES = 16 << 20
 MAX_BLOCK_BYTES = 512 << 20
 """A block is hashed whole, on the event loop, when a reader reports damage."""
@@ -63,7 +63,7 @@ def _check_range(name: str, value: int, limit: str = "") -> None:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers with equally shaped slices: `[kv_heads, planes, block_tokens, head_dim]`, then scales.
+    """Layers with equally shaped slices: `[kv_heads, planes]` runs of `[block_tokens, head_dim]` values, then scales.
 
     A slice of a recurrent group is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
 
@@ -71,8 +71,8 @@ class KVGroup:
         layers: indices in the model, rising.
         kv_heads: heads per layer; heads are outermost, so that a head share is one run of bytes.
         head_dim: elements in a head's key, and in the value; in a recurrent group, elements in a share of the state.
-        dtype: element type. Quantised KV has scales, `[kv_heads, planes, block_tokens]` float32: a number is the stored
-            value times the token's scale.
+        dtype: element type. Quantised KV has scales, `[block_tokens]` float32 behind the values of each head and plane:
+            a number is the stored value times the token's scale.
         kind: what the layers attend to.
         window: tokens that a query sees, the query's own included; 0 unless `kind` is "window".
 
@@ -124,7 +124,7 @@ class KVGroup:
         return self.dtype in QUANTISED.values()
 
     def scale_bytes(self, block_tokens: int) -> int:
-        """Bytes for the scales behind one layer's values; 0 where KV is not quantised."""
+        """Bytes for one layer's scales; 0 where KV is not quantised."""
         return self.kv_heads * self.planes * self.slots(block_tokens) * SCALE_BYTES if self.scaled else 0
 
     def value_bytes(self, block_tokens: int) -> int:
@@ -206,10 +206,9 @@ class KVLayout:
     def _check_sizes(self) -> None:
         for group in self.groups:
             size = group.slice_bytes(self.block_tokens)
-            undivided = ("kv_heads", size) if self.scaled else ("head_dim", size // self.head_shares)
-            for (name, nbytes), limit, what in (
-                (undivided, MAX_PIECE_BYTES, "a message"),
-                (("kv_heads", size), MAX_SLICE_BYTES, "a slice"),
+            for name, nbytes, limit, what in (
+                ("head_dim", size // self.head_shares, MAX_PIECE_BYTES, "a message"),
+                ("kv_heads", size, MAX_SLICE_BYTES, "a slice"),
             ):
                 if nbytes > limit:
                     raise ConfigError(name, f"{what} would have {nbytes} bytes; {limit} at most")
@@ -243,6 +242,8 @@ class KVLayout:
     @property
     def version(self) -> int:
         """The arrangement's version: older programs know version 1."""
+        if self.scaled:
+            return SCALED_VERSION
         if self.is_uniform:
             return UNIFORM_VERSION
         return WINDOWED_VERSION if self.windowed_layers else GROUPED_VERSION
@@ -259,7 +260,7 @@ class KVLayout:
 
     @cached_property
     def scaled(self) -> bool:
-        """Whether slices have scales. Such slices travel whole, because scales lie behind all heads."""
+        """Whether slices have scales."""
         return any(group.scaled for group in self.groups)
 
     @cached_property
@@ -384,7 +385,7 @@ class KVLayout:
         return self._sizes[layer]
 
     def share_bytes(self, layer: int) -> int:
-        """Bytes for one of `head_shares` in this layer's slice without scales."""
+        """Bytes for one of `head_shares` in this layer's slice: one run, with the heads' scales."""
         return self._sizes[layer] // self.head_shares
 
     @cached_property
@@ -440,20 +441,17 @@ class KVLayout:
         """Checks which part of each block a request names; `heads` in shares.
 
         Raises:
-            InvalidRequest: naming `layer_end` or `head_end`: the layout lacks such layers or heads, or they cannot be
-                separated, because scales lie behind all heads.
+            InvalidRequest: naming `layer_end` or `head_end`: the layout lacks such layers or heads.
         """
         if not 0 <= layers.start < layers.stop <= self.layers:
             raise InvalidRequest("layer_end", f"no such layers as {layers}; the layout has {self.layers}")
         if not 0 <= heads.start < heads.stop <= self.head_shares:
             raise InvalidRequest("head_end", f"no such heads as {heads}; the layout has {self.head_shares}")
-        if self.scaled and len(heads) != self.head_shares:
-            raise InvalidRequest("head_end", "slices with scales travel whole")
 
     def to_proto(self) -> kv_pb2.KVLayout:
         """The layout's message. The bytes of a uniform layout are those that version 1 has."""
         first = self.groups[0]
-        uniform = self.is_uniform
+        uniform = self.version == UNIFORM_VERSION
         message = kv_pb2.KVLayout(
             version=self.version,
             layers=self.layers,
@@ -461,7 +459,6 @@ class KVLayout:
             head_dim=first.head_dim,
             block_tokens=self.block_tokens,
             dtype=first.dtype,
-            scale_bytes=first.scale_bytes(self.block_tokens) if uniform else 0,
         )
         if not uniform:
             message.groups.extend(_group_to_proto(group, self.block_tokens) for group in self.groups)
@@ -475,8 +472,8 @@ class KVLayout:
             Mismatch: this version cannot hold such a layout; names the field.
         """
         version, size = message.version, message.block_tokens
-        if not UNIFORM_VERSION <= version <= WINDOWED_VERSION:
-            raise Mismatch("layout.version", f"{UNIFORM_VERSION} to {WINDOWED_VERSION} are known, not {version}")
+        if not UNIFORM_VERSION <= version <= SCALED_VERSION:
+            raise Mismatch("layout.version", f"{UNIFORM_VERSION} to {SCALED_VERSION} are known, not {version}")
         try:
             if version == UNIFORM_VERSION:
                 found = cls.uniform(message.layers, message.kv_heads, message.head_dim, size, message.dtype)
@@ -523,25 +520,21 @@ class KVLayout:
 
         Args:
             layer: the slice's layer.
-            data: The slice, or some head shares of a slice without scales.
+            data: The slice, or some of its head shares.
             valid_tokens: In `[0, block_tokens]`.
         """
         group = self.group(layer)
-        whole = data.nbytes == self.slice_bytes(layer)
-        assert whole or not (group.scaled or data.nbytes % self.share_bytes(layer)), "neither a slice nor some heads"
+        assert not data.nbytes % self.share_bytes(layer), "neither a slice nor some heads"
         assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
         if valid_tokens == self.block_tokens or group.kind == "recurrent":
             return
-        values = group.value_bytes(self.block_tokens)
-        self._zero_planes(data[:values], group.head_dim * group.element_bytes, valid_tokens)
-        self._zero_planes(data[values:], SCALE_BYTES, valid_tokens)
-
-    def _zero_planes(self, planes: memoryview, token: int, valid_tokens: int) -> None:
-        """Zeroes slots with `token` bytes from `valid_tokens` on in each plane with `block_tokens` slots."""
-        plane, begin = self.block_tokens * token, valid_tokens * token
-        zeros = bytes(plane - begin)
-        for start in range(0, planes.nbytes, plane):
-            planes[start + begin : start + plane] = zeros
+        parts, plane = (group.head_dim * group.element_bytes, SCALE_BYTES if group.scaled else 0), 0
+        while plane < data.nbytes:
+            for token in parts:  # values, then their scales
+                end = plane + self.block_tokens * token
+                begin = plane + valid_tokens * token
+                data[begin:end] = bytes(end - begin)
+                plane = end
 
 
 class LayoutPart(NamedTuple):

@@ -406,7 +406,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         Args:
             keys: keys of a chain; their order numbers the blocks.
             layers: consecutive layers to read.
-            heads: consecutive heads to read; None: all heads. Slices with scales are read with all heads.
+            heads: consecutive heads to read; None: all heads.
             on_slice: called once per slice with (layer, index into keys, bytes of the heads in order, their hash). Take
                 the bytes at once. Slices of blocks at or past the returned number may be handed out, too.
             on_layer: called for each layer, in order, after all the layer's slices were handed out.
@@ -419,7 +419,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         No function is called after `read` has returned or raised. Their exceptions end the read.
 
         Raises:
-            InvalidRequest: the layout has no such heads, or these heads cannot be read apart.
+            InvalidRequest: the layout has no such heads.
             PrefixLost: a block went missing after a layer with this block had been handed out.
             TransferFailed: the read took too long; or the source ended the session, or may have deleted blocks.
             DamagedSliceError: a slice did not match the hash. The source was told, and checks the source's block.
@@ -482,8 +482,6 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         whole = range(self._layout.head_shares)
         if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
             raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.head_shares}")
-        if self._layout.scaled and heads != whole:
-            raise InvalidRequest("heads", "slices with scales travel whole")
 
     async def _read(self, number: int, read: PrefixRead, plan: ReadPlan) -> None:
         session = await self._stream.open(number, read, read.receive_into)

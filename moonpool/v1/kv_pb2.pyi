@@ -279,8 +279,9 @@ class KVLayout(_message.Message):
     SCALE_BYTES_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_tokens, head_dim], then scale_bytes,
-    per layer; 2 = `groups` say what each layer has; 3 = as 2, with windows: slices behind a window are left out.
+    """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_tokens, head_dim] per layer; 2 =
+    `groups` say what each layer has; 3 = as 2, with windows: slices behind a window are left out; 4 = as 2 and 3, of
+    quantised KV: a head's scales lie beside the head. Versions 1 to 3 had them behind all heads.
     """
     layers: _builtins.int
     """Number of transformer layers in a whole block."""
@@ -295,9 +296,7 @@ class KVLayout(_message.Message):
     first group.
     """
     scale_bytes: _builtins.int
-    """Bytes of scales at the end of each layer slice: [kv_heads, 2, block_tokens] float32, what each token's stored
-    values are multiplied with; 0 when KV is not quantised, and from version 2 on.
-    """
+    """Bytes of scales in each layer slice of the layouts of version 1 that had them; 0 in all others."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """From version 2 on: each layer is in one of them."""
@@ -324,8 +323,9 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class KVGroup(_message.Message):
-    """Layers whose slices are alike: [kv_heads, planes, block_tokens, head_dim], then scale_bytes. A slice of recurrent layers
-    is [kv_heads, head_dim], a state in kv_heads shares.
+    """Layers whose slices are alike: [kv_heads, planes] runs, each of [block_tokens, head_dim] values and, when KV is
+    quantised, [block_tokens] float32 scales, what each token's stored values are multiplied with. A slice of recurrent
+    layers is [kv_heads, head_dim], a state in kv_heads shares.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -347,7 +347,7 @@ class KVGroup(_message.Message):
     dtype: _builtins.str
     """Element type, as in KVLayout."""
     scale_bytes: _builtins.int
-    """Bytes of scales at the end of each slice: [kv_heads, planes, block_tokens] float32; 0 when KV is not quantised."""
+    """Bytes of scales in each slice: [kv_heads, planes, block_tokens] float32; 0 when KV is not quantised."""
     kind: Global___KVKind.ValueType
     """What the layers attend to."""
     window: _builtins.int

@@ -134,7 +134,7 @@ def _seal_bytes(layers: int) -> int:
 @functools.lru_cache(maxsize=64)
 def _layout_message(layout: KVLayout) -> bytes:
     """A header's part about a layout beside the fixed fields."""
-    return b"" if layout.is_uniform else layout.to_proto().SerializeToString(deterministic=True)
+    return b"" if layout.version == UNIFORM_VERSION else layout.to_proto().SerializeToString(deterministic=True)
 
 
 def data_size(block_format: BlockFormat) -> int:
@@ -160,7 +160,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0, seal: 
         shape = (layout.version, len(message), 0, 0, 0)
     else:
         (group,), tokens = layout.groups, layout.block_tokens
-        shape = (layout.version, group.kv_heads, group.head_dim, tokens, group.scale_bytes(tokens))
+        shape = (layout.version, group.kv_heads, group.head_dim, tokens, 0)
         dtype = group.dtype.encode()
     _FIXED.pack_into(
         out, 0, SEALED_MAGIC if seal else MAGIC, 0, size, layout.layers, *names, *shape, dtype, len(tenant)

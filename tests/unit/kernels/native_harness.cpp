@@ -141,7 +141,7 @@ static Function<int, int, P, L, void*, P, float, void*, L, L, int> rms_norm;
 static Function<int, int, P, L, P, P, void*, L, L, int, int, int> rope;
 static Function<int, int, P, L, void*, L, L, int> silu_mul;
 static Function<int, P, L, P, L, void*, L, P, P, L, int, L, L, int> write_kv;
-static Function<int, int, P, L, P, L, int, void*, L, void*, L, P, P, L, int, int, int, int> write_quantized;
+static Function<int, int, P, L, P, L, int, void*, L, L, void*, L, L, P, P, L, int, int, int> write_quantized;
 static Function<int, P, L, L, L> outside;
 static Function<int, void*, L, L, L, L, P, P, L, int> copy_blocks;
 static Function<L, const Panels*> panels_bytes;
@@ -224,8 +224,8 @@ struct Batch {
                 }
             }
         }
-        Attention a{q.data, q_stride, q_type, kv.data, block_stride, kv_type, quantized ? (float*)scales.data : nullptr,
-                    scale_stride, tables.begin(), columns, items.begin(), (int64_t)sequences.size(), heads, s.kv_heads,
+        Attention a{q.data, q_stride, q_type, kv.data, block_stride, (int64_t)s.block_tokens * s.D * type_bytes[kv_type], kv_type,
+                    quantized ? (float*)scales.data : nullptr, scale_stride, s.block_tokens, tables.begin(), columns, items.begin(), (int64_t)sequences.size(), heads, s.kv_heads,
                     s.D, s.block_tokens, (float)scale, out.data, out_stride};
         must(what + " " + name() + ": done", f(&a, 1) == 0, where());
         Array other(q_type, out.count);
@@ -495,8 +495,8 @@ static void quantized_writes(int from, int type) {
                 wanted.put(ids[r] * scale_stride + p * bt + offsets[r], scale);
             }
         }
-        write_quantized(from, k.data, heads * D + gap, v.data, heads * D, type, kv.data, stride, scales.data, scale_stride,
-                        ids.begin(), offsets.begin(), rows, heads, D, bt, any(1, 3));
+        write_quantized(from, k.data, heads * D + gap, v.data, heads * D, type, kv.data, stride, (int64_t)bt * D,
+                        scales.data, scale_stride, bt, ids.begin(), offsets.begin(), rows, heads, D, any(1, 3));
         bool same = true;
         for (size_t n = 0; n < kv.count; n++) same &= kv.bits(n) == want.bits(n) || (type == F8 && kv[n] == 0 && want[n] == 0);
         std::string name = std::string("write_quantized ") + names[from] + " to " + names[type];

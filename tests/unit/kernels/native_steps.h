@@ -96,16 +96,17 @@ struct Place {
         }
     }
     bool quantized() const { return kv_type != n->type; }
+    int64_t plane_bytes() const { return block_bytes / (2 * n->kv_heads); }
     Step step(int threads) {
         Items all{single.begin(), singles, several.begin(), many};
         return {0, 2, 0, hidden.data, rows, cos.data, sin.data, blocks.begin(), offsets.begin(), kv.data, layer_bytes, block_bytes,
-                TOKENS, quantized() ? (float*)scales.data : nullptr, count * block_scales, block_scales, kv_type, tables.begin(),
+                plane_bytes(), TOKENS, quantized() ? (float*)scales.data : nullptr, count * block_scales, block_scales, TOKENS, kv_type, tables.begin(),
                 columns, all, nullptr, 0, {}, nullptr, nullptr, threads};
     }
     void attend(const Items& items, const Array& q, int64_t stride, int layer, Array& out) {
         Step s = step(1);
-        Attention a{q.data, stride, n->type, kv.data + layer * layer_bytes, block_bytes, kv_type,
-                    s.scales ? s.scales + layer * s.scale_layer_stride : nullptr, block_scales, tables.begin(), columns, items.single,
+        Attention a{q.data, stride, n->type, kv.data + layer * layer_bytes, block_bytes, plane_bytes(), kv_type,
+                    s.scales ? s.scales + layer * s.scale_layer_stride : nullptr, block_scales, TOKENS, tables.begin(), columns, items.single,
                     items.singles, n->heads, n->kv_heads, n->D, TOKENS, n->model.scale, out.data, n->heads * n->D};
         if (a.n) decode(&a, 1);
         a.items = items.several, a.n = items.many;

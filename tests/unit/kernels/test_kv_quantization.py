@@ -29,12 +29,12 @@ def pool(dtype: torch.dtype, blocks: int = 5, head_dim: int = SIZE) -> tuple[Ten
     return slices, *kv_quantization.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=head_dim)
 
 
-def test_scales_lie_behind_the_values() -> None:
+def test_scales_lie_behind_each_plane() -> None:
     slices, values, scales = pool(torch.int8)
     values.zero_()
     values[1, 0, 1, 2, 3] = 7
     scales.copy_(torch.arange(5.0 * 64).view(5, 2, 2, TOKENS))
-    assert slices[1, (TOKENS + 2) * SIZE + 3] == 7
+    assert slices[1, TOKENS * (SIZE + 4) + 2 * SIZE + 3] == 7
     assert slices[3, -8:].view(torch.float32).tolist() == [254.0, 255.0]
     assert slices.shape[1] == HEADS * 2 * TOKENS * (SIZE + 4)
 

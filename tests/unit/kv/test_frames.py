@@ -129,10 +129,6 @@ def test_a_part_must_have_its_heads_bytes() -> None:
     for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, 0, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL, 0)):
         with pytest.raises(AssertionError, match="heads"):
             pack([item], 1 << 20)
-    scaled = uniform_like(LAYOUT, dtype="int8")
-    half = memoryview(bytes(2 * scaled.share_bytes(0)))
-    with pytest.raises(AssertionError, match="whole"):
-        pack([Slice(0, 0, half, FULL, 0, range(2))], 1 << 20, scaled)
 
 
 def test_invalid_slots_are_zeroed_in_a_copy() -> None:
@@ -230,17 +226,25 @@ def test_an_empty_frame_is_refused() -> None:
         FrameOpener(LAYOUT).open(header, memoryview(b""))
 
 
-def test_scaled_slices_travel_whole() -> None:
+def test_heads_with_scales_travel_apart() -> None:
+    """Some heads are one run of bytes with their scales, which is hashed and zeroed by itself."""
     layout = uniform_like(LAYOUT, dtype="int8")
-    item = slice_to_send(layout, 0, 0, bytes(layout.slice_bytes(0)))
-    ((header, payload),) = pack([item], 100, layout)
-    ((run, data, _),) = FrameOpener(layout).open(header, memoryview(payload))
-    assert run == SliceRun(0, 0, 1, 0, 4, FULL)
-    assert data.nbytes == layout.slice_bytes(0)
-    header.runs[0].head_end = 2
-    header.checksum = checksum(header)
-    with pytest.raises(FrameError, match="whole"):
-        FrameOpener(layout).open(header, memoryview(payload))
+    size = layout.share_bytes(0)
+    assert size == 2 * FULL * (2 + 4)
+    data = bytes(range(192)) * 4
+    heads = range(1, 3)
+    part = memoryview(data)[size : 3 * size]
+    ((header, payload),) = pack([slice_to_send(layout, 0, 0, part, 5, heads)], 1 << 20, layout)
+    ((run, received, hashes),) = FrameOpener(layout, heads).open(header, memoryview(payload))
+    assert run == SliceRun(0, 0, 1, 1, 3, 5)
+    whole = bytearray(data)
+    layout.zero_invalid(0, memoryview(whole), 5)
+    assert bytes(received) == whole[size : 3 * size]
+    assert list(hashes) == [slice_hash(received)]
+    ((_, offset, bytes_),) = split_run(run, received, layout)
+    assert (offset, bytes_.nbytes) == (size, 2 * size)
+    pieces = pack([slice_to_send(layout, 0, 0, data)], size, layout)
+    assert [(its.runs[0].head_begin, its.runs[0].head_end) for its, _ in pieces] == [(h, h + 1) for h in range(4)]
 
 
 def test_checksum_golden() -> None:

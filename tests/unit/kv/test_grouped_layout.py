@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
+from kernels import kv_quantization
 from moonpool.errors import ConfigError, FrameError, InvalidRequest, Mismatch
 from moonpool.kv.frames import FrameOpener, pack_frames, run_bytes, whole_runs
 from moonpool.kv.keys import namespace, slice_hash
@@ -105,7 +107,7 @@ def test_a_grouped_layout_comes_back_as_it_was_sent() -> None:
     latent = KVLayout.of_layers(16, [LayerKV(1, 24, "float32", "latent")] * 3)
     quantised = KVLayout.of_layers(16, [LayerKV(2, 8, "int8"), LayerKV(1, 16, "int8", "window", 20)])
     hybrid = KVLayout.of_layers(16, [LayerKV(2, 5000, "float32", "recurrent"), LayerKV(2, 8, "int8")])
-    for layout, version in ((GROUPED, 3), (latent, 2), (quantised, 3), (hybrid, 3)):
+    for layout, version in ((GROUPED, 3), (latent, 2), (quantised, 4), (hybrid, 4)):
         found = KVLayout.from_proto(kv_pb2.KVLayout.FromString(layout.to_proto().SerializeToString()))
         assert found == layout
         assert found.version == version
@@ -114,7 +116,7 @@ def test_a_grouped_layout_comes_back_as_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"version": 4}, "layout.version"),
+        ({"version": 5}, "layout.version"),
         ({"version": 2}, "layout.version"),
         ({"version": 1}, "layout.groups"),
         ({"layers": 5}, "layout.layers"),
@@ -162,10 +164,6 @@ RECORDED = {
         UNIFORM,
         "25d6fbb1c1cbdf878f82df868685a3883d0dfa70b1ec50afff4c7bd8aad107fd",
     ),
-    "080110021802200828103204696e7438388002": (
-        KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8"),
-        "592428fea9e26412c04b68aff0854211fef39fe59182ab9eb9851872f53b48cd",
-    ),
 }
 
 
@@ -175,6 +173,37 @@ def test_uniform_layouts_are_those_of_version_1(message: str) -> None:
     assert layout.to_proto().SerializeToString(deterministic=True).hex() == message
     assert KVLayout.from_proto(kv_pb2.KVLayout.FromString(bytes.fromhex(message))) == layout
     assert namespace(bytes(range(32)), layout).hex() == space
+
+
+SCALES_BEHIND_ALL_HEADS = ["080110021802200828103204696e7438388002"]
+
+
+def with_old_scales(layout: KVLayout, version: int) -> str:
+    message = layout.to_proto()
+    message.version = version
+    return message.SerializeToString().hex()
+
+
+def test_layouts_with_scales_behind_all_heads_are_refused_by_version() -> None:
+    """As versions 1 to 3 had them: a uniform one, recorded, and one of several groups."""
+    several = KVLayout.of_layers(16, [LayerKV(2, 8, "int8"), LayerKV(1, 16, "int8", "window", 20)])
+    for message in (*SCALES_BEHIND_ALL_HEADS, with_old_scales(several, 2), with_old_scales(several, 3)):
+        with pytest.raises(Mismatch) as caught:
+            KVLayout.from_proto(kv_pb2.KVLayout.FromString(bytes.fromhex(message)))
+        assert caught.value.field == "layout.version"
+
+
+def test_heads_with_their_scales_are_one_run_of_bytes() -> None:
+    """Of a range of heads: as if the model had these heads alone."""
+    whole = KVLayout.uniform(layers=1, kv_heads=4, head_dim=8, block_tokens=16, dtype="int8")
+    some = KVLayout.uniform(layers=1, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8")
+    data = torch.randint(0, 256, (3, whole.slice_bytes(0)), dtype=torch.uint8)
+    values, scales = kv_quantization.views(data, torch.int8, kv_heads=4, block_tokens=16, head_dim=8)
+    run = data[:, whole.share_bytes(0) : 3 * whole.share_bytes(0)]
+    assert run.shape[1] == some.slice_bytes(0)
+    parts = kv_quantization.views(run, torch.int8, kv_heads=2, block_tokens=16, head_dim=8)
+    assert torch.equal(parts[0], values[:, 1:3])
+    assert torch.equal(parts[1].view(torch.int32), scales[:, 1:3].view(torch.int32))
 
 
 def test_a_program_of_version_1_refuses_groups_by_version() -> None:

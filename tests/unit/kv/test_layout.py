@@ -65,7 +65,6 @@ def test_refuses_by_field(field: str, value: object) -> None:
     ("field", "shape"),
     [
         ("head_dim", {"head_dim": 4096, "block_tokens": 512}),  # a head that does not fit a message
-        ("kv_heads", {"kv_heads": 1024, "head_dim": 256, "dtype": "int8"}),  # with scales a slice travels whole
         ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_tokens": 64}),
         ("layers", {"layers": 4096, "kv_heads": 256, "head_dim": 1024}),
         ("layers", {"layers": 33, "kv_heads": 256, "head_dim": 1024}),  # more than is hashed at once
@@ -85,10 +84,10 @@ def test_proto_round_trip_and_refusal() -> None:
         KVLayout.from_proto(kv_pb2.KVLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, version=1))
     assert caught.value.field == "layout.dtype"
     other = quantised.to_proto()
-    other.scale_bytes = 16  # one scale per block, say
+    other.groups[0].scale_bytes = 16  # one scale per block, say
     with pytest.raises(Mismatch) as caught:
         KVLayout.from_proto(other)
-    assert caught.value.field == "layout.scale_bytes"
+    assert caught.value.field == "layout.groups"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +104,10 @@ def test_difference_names_every_field(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("valid_tokens", [0, 1, 15, 16])
 def test_zero_invalid_clears_exactly_the_other_slots(valid_tokens: int) -> None:
-    def planes(slot: int) -> bytes:
-        return (b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens)) * 2 * 2
+    def runs(*slots: int) -> bytes:
+        return b"".join(b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens) for slot in slots) * 2 * 2
 
-    for dtype, expected in (("bfloat16", planes(4 * 2)), ("int8", planes(4 * 1) + planes(4))):
+    for dtype, expected in (("bfloat16", runs(4 * 2)), ("int8", runs(4 * 1, 4))):
         layout = uniform_like(LAYOUT, dtype=dtype)
         data = bytearray(b"\xff" * layout.slice_bytes(0))
         layout.zero_invalid(0, memoryview(data), valid_tokens)

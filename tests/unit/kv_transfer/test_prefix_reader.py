@@ -14,7 +14,6 @@ from moonpool.kv.frames import DamagedSliceError, bind_all, frame_shape, pack_fr
 from moonpool.kv.keys import slice_hash
 from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
-from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.base import FilledBuffer
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -228,15 +227,6 @@ async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(h
             await Taken().read(reader, heads=heads)
         assert await Taken().read(reader, heads=range(1, 1)) == 0
         assert store.calls == 0
-
-
-async def test_scaled_slices_are_read_whole() -> None:
-    scaled = uniform_like(LAYOUT, dtype="int8")
-    async with Channels() as channels:
-        reader = BlockReader(KVEndpoint(channels, "127.0.0.1:1", HELLO, scaled))
-        with pytest.raises(InvalidRequest, match="whole"):
-            await Taken().read(reader, heads=range(1))
-        await reader.aclose()
 
 
 async def test_many_reads_at_once_share_the_window() -> None:

@@ -51,7 +51,7 @@ def test_slots_outside_the_pool_are_skipped() -> None:
 def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int, block_tokens: int) -> None:
     """A prompt over two blocks, then tokens one by one, quiet ones and loud ones, into a pool full of old bytes."""
     rng, kv_heads = generator(), 2
-    size = kv_heads * 2 * block_tokens * head_dim + kv_quantization.scale_bytes(kv_heads, block_tokens)
+    size = kv_quantization.slice_bytes(kv_heads, block_tokens, head_dim)
     slices = torch.full((3, size), 0x7F, dtype=torch.uint8, device=DEVICE)
     kv, scales = kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
     slots = [(2, i) for i in range(block_tokens - 6, block_tokens)] + [(0, i) for i in range(5)]
