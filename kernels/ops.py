@@ -13,10 +13,11 @@ from torch import Tensor
 from kernels import packed, reference, torch_ops
 from kernels.check import dense, expect
 from kernels.choice import choose
+from kernels.experts import ExpertMatrices
 from kernels.native import library
 from kernels.packed import PackedTensor
 
-__all__ = ["packed_linear", "rms_norm", "rope", "silu_mul"]
+__all__ = ["add_weighted", "expert_linear", "packed_linear", "rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(
@@ -102,6 +103,61 @@ def packed_linear(
     else:
         packed.packed_linear(x, weight, bias, out)
     return out
+
+
+def expert_linear(
+    x: Tensor,  # [T, K], each row dense
+    tokens: Tensor | None,  # [N] int64
+    starts: Tensor,  # [experts + 1] int64, from 0 to N
+    weights: ExpertMatrices,  # [outputs, K] of each expert
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """Return the product of each row with its expert's matrix, [N, outputs]; see `kernels.reference.expert_linear`.
+
+    `tokens`: the row of `x` that each row of the result is of; None: its own.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
+    """
+    outputs, inputs = weights.matrices[0].shape
+    if x.dim() != 2 or x.shape[1] != inputs or not dense(x, 1) or x.dtype != weights.matrices[0].dtype:
+        raise ValueError(f"x: must be [T, {inputs}] with dense rows, not {list(x.shape)} in {x.dtype}")
+    expect("starts", starts, (len(weights.matrices) + 1,), torch.int64, x.device)
+    rows = x.shape[0] if tokens is None else tokens.shape[0]
+    if tokens is not None:
+        expect("tokens", tokens, (rows,), torch.int64, x.device)
+    out = _result(None, (rows, outputs), x)
+    _of_experts(x).expert_linear(x, tokens, starts, weights, out, deterministic=deterministic)
+    return out
+
+
+def add_weighted(
+    results: Tensor,  # [N, n], contiguous
+    places: Tensor,  # [T, chosen] int64
+    weights: Tensor | None,  # [T, chosen] float32
+) -> Tensor:
+    """Return the weighted sum of each token's rows, [T, n]; see `kernels.reference.add_weighted`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
+    """
+    if results.dim() != 2 or not results.is_contiguous():
+        raise ValueError(f"results: must be [N, n], contiguous, not {list(results.shape)}")
+    expect("places", places, places.shape[:2], torch.int64, results.device)
+    if weights is not None:
+        expect("weights", weights, places.shape, torch.float32, results.device)
+    out = _result(None, (places.shape[0], results.shape[1]), results)
+    _of_experts(results).add_weighted(results, places, weights, out)
+    return out
+
+
+def _of_experts(x: Tensor) -> Any:
+    if choose("expert_linear", x.device, x.dtype) == "triton":
+        from kernels.triton import ops
+
+        return ops
+    return reference
 
 
 def _result(out: Tensor | None, shape: Any, like: Tensor) -> Tensor:

@@ -7,18 +7,22 @@ so that reading the code shows correctness.
 
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G. `kv`
 is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, latent vectors that are K
-and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales`
-is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_tokens] float32 holds each
-token's factors (see `kernels.kv_quantization`). A sequence's token t is slot t % block_tokens in block block_tables[s,
-t // block_tokens]; entries past a sequence's blocks are never read, slots past the context never reach the result.
+and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
+`scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_tokens] float32 holds
+each token's factors (see `kernels.kv_quantization`): then planes are dense, and equally far apart. A sequence's token t
+is slot t % block_tokens in block block_tables[s, t // block_tokens]; entries past a sequence's blocks are never read,
+slots past the context never reach the result.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.experts import ExpertMatrices
 from kernels.kind import PLAIN, AttentionKind, first_seen
 
 #: Largest magnitude of a stored value, per type of quantised KV.
@@ -174,6 +178,41 @@ def linear(
     precision = _precision(x)
     result = torch.matmul(x.to(precision), weight.to(precision).t())
     out.copy_(result if bias is None else result + bias.to(precision))
+
+
+def expert_linear(
+    x: Tensor,  # [T, K], rows dense, stride(0) free
+    tokens: Tensor | None,  # [N] int64
+    starts: Tensor,  # [experts + 1] int64, from 0 to N
+    weights: ExpertMatrices,  # [outputs, K] of each expert
+    out: Tensor,  # [N, outputs], contiguous
+    *,
+    deterministic: bool,
+) -> None:
+    """Write row tokens[i] of `x` (row i where `tokens` is None) by the matrix of the expert that row i of `out` has.
+
+    Expert e has the rows starts[e] up to starts[e + 1]. `deterministic`: a row's bits do not depend on other rows.
+    """
+    del deterministic
+    ends = starts.tolist()
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        if begin < end:
+            rows = x[begin:end] if tokens is None else x[tokens[begin:end]]
+            bias = None if weights.bias is None else weights.bias[expert]
+            linear(rows, weights.matrices[expert], bias, out[begin:end])
+
+
+def add_weighted(
+    results: Tensor,  # [N, n], contiguous
+    places: Tensor,  # [T, chosen] int64
+    weights: Tensor | None,  # [T, chosen] float32
+    out: Tensor,  # [T, n], contiguous
+) -> None:
+    """Write the sum of each token's rows places[t], in this order, times `weights`: rounded after each step."""
+    out.zero_()
+    for number, place in enumerate(places.unbind(1)):
+        part = results[place]
+        out += part if weights is None else (part * weights[:, number, None]).to(out.dtype)
 
 
 def dequantize(kv: Tensor, scales: Tensor | None, precision: torch.dtype) -> Tensor:

@@ -89,13 +89,14 @@ class Resources:
 @contextmanager
 def caught(limits: Limits) -> Iterator[list[Launch]]:
     """Note launches, and run none, on a device with these `limits`."""
-    from kernels.triton import attention, device, pointwise, pool, products, sampling
+    from kernels.triton import attention, device, experts, pointwise, pool, products, sampling
 
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
     kernels += [(pointwise, name) for name in ("_rms_norm", "_rope", "_silu_mul")]
     kernels += [(products, name) for name in ("_bytes_of_rows", "_packed_product")]
+    kernels += [(experts, name) for name in ("_expert_product", "_add_weighted")]
     kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
     with ExitStack() as stack:
         stack.enter_context(patch.object(attention, "limits_of", lambda _: limits))

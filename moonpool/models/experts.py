@@ -1,7 +1,8 @@
 """A mixture of experts: a router chooses some networks for each token, and their weighted outputs are added.
 
 The router computes in float32. Rows are gathered by expert, so that each chosen expert is one product over the expert's
-rows; a row's outputs are added in the order of experts, whatever else is in the batch.
+rows; a row's outputs are added in the order of experts, whatever else is in the batch. Native code does the same
+(`kernels/native/experts.cpp`), and Triton with one launch for each projection of all experts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
+from kernels.choice import choose
+from kernels.experts import ExpertMatrices, rows_by_expert
 from moonpool.families.spec import ExpertsSpec
-from moonpool.models.layers import FeedForward, Linear, Norm, elementwise
+from moonpool.models.layers import FeedForward, Linear, Norm, activate, elementwise, gated
 
 
 @dataclass(slots=True)
@@ -27,6 +31,7 @@ class MixtureOfExperts:
     shared: FeedForward | None
     shared_gate: Linear | None  # hidden to 1
     factors: Tensor | None = None  # [count] float32: of each expert's weight
+    matrices: tuple[ExpertMatrices, ExpertMatrices] | None = None  # gates and ups, and downs, as Triton takes them
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +46,44 @@ class MixtureOfExperts:
         """
         logits = self.router((x if routed is None else routed).float(), deterministic=deterministic)
         weights, chosen = self._route(logits, deterministic=deterministic)
+        if self.matrices is None:
+            out = self._by_expert(x, weights, chosen, deterministic=deterministic)
+        else:
+            out = self._together(x, weights, chosen, self.matrices, deterministic=deterministic)
+        if self.shared is not None:
+            beside = self.shared(x, deterministic=deterministic)
+            if self.shared_gate is not None:
+                share = self.shared_gate(x, deterministic=deterministic)
+                beside = beside * elementwise(torch.sigmoid, share, deterministic=deterministic)
+            out += beside
+        return out
+
+    def _together(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        matrices: tuple[ExpertMatrices, ExpertMatrices],
+        *,
+        deterministic: bool,
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, all experts in one launch for each projection."""
+        rows, spec = rows_by_expert(chosen, weights, self.spec.count), self.experts[0].spec
+        if self.spec.weighted_inputs:
+            shares = torch.empty_like(weights).flatten().scatter_(0, rows.places.flatten(), rows.weights.flatten())
+            inputs = (x[rows.tokens] * shares[:, None]).to(x.dtype)
+            both = ops.expert_linear(inputs, None, rows.starts, matrices[0], deterministic=deterministic)
+        else:
+            both = ops.expert_linear(x, rows.tokens, rows.starts, matrices[0], deterministic=deterministic)
+        if self.experts[0].gate_up.gated:
+            inner = gated(both, deterministic=deterministic)
+        else:
+            inner = activate(spec, both, deterministic=deterministic)
+        results = ops.expert_linear(inner, None, rows.starts, matrices[1], deterministic=deterministic)
+        return ops.add_weighted(results, rows.places, None if self.spec.weighted_inputs else rows.weights)
+
+    def _by_expert(self, x: Tensor, weights: Tensor, chosen: Tensor, *, deterministic: bool) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, one expert after the other."""
         out = torch.zeros_like(x)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.count).tolist()
@@ -56,12 +99,6 @@ class MixtureOfExperts:
                     result = expert(inputs, deterministic=deterministic) * share[its]
                 out.index_add_(0, rows[its], result.to(x.dtype))
                 begin += count
-        if self.shared is not None:
-            beside = self.shared(x, deterministic=deterministic)
-            if self.shared_gate is not None:
-                share = self.shared_gate(x, deterministic=deterministic)
-                beside = beside * elementwise(torch.sigmoid, share, deterministic=deterministic)
-            out += beside
         return out
 
     def _route(self, logits: Tensor, *, deterministic: bool) -> tuple[Tensor, Tensor]:
@@ -94,6 +131,23 @@ class MixtureOfExperts:
         closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
         found: Tensor = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
         return found
+
+
+def expert_matrices(experts: Sequence[FeedForward]) -> tuple[ExpertMatrices, ExpertMatrices] | None:
+    """Return the projections of all experts as Triton takes them; None where Triton does not compute them.
+
+    Triton computes dense weights; packed ones are computed expert by expert.
+    """
+    found = list[ExpertMatrices]()
+    for linears in ([its.gate_up for its in experts], [its.down for its in experts]):
+        plain = [its.plain() for its in linears]
+        matrices = [its for its in plain if its is not None]
+        first = linears[0]
+        if choose("expert_linear", first.device, first.dtype) != "triton" or len(matrices) < len(linears):
+            return None
+        biases = [its.bias for its in linears if its.bias is not None]
+        found.append(ExpertMatrices(matrices, torch.stack(biases) if biases else None))
+    return found[0], found[1]
 
 
 @dataclass(slots=True)

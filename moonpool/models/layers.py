@@ -85,7 +85,7 @@ class Linear:
     ) -> None:
         self.shape = weight.shape
         self.gated = gated
-        self._bias = bias
+        self.bias = bias
         self._weight: Tensor | PackedWeight | None = None
         self._reordered = False
         arena = arena or WeightArena()
@@ -128,6 +128,10 @@ class Linear:
             return self.panels.apart(x)
         return in_tiles(self._product, x) if deterministic else self._product(x)
 
+    def plain(self) -> Tensor | None:
+        """Return the weight [outputs, inputs] if it is held in plain form, with a bias beside."""
+        return None if self._reordered or not isinstance(self._weight, Tensor) else self._weight
+
     def dense(self) -> Tensor:
         """Return the weight in plain form [outputs, inputs], a packed weight dequantised."""
         if self.panels is not None:
@@ -142,19 +146,19 @@ class Linear:
         if isinstance(self._weight, PackedWeight):
             return self._packed_product(x, self._weight)
         if not self._reordered:
-            return functional.linear(x, self._weight, self._bias)
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return functional.linear(x, self._weight, self.bias)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return result
 
     def _packed_product(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if choose("linear", x.device, x.dtype) == "triton":
-            return ops.packed_linear(x, weight, self._bias)
+            return ops.packed_linear(x, weight, self.bias)
         numbers, scales = bytes_of_rows(x)
         rows = numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
         parts = []
         for begin in range(0, weight.outputs, _DEQUANTISED_OUTPUTS):
             outputs = slice(begin, begin + _DEQUANTISED_OUTPUTS)
-            bias = None if self._bias is None else self._bias[outputs].float()
+            bias = None if self.bias is None else self.bias[outputs].float()
             parts.append(functional.linear(rows, weight.select(outputs).dequantise(), bias).to(self.dtype))
         return torch.cat(parts, dim=1)
 
@@ -173,6 +177,8 @@ def gated(both: Tensor, *, deterministic: bool) -> Tensor:
 def _onednn_reorder(weight: Tensor) -> Tensor | None:
     """Return `weight` in oneDNN's arrangement, or None if not possible."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if choose("linear", weight.device, weight.dtype) == "triton":  # interpreted kernels read it
         return None
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)

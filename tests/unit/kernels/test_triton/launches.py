@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels.experts import ExpertMatrices
 from moonpool.models.packed import PackedWeight
 
 
@@ -78,6 +79,22 @@ def packed_products(ops: Any, rows: int = 1, form: str = "int4/32") -> None:
     ops.packed_linear(x, weight, x[0, :256], torch.empty((rows, 256), dtype=torch.bfloat16))
 
 
+def experts(ops: Any, rows: int = 1, dtype: torch.dtype = torch.bfloat16, *, biased: bool = False) -> None:
+    """Launch both products and the sum of 8 experts, 2 of them for each row."""
+    starts, tokens = torch.zeros(9, dtype=torch.int64), torch.zeros(2 * rows, dtype=torch.int64)
+    up, down = (
+        ExpertMatrices(
+            [torch.empty(shape, dtype=dtype)] * 8, torch.empty((8, shape[0]), dtype=dtype) if biased else None
+        )
+        for shape in ((512, 256), (256, 256))
+    )
+    x, results = torch.empty((rows, 256), dtype=dtype), torch.empty((2 * rows, 256), dtype=dtype)
+    both = torch.empty((2 * rows, 512), dtype=dtype)
+    ops.expert_linear(x, tokens, starts, up, both, deterministic=False)
+    ops.expert_linear(results, None, starts, down, results, deterministic=False)
+    ops.add_weighted(results, tokens.view(rows, 2), torch.empty((rows, 2)), x)
+
+
 PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32")
 OTHERS: list[Callable[[Any], None]] = [
     _write,
@@ -86,5 +103,7 @@ OTHERS: list[Callable[[Any], None]] = [
     lambda ops: ops.copy_blocks(torch.empty((2, 4, 64)), *torch.zeros((2, 3), dtype=torch.int64)),
     _pointwise,
     _sampling,
+    *(partial(experts, rows=rows, dtype=dtype) for rows in (1, 200) for dtype in (torch.bfloat16, torch.float32)),
+    partial(experts, biased=True),
     *(partial(packed_products, rows=rows, form=form) for form in PACKED_FORMS for rows in (1, 200)),
 ]

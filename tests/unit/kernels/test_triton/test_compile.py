@@ -156,6 +156,18 @@ def test_packed_products_are_of_bytes_on_tensor_cores(gpu: Gpu, rows: int, instr
     assert "s8.s8" in product.asm["ptx"]
 
 
+@pytest.mark.parametrize(("gpu", "rows"), [(HOPPER, 1), (HOPPER, 200), (AMPERE, 200)])
+def test_products_of_experts_are_on_tensor_cores(gpu: Gpu, rows: int) -> None:
+    def launch(ops: Any) -> None:
+        launches.experts(ops, rows=rows)
+
+    _fits(gpu, launch)
+    for it in _launched(gpu, launch)[:2]:
+        ptx = compile_for(gpu, it).asm["ptx"]
+        assert "mma" in ptx
+        assert "cp.async" in ptx, "loads of weights behind an address are pipelined"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE, AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("launch", launches.OTHERS)

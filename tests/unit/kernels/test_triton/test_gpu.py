@@ -20,6 +20,7 @@ pytestmark = [
     "module",
     [
         "cases_attention.py",
+        "cases_experts.py",
         "cases_pool.py",
         "cases_pointwise.py",
         "cases_products.py",

@@ -46,7 +46,14 @@ def run_cases(modules: Sequence[str], marker: str, **environment: str) -> None:
 @pytest.mark.timeout(600)
 def test_in_the_interpreter() -> None:
     run_cases(
-        ["cases_attention.py", "cases_pool.py", "cases_pointwise.py", "cases_products.py", "cases_sampling.py"],
+        [
+            "cases_attention.py",
+            "cases_experts.py",
+            "cases_pool.py",
+            "cases_pointwise.py",
+            "cases_products.py",
+            "cases_sampling.py",
+        ],
         "not slow",
         **INTERPRETER,
     )
