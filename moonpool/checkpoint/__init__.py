@@ -7,6 +7,7 @@ from moonpool.checkpoint.chat_template import ChatOptions, RenderedChat
 from moonpool.checkpoint.config import (
     DefaultSampling,
     ModelConfig,
+    ModelImpl,
     config_hash,
     kv_layout,
     resolve_dtype,
@@ -28,6 +29,7 @@ __all__ = [
     "DefaultSampling",
     "Detokenizer",
     "ModelConfig",
+    "ModelImpl",
     "RenderedChat",
     "RopeScaling",
     "StopWatcher",

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 from blake3 import blake3
@@ -48,6 +48,9 @@ class TokenizerParts(NamedTuple):
     chat_templates: Mapping[str, str]
     special: Mapping[str, str]
 
+
+ModelImpl = Literal["auto", "moonpool", "transformers"]
+"""What computes a model: a family of Moonpool, or transformers' own modelling code; auto: a family if there is one."""
 
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,7 +116,7 @@ class ModelConfig:
     @property
     def intermediate_size(self) -> int:
         """Widest inner states that a token has at a time; for experts, the chosen experts' states together."""
-        return max(_inner_width(layer.feed_forward) for layer in self.decoder.layers)
+        return max(_inner_width(layer.feed_forward) for layer in self.decoder.every)
 
 
 def _inner_width(spec: FeedForwardSpec) -> int:
@@ -138,7 +141,7 @@ def config_hash(config: ModelConfig) -> bytes:
 
 _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
-    "beside",
+    "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: they count where they are used, so that other KV keeps its name."""
 

@@ -9,27 +9,38 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from moonpool.checkpoint.config import ModelConfig, config_hash, kv_layout, resolve_dtype
+from moonpool.checkpoint.config import ModelConfig, ModelImpl, config_hash, kv_layout, resolve_dtype
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.checkpoint.model_cards import card_sampling
 from moonpool.checkpoint.tensor_info import Quantization, TensorInfo
-from moonpool.errors import CheckpointError, InvalidRequest
+from moonpool.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from moonpool.families import names_of
+from moonpool.families.spec import described_ways
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
 
 _STEP_TOKENS = 512
 """Tokens of an engine's largest step, unless a flag says another number."""
 
 
-def load_config(path: Path | str) -> ModelConfig:
+def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig:
     """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
+
+    Args:
+        path: folder or GGUF file.
+        model_impl: "moonpool": refuse an architecture that no family describes; "transformers": describe what
+            transformers' own code needs, also of an architecture with a family; "auto": the family if there is one.
 
     Raises:
         CheckpointError: there is no readable configuration, or a field is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
-    config = (gguf_config if is_gguf(path) else folder_config)(Path(path))
+    if is_gguf(path):
+        if model_impl == "transformers":
+            raise UnsupportedModel("model_impl", "transformers' own code does not compute GGUF files here")
+        config = gguf_config(Path(path))
+    else:
+        config = folder_config(Path(path), model_impl)
     if config.default_sampling.given:
         return config
     return replace(config, default_sampling=card_sampling(Path(path)))
@@ -87,7 +98,7 @@ class CheckpointReport:
     `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory, as a pool divides it;
     None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
     layers with a window, the window.
-    `computed`: how layers compute on a CPU.
+    `computed`: how layers compute on a CPU. `largest_bytes`: the largest tensor in `dtype`, which loading reads whole.
     """
 
     config: ModelConfig
@@ -103,6 +114,7 @@ class CheckpointReport:
     context_tokens: int
     kv_context_bytes: int
     computed: str
+    largest_bytes: int
     fit_blocks: int | None = None
     fit_tokens: int | None = None
 
@@ -115,10 +127,11 @@ def inspect_checkpoint(
     *,
     max_model_len: int | None = None,
     quantization: Quantization = "auto",
+    model_impl: ModelImpl = "auto",
 ) -> CheckpointReport:
     """Return the sizes for the checkpoint in `path`, with the KV for a sequence with `max_model_len` tokens.
 
-    `quantization`: how an engine will hold the weights.
+    `quantization`: how an engine will hold the weights. `model_impl`: see `load_config`.
 
     Raises:
         CheckpointError: as `load_config` and `tensor_index`.
@@ -126,7 +139,7 @@ def inspect_checkpoint(
     """
     if max_model_len is not None and max_model_len <= 0:
         raise InvalidRequest("max_model_len", "must be positive")
-    config = load_config(path)
+    config = load_config(path, model_impl)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_tokens)
     tensors = tensor_index(path)
@@ -152,16 +165,15 @@ def inspect_checkpoint(
         context_tokens=context,
         kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
+        largest_bytes=max(info.elements for info in tensors.values()) * ELEMENT_BYTES[chosen],
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_tokens,
     )
 
 
 def _computed(config: ModelConfig) -> str:
-    other = config.decoder.not_plain
-    if other:
-        return f"operation by operation: layers have {other}"
-    return "all layers in one native call; with LoRA adapters operation by operation"
+    ways = described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
+    return ways if config.decoder.other else f"{ways}; with LoRA adapters torch"
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:

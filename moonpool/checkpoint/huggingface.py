@@ -17,6 +17,7 @@ from moonpool.checkpoint.config import (
     DTYPES,
     DefaultSampling,
     ModelConfig,
+    ModelImpl,
     check_shape,
 )
 from moonpool.checkpoint.folder_tokenizer import folder_end_tokens
@@ -30,8 +31,9 @@ from moonpool.checkpoint.quantised import (
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import family_of
+from moonpool.families.base import ModelFamily
 from moonpool.families.fields import JsonFields, read_json
-from moonpool.families.other import common_names
+from moonpool.families.other import common_names, other_family
 from moonpool.families.rope import longest
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -142,15 +144,17 @@ def _pickle_hint(folder: Path) -> str:
     return f"; {min(pickles)} is a pickle file, and those are never loaded" if pickles else ""
 
 
-def folder_config(folder: Path) -> ModelConfig:
+def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
     """Read the configuration of the checkpoint folder `folder`.
+
+    `model_impl`: see `moonpool.checkpoint.formats.load_config`.
 
     Raises:
         CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
     data: Mapping[str, Any] = read_json(folder / "config.json")
-    family = family_of(data.get("architectures"), data.get("model_type"))
+    family = _computed_by(family_of(data.get("architectures"), data.get("model_type")), data, model_impl)
     inner = data.get(family.inner_config) if family.inner_config else None
     data = dict(inner if isinstance(inner, Mapping) else data)
     fields = family.fields(common_names(data) if family.other else data, "config.json")
@@ -171,6 +175,23 @@ def folder_config(folder: Path) -> ModelConfig:
     )
     check_shape(config, "config.json")
     return config
+
+
+def _computed_by(family: ModelFamily, data: Mapping[str, Any], model_impl: ModelImpl) -> ModelFamily:
+    """Return the family, or the same architecture without family if transformers' own code is to compute it.
+
+    Raises:
+        UnsupportedModel: the architecture is not computed so; names `model_impl`.
+    """
+    if model_impl == "auto" or (model_impl == "transformers") == family.other:
+        return family
+    if model_impl == "moonpool":
+        raise UnsupportedModel("model_impl", f"no family describes {family.architecture}; auto falls back")
+    name = (data.get("architectures") or [family.architecture])[0]
+    found = other_family(str(name), data.get("model_type") or family.model_type)
+    if found is None:
+        raise UnsupportedModel("model_impl", f"transformers is for decoders alone, not for {name}")
+    return found
 
 
 def _declared_dtype(fields: JsonFields) -> str:

@@ -108,6 +108,7 @@ def run_inspect(
     from moonpool.checkpoint.formats import inspect_checkpoint
     from moonpool.checkpoint.resolve import resolve
     from moonpool.engine.memory_estimate import estimated_memory
+    from moonpool.engine.messages import EngineSpec
     from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
     from moonpool.kv.pool import available_bytes
 
@@ -116,9 +117,9 @@ def run_inspect(
     found = inspect_checkpoint(path, dtype, block_tokens or DEFAULT_BLOCK_SIZE, **how)
     layout = kv_layout(found.config, found.dtype, found.block_tokens)
     blocks = layout.blocks_for(found.context_tokens)
-    engine = estimated_memory(
-        found.config, layout, blocks, found.dtype, weights=found.weight_bytes, quantization=quantization
-    )
+    longest = found.config.max_position_embeddings
+    spec = EngineSpec(str(path), found.dtype, layout, blocks, quantization=quantization, max_tokens=longest)
+    engine = estimated_memory(found, spec)
     if memory_bytes is not None:
         room = max(0, memory_bytes - (engine.beside_kv - found.weight_bytes))
         found = inspect_checkpoint(path, dtype, found.block_tokens, room, **how)
@@ -129,6 +130,7 @@ def run_inspect(
         **sizes,
         "work_bytes": engine.work,
         "program_bytes": engine.program,
+        "loading_bytes": engine.loading,
         "idle_bytes": engine.idle,
         "engine_bytes": engine.all,
         "weights_in": "memory" if engine.fits(available_bytes()) else MAPPED,

@@ -29,6 +29,7 @@ from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.config import check_free
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.memory_estimate import estimated_memory
+from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import DEFAULT_KV_BYTES, check_engine_installed
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.kv import native_library
@@ -148,22 +149,26 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
         return plan
     with contextlib.suppress(MoonpoolError, ValueError):
         quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
-        found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, quantization=quantization)
+        how: Any = {"quantization": quantization, "model_impl": setting_of(plan, "prefill", "model_impl", "auto")}
+        found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, **how)
         layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
         kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
         blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
         most_loras, rank = (
             int(setting_of(plan, "prefill", *its)) for its in (("max_loras", "0"), ("max_lora_rank", "16"))
         )
-        held = estimated_memory(
-            found.config, layout, blocks, found.dtype,
-            weights=found.weight_bytes, quantization=quantization, threads=plan.threads, loras=(most_loras, rank),
+        spec = EngineSpec(
+            plan.model, found.dtype, layout, blocks,
+            quantization=quantization, threads=plan.threads, max_loras=most_loras, max_lora_rank=rank,
+            max_tokens=found.config.max_position_embeddings,
         )  # fmt: skip
+        held = estimated_memory(found, spec)
         parts = [("weights", held.weights), ("KV", held.kv), ("work", held.work), ("program", held.program)]
         parts += [("LoRA adapters", held.loras)] if held.loras else []
         sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
         tokens = blocks * plan.block_size
         most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
+        most += f", while loading {held.loading / 1e6:,.0f}"
         text = f"{most}: {sizes}; KV of {tokens:,} tokens; {found.computed}"
         engines, free = plan.prefill + plan.decode, available_bytes()
         if setting_of(plan, "prefill", "mmap_weights", "auto") == "auto" and not held.fits(free, engines):

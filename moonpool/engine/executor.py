@@ -374,7 +374,7 @@ class ProcessEngine:
         """
         if not self._spec.sized:
             rooms = await self._of_all(StageRoom, listener)
-            config = load_config(Path(self._spec.checkpoint))
+            config = load_config(Path(self._spec.checkpoint), self._spec.model_impl)
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
             self._spec = replace(self._spec, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
             self._memory.make(self._spec.layout, sizes.blocks, self._spec.slots)

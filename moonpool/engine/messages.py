@@ -11,6 +11,7 @@ one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`, `LoadLora` and 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from moonpool.checkpoint.config import ModelImpl
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
@@ -54,6 +55,8 @@ class EngineSpec:
     are no graphs, which are of no use to prefill."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
+    model_impl: ModelImpl = "auto"
+    """What computes the model: a family, or transformers' own code (`moonpool.checkpoint.load_config`)."""
     quantization: Quantization = "auto"
     """How weights are held: as the checkpoint has them, packed, or dense."""
     imatrix: str = ""

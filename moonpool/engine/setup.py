@@ -4,13 +4,14 @@ import dataclasses
 import importlib.util
 import zlib
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from blake3 import blake3
 from pydantic import Field
 
 from moonpool.checkpoint import (
     ModelConfig,
+    ModelImpl,
     config_hash,
     held_quantization,
     inspect_checkpoint,
@@ -99,6 +100,12 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "auto",
         description="element type of weights, and of KV unless --kv-cache-dtype says otherwise; "
         "auto = the checkpoint's own",
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="what computes the model: moonpool = a family of Moonpool, and refuse other architectures; "
+        "transformers = transformers' own code, slowly; auto = a family if there is one, else transformers "
+        "(docs/models.md); the same on all instances",
     )
     quantization: Quantization = Field(
         "auto",
@@ -285,12 +292,14 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         CheckpointError: the checkpoint is missing, broken or not supported.
     """
     folder: Path = resolve(config.model)
-    model = load_config(folder)
+    declared = load_config(folder)
     emulated = emulated_profile(config.engine, config.time_scale)
     if emulated is not None:
-        compute = EmulatedCompute(*emulated, decode, model.vocab_size, _end_tokens(model), _emulation_noise(config))
-        return _emulated_setup(config, folder, model, stages, compute)
+        ends = _end_tokens(declared)
+        compute = EmulatedCompute(*emulated, decode, declared.vocab_size, ends, _emulation_noise(config))
+        return _emulated_setup(config, folder, declared, stages, compute)
     check_engine_installed()
+    model = declared if config.model_impl == "auto" else load_config(folder, config.model_impl)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
@@ -306,6 +315,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
+        model_impl=config.model_impl,
         imatrix=_imatrix(config),
         quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
@@ -324,9 +334,12 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),
     )
-    if devices[0].platform.in_host_pool and _in_file(config, folder, model, spec):
+    if devices[0].platform.in_host_pool and _in_file(config, folder, spec):
         spec = dataclasses.replace(spec, weights_folder=str(weights_folder()))
-    return _instance_setup(config, model, spec, _compute_fingerprint(weights_fingerprint(folder), spec))
+    fingerprint = weights_fingerprint(folder)
+    if model != declared:
+        fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
+    return _instance_setup(config, declared, spec, _compute_fingerprint(fingerprint, spec))
 
 
 def weights_folder() -> Path:
@@ -334,15 +347,12 @@ def weights_folder() -> Path:
     return cache_folder().parent / "weights"
 
 
-def _in_file(config: EngineConfig, folder: Path, model: ModelConfig, spec: EngineSpec) -> bool:
+def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec) -> bool:
     """Whether the weights lie in a file that is mapped."""
     if config.mmap_weights != "auto":
         return config.mmap_weights == "on"
-    weights = inspect_checkpoint(folder, spec.dtype, quantization=spec.quantization).weight_bytes
-    held = estimated_memory(
-        model, spec.layout, spec.blocks, spec.dtype,
-        weights=weights, quantization=spec.quantization, threads=spec.threads,
-    )  # fmt: skip
+    how: Any = {"quantization": spec.quantization, "model_impl": spec.model_impl}
+    held = estimated_memory(inspect_checkpoint(folder, spec.dtype, **how), spec)
     return not held.fits(available_bytes())
 
 

@@ -47,6 +47,7 @@ from moonpool.engine.messages import (
     WorkerReady,
 )
 from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.families.spec import described_ways
 from moonpool.fork_server import preloaded_bytes
 from moonpool.platforms.registry import collectives_of, stage_devices
 from moonpool.scheduling.steps import Step
@@ -152,7 +153,7 @@ class StageLoader:
         channel.send(StageStarting("loading weights"))
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)
-        self.config = load_config(Path(self.engine.checkpoint))
+        self.config = load_config(Path(self.engine.checkpoint), self.engine.model_impl)
         self.devices = stage_devices(self.engine.device, self.engine.stages)
         self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
@@ -306,9 +307,9 @@ def import_libraries() -> None:
 def describe_compute(runner: "StageRunner") -> str:
     """Return what computes the stage's steps, for `WorkerReady`."""
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
-    layers = f"layers one by one ({model.one_by_one})" if model.one_by_one else "all layers in one call"
-    if runner.max_lora_rank and not model.one_by_one:
-        layers += ", one by one with LoRA adapters"
+    layers = described_ways(model.not_native, model.layer_begin)
+    if runner.max_lora_rank and not all(model.not_native):
+        layers += ", torch with LoRA adapters"
     return f"{model.kernels}, {layers}{graphs}"
 
 

@@ -26,12 +26,13 @@ SHARED_EXPERT_KEYS = {
 
 def latent_decoder(fields: JsonFields, *, paired: bool) -> DecoderSpec:
     """Return Llama's decoder with multi-head latent attention."""
+    head = fields.positive("hidden_size") // fields.positive("num_attention_heads")
     latent = LatentSpec(
         kv_rank=fields.positive("kv_lora_rank"),
         q_rank=None if fields.get("q_lora_rank") is None else fields.positive("q_lora_rank"),
         rope_width=fields.positive("qk_rope_head_dim"),
         key_width=fields.positive("qk_nope_head_dim"),
-        value_width=fields.positive("v_head_dim"),
+        value_width=fields.positive("v_head_dim", head, null=head),
         norm_eps=1e-6,
     )
     scale = yarn_scale(fields, (latent.key_width + latent.rope_width) ** -0.5)

@@ -78,9 +78,6 @@ def _decoder4(fields: JsonFields) -> DecoderSpec:
     """Layers that see all tokens have heads of another size and number, whose values are their keys."""
     if fields.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("use_bidirectional_attention", "attention to later tokens is not supported")
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if fields.get(key):
-            raise UnsupportedModel(key, f"{fields.get(key)!r} is not supported")
     decoder, act = llama_decoder(fields, rope_kind="full_attention"), activation(fields, "hidden_activation")
     layers, size = len(decoder.layers), decoder.layers[0].attention.head_dim
     pattern = ["full_attention" if (index + 1) % 6 == 0 else "sliding_attention" for index in range(layers)]
@@ -98,11 +95,23 @@ def _decoder4(fields: JsonFields) -> DecoderSpec:
             normalised=True,
             beside=True,
         )
+    own = int(fields.number("hidden_size_per_layer_input", 0))
+    first = layers - int(fields.number("num_kv_shared_layers", 0))
+    wide_mlp = fields.flag("use_double_wide_mlp", False)
+    last = {kind: index for index, kind in enumerate(kinds[: max(0, first)])}
+    if missing := set(kinds) - last.keys():
+        why = f"no layer before the last {layers - first} is of kind {', '.join(sorted(missing))}"
+        raise UnsupportedModel("num_kv_shared_layers", why)
     if equal:
         heads = fields.positive("num_global_key_value_heads", heads, null=heads)
 
     def kind(index: int, layer: LayerSpec) -> LayerSpec:
-        layer = replace(layer, norm=norm, attention_out_norm=True, feed_forward_out_norm=True, scalar=True)
+        layer = replace(
+            layer, norm=norm, attention_out_norm=True, feed_forward_out_norm=True, scalar=True, per_layer=own
+        )
+        if index >= first:
+            layer = layer.with_attention(kv_of=last[kinds[index]])
+            layer = layer.with_feed_forward(inner=layer.feed_forward.inner * (2 if wide_mlp else 1))
         layer = layer.with_attention(scale=1.0, qk_norm=norm, value_norm=True).with_feed_forward(
             activation=act, experts=experts
         )
@@ -123,8 +132,10 @@ def _decoder4(fields: JsonFields) -> DecoderSpec:
         final_norm=norm,
         embedding_factor=float(fields.positive("hidden_size") ** 0.5),
         logits_soft_cap=None if fields.get(_SOFT_CAPS[1]) is None else fields.number(_SOFT_CAPS[1]),
+        per_layer_rows=fields.positive("vocab_size_per_layer_input") if own else 0,
     )
-    return windowed(fields, decoder, kinds)
+    decoder = windowed(fields, decoder, kinds)
+    return replace(decoder, layers=decoder.layers[:first], tail=decoder.layers[first:])
 
 
 def _query_scalar(found: dict[str, Any]) -> Mapping[str, Any]:
@@ -229,6 +240,7 @@ GEMMA4 = ModelFamily(
         "tie_word_embeddings": True,
         "sliding_window": 512,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},

@@ -1,13 +1,14 @@
 """What a decoder-only transformer computes, layer by layer, as values: one `LayerSpec` per kind of layer. Torch-free.
 
 Families (`moonpool.families`) build these values from config.json. `moonpool.models` interprets them: the torch path
-interprets all, the native step those that `LayerSpec.plain` marks as Llama's kind.
+interprets all, the native step those that `DecoderSpec.not_native` lets through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
@@ -132,6 +133,8 @@ class AttentionSpec:
     values_of_keys: bool = False
     """Values are the keys before norm and rotation: they have no projection."""
     latent: LatentSpec | None = None
+    kv_of: int | None = None
+    """Index of the layer whose keys and values attention reads; the layer has none of its own."""
     output_gate: bool = False
     """Attention's result is multiplied with the sigmoid of a gate, which lies behind each head's query."""
 
@@ -259,6 +262,10 @@ class LayerSpec:
     """Factor on each part's addition."""
     scalar: bool = False
     """The layer's result is multiplied with a stored number."""
+    per_layer: int = 0
+    """Width of a token's embedding for this layer alone, which is gated by the layer's result and added (Gemma 4); 0:
+    there is none.
+    """
     recurrent: RecurrentSpec | None = None
     """What stands in place of attention, of which only the shape of other layers' KV counts then."""
 
@@ -290,8 +297,8 @@ class LayerSpec:
             ("another norm of queries and keys", not heads or attention.qk_norm_last),
             ("a norm of values", attention.value_norm or attention.values_of_keys),
             ("a factor on the layer's result", self.scalar),
-            ("no rotary embeddings", attention.rope != 0),
-            ("experts", inner.experts is not None),
+            ("embeddings for each layer", bool(self.per_layer)),
+            ("no rotary embeddings", attention.rope is None),
             ("another activation", inner.activation != "silu" or not inner.gated),
             ("parallel parts", self.parallel),
             ("a residual factor", self.residual_factor != 1.0),
@@ -318,10 +325,21 @@ class DecoderSpec:
     none.
     """
     positions_from: int = 0
+    tail: tuple[LayerSpec, ...] = ()
+    """Layers behind the others that read keys and values of these (`AttentionSpec.kv_of`): they run with the last one,
+    and KV has no layer for them.
+    """
+    per_layer_rows: int = 0
+    """Rows in the stored table of embeddings for each layer."""
     other: str = ""
     """For an architecture that transformers' own modelling code computes, a digest of config.json; layers then say the
     shape of KV alone.
     """
+
+    @property
+    def every(self) -> tuple[LayerSpec, ...]:
+        """All layers, with those of the tail."""
+        return self.layers + self.tail
 
     @property
     def recurrent(self) -> bool:
@@ -342,15 +360,70 @@ class DecoderSpec:
         """Return this decoder with `change(index, layer)` in place of each layer."""
         return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))
 
+    def not_native(self, layer: int) -> str:
+        """Why the native step does not compute a layer, in a few words; "" if it does."""
+        spec = self.layers[layer]
+        attention, experts = spec.attention, spec.feed_forward.experts
+        reasons = (
+            (
+                f"heads of {attention.head_dim} elements, no multiple of 16 up to {NATIVE_HEAD_DIM}",
+                attention.head_dim % 16 or attention.head_dim > NATIVE_HEAD_DIM,
+            ),
+            ("experts beside a dense network", experts is not None and experts.beside),
+            ("experts with weighted inputs", experts is not None and experts.weighted_inputs),
+            ("too many experts for a row", experts is not None and experts.chosen > NATIVE_CHOSEN),
+        )
+        return self._not_plain_layer(spec) or next((word for word, found in reasons if found), "")
+
     @property
     def not_plain(self) -> str:
         """Why the layers are not all alike and of Llama's kind; "" if they are."""
+        if found := next(filter(None, map(self._not_plain_layer, self.layers)), ""):
+            return found
+        if any(layer.feed_forward.experts is not None for layer in self.layers):
+            return "experts"
+        return "layers of several kinds" if len(set(self.layers)) > 1 else ""
+
+    def _not_plain_layer(self, layer: LayerSpec) -> str:
         if self.other:
-            return "an architecture that transformers' own modelling code computes"
-        first = self.layers[0]
-        rope = self.ropes[0] if self.ropes else None
-        if any(layer != first for layer in self.layers):
-            return next((layer.not_plain for layer in self.layers if layer.not_plain), "layers of several kinds")
-        if rope is not None and (rope.width != first.attention.head_dim or rope.by_length is not None):
-            return "rotary embeddings of a part of each head"
-        return first.not_plain
+            return FALLBACK
+        if layer.not_plain:
+            return layer.not_plain
+        assert layer.attention.rope is not None
+        rope = self.ropes[layer.attention.rope]
+        partial = rope.width != layer.attention.head_dim or rope.by_length is not None
+        return "rotary embeddings of a part of each head" if partial else ""
+
+
+FALLBACK = "transformers' own modelling code"
+"""Why torch computes the layers of an architecture that no family describes."""
+NATIVE_HEAD_DIM = 256
+"""`MAX_HEAD_DIM` of `kernels/native/pool.h`."""
+NATIVE_CHOSEN = 64
+"""`MAX_CHOSEN` of `kernels/native/experts.h`."""
+
+
+def described_ways(reasons: Sequence[str], first: int = 0) -> str:
+    """Return which way layers compute, for people.
+
+    Args:
+        reasons: why each layer is not computed by the native step; "": the layer is.
+        first: the first one's index in the model.
+    """
+    if not any(reasons):
+        return "all layers native"
+    ways = dict.fromkeys(sorted(reasons))
+    parts = []
+    for why in ways:
+        its = [first + index for index, reason in enumerate(reasons) if reason == why]
+        which = "all layers" if len(ways) == 1 else f"layers {_ranges(its)}"
+        way = "fallback" if why == FALLBACK else "torch"
+        parts.append(f"{which} {way} ({why})" if why else f"{which} native")
+    return "; ".join(parts)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return rising numbers as text, "0-3, 5"."""
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda its: its[1] - its[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in ends)

@@ -97,6 +97,7 @@ class PackedBatch:
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
+    per_layer: Tensor | None = None  # [T, layers, n], tokens' embeddings for each layer
     spans: Any = None  # of recurrent layers: `moonpool.models.recurrent.state_spans`
 
     @property

@@ -42,7 +42,7 @@ from moonpool.families.spec import (
     RecurrentSpec,
 )
 from moonpool.models.dequantise import dequantise
-from moonpool.models.experts import DenseAndExperts, MixtureOfExperts
+from moonpool.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.models.imatrix import read_imatrix
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
@@ -58,7 +58,7 @@ from moonpool.models.tensors import (
     recurrent_inputs,
 )
 from moonpool.models.transformers_stage import load_transformers_stage
-from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
+from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
 
 Pack = Callable[[Tensor], PackedWeight]
 PACKERS: Mapping[str, Pack] = {"int8": pack_int8, "int4": pack_int4}
@@ -272,6 +272,8 @@ def load_stage(
             "quantization": kept.quantization in ("file", *PACKERS),
         }
         return _load_other(Path(path), config, dtype, torch.device(device), refused)
+    decoder = config.decoder
+    _check_whole(config, layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
         reader = _TensorReader(
             Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
@@ -282,16 +284,11 @@ def load_stage(
         if kept.imatrix is not None:
             reader.importance = read_imatrix(kept.imatrix, config)
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
-        wanted = []
-        if first or (last and tied):
-            wanted.append("embedding")
-        if first and config.decoder.learnt_positions:
-            wanted.append("positions")
-        if last:
-            wanted += [slot for slot in outer if slot.startswith(("norm", "head"))]
+        wanted = [slot for slot in outer if slot.startswith(_outer_slots(first=first, last=last, tied=tied))]
         for slot in wanted:
             reader.expect(outer[slot])
-        slots = {index: layer_tensors(config, index, reader.has) for index in range(layer_begin, layer_end)}
+        every = range(layer_begin, layer_end + (len(decoder.tail) if last else 0))
+        slots = {index: layer_tensors(config, index, reader.has) for index in every}
         for part in chain.from_iterable(parts.values() for parts in slots.values()):
             reader.expect(part)
 
@@ -310,14 +307,16 @@ def load_stage(
             head = ends.head() if last else None
             embedding = ends.embedding() if first else None
         layers = []
-        for index in range(layer_begin, layer_end):
-            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena)
+        for index in every:
+            parts = _LayerReader(reader, decoder.every[index], slots[index], arena)
             layers.append(parts.read())
-            on_layer(len(layers), layer_end - layer_begin)
+            on_layer(len(layers), len(every))
         return StageModel(
             config,
             layer_begin,
-            layers,
+            layers[: layer_end - layer_begin],
+            tail=layers[layer_end - layer_begin :],
+            per_layer=ends.per_layer(decoder.final_norm) if first and decoder.per_layer_rows else None,
             deterministic=deterministic,
             embedding=embedding if first else None,
             positions=positions,
@@ -328,6 +327,23 @@ def load_stage(
             else None,
             notes=WeightNotes(reader.changed(), arena.mapped_bytes),
         )
+
+
+def _check_whole(config: ModelConfig, layers: int) -> None:
+    """Check that so many layers are a stage that can be computed.
+
+    Raises:
+        UnsupportedModel: the model's layers must be one stage; names the setting.
+    """
+    if (config.decoder.tail or config.decoder.per_layer_rows) and layers < config.num_layers:
+        why = f"not for {config.architecture}, whose layers read embeddings of their own and other layers' KV"
+        raise UnsupportedModel("pipeline_parallel_size", why)
+
+
+def _outer_slots(*, first: bool, last: bool, tied: bool) -> tuple[str, ...]:
+    """Return what the slots of tensors outside layers begin with, of those that a stage has."""
+    there = (("embedding", first or (last and tied)), ("positions", first), ("per_layer", first))
+    return tuple(slot for slot, its in (*there, ("norm", last), ("head", last)) if its)
 
 
 def _arena(kept: KeptWeights) -> WeightArena:
@@ -402,6 +418,13 @@ class _Ends:
         made = exact and arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
         return made or weight.dequantise().to(self._reader.dtype).to(self._reader.device)
 
+    def per_layer(self, norm: NormSpec) -> PerLayerTable:
+        """Return tokens' embeddings for each layer."""
+        read = {slot: self._reader.read(its) for slot, its in self._tensors.items() if slot.startswith("per_layer")}
+        projection = Linear(read["per_layer_input.weight"], arena=self._arena)
+        norm_ = Norm(norm, read["per_layer_input_norm.weight"])
+        return PerLayerTable(self._placed(read["per_layer_embedding"]), projection, norm_)
+
     def _placed(self, table: Tensor) -> Tensor:
         """Return the embedding where weights are to be."""
         if self._reader.kept.folder is None or table.device.type != "cpu":
@@ -447,7 +470,12 @@ class _LayerReader:
             self._feed_forward_part(),
             self._norm("feed_forward_out_norm"),
             self._optional("scalar"),
+            self._per_layer() if spec.per_layer else None,
         )
+
+    def _per_layer(self) -> PerLayerWeights:
+        norm = Norm(self._spec.norm, self._one("per_layer_norm.weight"))
+        return PerLayerWeights(self._linear("per_layer_gate"), self._linear("per_layer_output"), norm)
 
     def _attention(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
         spec = self._spec.attention
@@ -537,18 +565,22 @@ class _LayerReader:
         factors = self._optional("expert_scale")
         if scale is not None:
             router = router * (scale.float() * len(scale) ** -0.5)
+        experts = (
+            self._all_experts(one, spec.count)
+            if "experts_down.weight" in self._tensors
+            else [self._feed_forward(f"expert{expert}.", one) for expert in range(spec.count)]
+        )
         return MixtureOfExperts(
             spec,
             Linear(router, None if router_bias is None else router_bias.float()),
             None if correction is None else correction.float(),
-            self._all_experts(one, spec.count)
-            if "experts_down.weight" in self._tensors
-            else [self._feed_forward(f"expert{expert}.", one) for expert in range(spec.count)],
+            experts,
             None if shared is None else self._feed_forward("shared_", shared),
             Linear(self._one("shared_weight.weight"), self._optional("shared_weight.bias"))
             if spec.shared_gate
             else None,
             None if factors is None else factors.float(),
+            expert_matrices(experts),
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
@@ -577,7 +609,7 @@ class _LayerReader:
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
         if name in ("q_norm", "k_norm"):
-            there = spec is not None
+            there = spec is not None and f"{name}.weight" in self._tensors
         elif name == "q_a_norm":
             there = f"{name}.weight" in self._tensors
         else:

@@ -1,11 +1,12 @@
-"""All a stage's layers, and further steps in a run, in one native call (`kernels/native/step.cpp`, `go_on.cpp`)."""
+"""A stage's layers, and further steps in a run, in native calls (`kernels/native/step.cpp`, `go_on.cpp`)."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -16,11 +17,11 @@ from kernels.arranged_weights import ArrangedWeight
 from kernels.choice import why_not_native
 from kernels.int8_head import Int8Head
 from kernels.native import library, structures
-from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
+from kernels.native.library import TYPES, Library
 from kernels.plan import AttentionPlan
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
-from moonpool.families.spec import DecoderSpec
+from moonpool.families.spec import LayerSpec
 from moonpool.models.batch import PackedBatch, logits_rows
 from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear
@@ -84,9 +85,9 @@ class StepInputs:
     plan: AttentionPlan
     """Of `batch` and `kv`."""
     kv: Tensor
-    """The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense."""
+    """These layers' pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], as `kernels.attention` takes each."""
     scales: Tensor | None = None
-    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32, each block dense."""
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32."""
     last_rows: Sequence[int] | None = None
     """Number of each sequence's last rows that the last layer computes; the other rows stay undefined. None: all."""
     signals: StepSignals | None = None
@@ -96,16 +97,25 @@ class StepInputs:
 
 
 class NativeLayers:
-    """One stage's layers, from the model's layer `index` on, in the native step's form."""
+    """Consecutive layers of one kind, from the model's layer `index` on, in the native step's form.
+
+    Attributes:
+        native: the library.
+        index: the first layer, counted in the whole model.
+        end: one past the last layer.
+        rope: index of the layers' rotary embedding table.
+    """
 
     def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
         self.native = native
-        self._index = index
+        self.index, self.end = index, index + len(layers)
         self._weights = list(layers)  # kept alive
         self._structures = [_layer_structure(layer) for layer in layers]  # kept alive: experts lie behind pointers
         self._layers = (structures.Layer * len(layers))(*self._structures)
         first, spec = layers[0], layers[0].spec
         heads = spec.attention
+        assert heads.rope is not None
+        self.rope = heads.rope
         dense = [layer.feed_forward.down.shape[1] for layer in layers if isinstance(layer.feed_forward, FeedForward)]
         self.model = structures.Model(
             self._layers,
@@ -116,11 +126,11 @@ class NativeLayers:
 
     def progress(self) -> Progress:
         """Return the progress of a step that has not begun."""
-        return Progress(self.native, self._index, len(self._layers))
+        return Progress(self.native, self.index, len(self._layers))
 
     def run(self, step: structures.NativeStep) -> int:
         """Run a step's layers and return the layer reached, counted in the whole model."""
-        return self.native.step(self.model, step) + self._index
+        return self.native.step(self.model, step) + self.index
 
     def step(self, inputs: StepInputs, first: int, last: int) -> structures.NativeStep:
         """Return layers `first` up to `last`, counted in the whole model, as native code takes them."""
@@ -133,12 +143,12 @@ class NativeLayers:
             some = _items_structure(chosen.single, chosen.several)
         size = kv.element_size()
         step = structures.NativeStep(
-            first - self._index, last - self._index, self._index,
+            first - self.index, last - self.index, self.index,
             hidden.data_ptr(), hidden.shape[0],
             angles[0].data_ptr(), angles[1].data_ptr(),
             batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
-            kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
-            *((None, 0, 0) if scales is None else (scales.data_ptr(), scales.stride(0), scales.stride(1))),
+            kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.stride(3) * size, kv.shape[4],
+            *((None, 0, 0, 0) if scales is None else (scales.data_ptr(), *scales.stride()[:2], scales.stride(3))),
             TYPES[kv.dtype],
             tables.data_ptr(), tables.stride(0),
             _items_structure(plan.decode, plan.prefill),
@@ -160,48 +170,40 @@ class NativeLayers:
         return out
 
 
-def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | str:
-    """Return the layers from `index` on for the native step, or why they run operation by operation."""
+def native_layers(
+    config: ModelConfig, index: int, layers: Sequence[LayerWeights]
+) -> tuple[list[NativeLayers], list[str]]:
+    """Return the layers from `index` on that the native step takes, in runs of one kind; and why not, by layer."""
     first = layers[0].attention.output
-    missing = why_not_native(first.device, first.dtype) or _why_not(config, layers)
-    if missing:
-        return missing
-    native = library.get()
-    assert native is not None
-    return NativeLayers(native, config, index, layers)
+    missing = why_not_native(first.device, first.dtype)
+    reasons = [missing or _why_not(config, at, layer) for at, layer in enumerate(layers, index)]
+    native = library.get() if not missing else None
+    if native is None:
+        return [], reasons
+    runs = list[NativeLayers]()
+    kinds = (None if why else _kind(layer.spec) for why, layer in zip(reasons, layers, strict=True))
+    for kind, its in groupby(enumerate(kinds), key=lambda item: item[1]):
+        if kind is not None:
+            rows = [row for row, _ in its]
+            runs.append(NativeLayers(native, config, index + rows[0], layers[rows[0] : rows[-1] + 1]))
+    return runs, reasons
 
 
-def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
-    """Return why the native step does not take these layers; "" if it does."""
-    other = _without_experts(config.decoder).not_plain
-    if not other and config.decoder.final_norm != layers[0].spec.norm:
-        other = "another final norm"
-    if other:
-        return f"layers have {other}"
-    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
-    specs = [layer.spec.feed_forward.experts for layer in layers]
-    if any(its is not None and (its.weighted_inputs or its.beside or its.chosen > _MOST_CHOSEN) for its in specs):
-        return "experts take weighted inputs, stand beside a dense network, or a row has too many"
-    if any(linear.panels is None for layer in layers for linear in _linears(layer)):
-        return "a matrix cannot be arranged in panels"
-    return ""
+def _kind(spec: LayerSpec) -> LayerSpec:
+    """Return what layers of one native call share: all but widths inside, and experts."""
+    return spec.with_feed_forward(inner=0, experts=None)
 
 
-_MOST_CHOSEN = 64
-"""MAX_CHOSEN of experts.h."""
+def _why_not(config: ModelConfig, index: int, layer: LayerWeights) -> str:
+    """Return why the native step does not take a layer; "" if it does."""
+    missing = config.decoder.not_native(index)
+    if not missing and any(linear.panels is None for linear in _linears(layer)):
+        missing = "a matrix cannot be arranged in panels"
+    return missing
+
+
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 """`Scores` of experts.h."""
-
-
-def _without_experts(decoder: DecoderSpec) -> DecoderSpec:
-    """Return the layers with alike dense networks, whose widths native steps need not know."""
-    return replace(
-        decoder,
-        layers=tuple(
-            replace(layer, feed_forward=replace(layer.feed_forward, inner=0, experts=None)) for layer in decoder.layers
-        ),
-    )
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:

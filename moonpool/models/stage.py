@@ -1,7 +1,8 @@
 """Consecutive transformer layers on one device, over a packed batch with KV in the pool.
 
-Call `embed`, `run` over some layers or all, and `logits`. Where native kernels run, `run` is one native call
-(`moonpool.models.native_step`); elsewhere, and as the reference, layers run one by one in torch.
+Call `embed`, `run` over some layers or all, and `logits`. Where native kernels run, consecutive layers of a kind that
+they know are one native call (`moonpool.models.native_step`). Other layers, and all layers elsewhere and as the
+reference, run one by one in torch.
 
 Precision follows transformers: RMS norms and RoPE's angles in float32, the rest in the weights' type.
 """
@@ -22,12 +23,13 @@ from kernels.attention import AttentionKind, paged_attention, write_kv
 from kernels.int8_head import Int8Head
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
-from moonpool.families.spec import AttentionSpec
+from moonpool.families.spec import AttentionSpec, LayerSpec
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.experts import DenseAndExperts
-from moonpool.models.layers import Linear, Norm, RopeTable, elementwise, in_tiles
+from moonpool.models.layers import Linear, Norm, RopeTable, activate, elementwise, in_tiles
 from moonpool.models.lora import with_loras
 from moonpool.models.native_step import (
+    NativeLayers,
     NativeRun,
     Progress,
     RunInputs,
@@ -37,7 +39,7 @@ from moonpool.models.native_step import (
     native_layers,
 )
 from moonpool.models.recurrent import RecurrentWeights, StateUndo
-from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
+from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
 
 InferenceParameters = ParamSpec("InferenceParameters")
 InferenceResult = TypeVar("InferenceResult")
@@ -81,9 +83,9 @@ class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
-    `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
-    `by_layers`: whether some layers can be run without the others. `undo`: takes back what the last `run` did to
-    recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
+    `kernels`: what computes (`kernels.choice.prepare`). `not_native`: by layer, why torch computes it; "": native
+    code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
+    the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
     """
 
     by_layers = True
@@ -98,6 +100,8 @@ class StageModel:
         final_norm: Norm | None,
         head: Linear | None,
         positions: Tensor | None = None,
+        per_layer: PerLayerTable | None = None,
+        tail: Sequence[LayerWeights] = (),
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
         notes: WeightNotes = NO_NOTES,
@@ -107,6 +111,7 @@ class StageModel:
         self.layer_begin = layer_begin
         self.layer_end = layer_begin + len(layers)
         self.layers = list(layers)
+        self._tail, self._per_layer = list(tail), per_layer  # in one stage with all layers
         self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
         self.positions = positions  # [positions, hidden], learnt ones, first stage
         self.final_norm = final_norm  # last stage
@@ -121,9 +126,10 @@ class StageModel:
         self._whole_layer = config.decoder.whole_layer
         self.undo = StateUndo()
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
-        native = native_layers(config, layer_begin, self.layers)
-        self._native = None if isinstance(native, str) else native
-        self.one_by_one = native if isinstance(native, str) else ""
+        runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        self._runs = {layer: run for run in runs for layer in range(run.index, run.end)}
+        whole = len(runs) == 1 and len(self._runs) == len(self.layers)
+        self._one_call = runs[0] if whole else None
 
     @property
     def is_first(self) -> bool:
@@ -137,8 +143,8 @@ class StageModel:
 
     @property
     def native(self) -> bool:
-        """Whether layers run in one native call."""
-        return self._native is not None
+        """Whether all layers run in one native call."""
+        return self._one_call is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -150,12 +156,12 @@ class StageModel:
             self.head,
             self.int8_head,
         ]
-        parts += [self.positions, *self.layers]
+        parts += [self.positions, self._per_layer, *self.layers, *self._tail]
         return sum(part.nbytes for part in parts if part is not None)
 
     def progress(self) -> Progress | None:
-        """Return what another thread follows one step's `run` by; None if layers run one by one."""
-        return None if self._native is None else self._native.progress()
+        """Return what another thread follows one step's `run` by; None if layers are not one native call."""
+        return None if self._one_call is None else self._one_call.progress()
 
     @in_inference_mode
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -203,33 +209,67 @@ class StageModel:
         Returns:
             The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
         """
-        if self._native is not None and batch.loras is None:
-            assert isinstance(kv, Tensor), "native layers are alike"
-            assert scales is None or isinstance(scales, Tensor)
-            assert self.dtype == hidden.dtype
-            assert scales is not None or kv.dtype == self.dtype
-            assert hidden.is_contiguous()
-            angles, plan = self._angles(batch, 0), self._plan(batch, kv[0], self.layers[0].spec.attention)
-            inputs = StepInputs(hidden, batch, angles, plan, kv, scales, last_rows, signals, progress)
-            return self._native.run(self._native.step(inputs, first, last)), hidden
-        assert progress is None
+        assert progress is None or self._one_call is not None
         if first == self.layer_begin:
             self.undo.begin()
-        for index in range(first, last):
-            if signals is not None and signals.stopped(index):
-                return index, hidden
-            row = index - self.layer_begin
-            hidden = self._layer(index, hidden, batch, kv[row], None if scales is None else scales[row])
+            if self._per_layer is not None:
+                batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
+        while first < last:
+            run = self._runs.get(first) if batch.loras is None else None
+            # Layers of several shapes may lie anywhere: each is a call.
+            end = min(last, run.end) if run is not None and isinstance(kv, Tensor) else first + 1
+            if run is not None:
+                rows = last_rows if end == last else None
+                inputs = self._native_inputs(run, first, hidden.contiguous(), batch, kv, scales)
+                inputs = replace(inputs, last_rows=rows, signals=signals, progress=progress)
+                hidden, came = inputs.hidden, run.run(run.step(inputs, first, end))
+                if came != end:
+                    return came, hidden
+            elif signals is not None and signals.stopped(first):
+                return first, hidden
+            else:
+                row = first - self.layer_begin
+                its_scales = None if scales is None else scales[row]
+                hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], its_scales)
+            first = end
+        for index, weights in enumerate(self._tail if last == self.config.num_layers else (), last):
+            read = weights.spec.attention.kv_of
+            assert read is not None
+            hidden = self._layer(index, weights, hidden, batch, kv[read], None if scales is None else scales[read])
         return last, hidden
+
+    def _native_inputs(
+        self,
+        run: NativeLayers,
+        layer: int,
+        hidden: Tensor,
+        batch: PackedBatch,
+        kv: LayersKV,
+        scales: LayersScales | None,
+    ) -> StepInputs:
+        """Return inputs of native layers from `layer` on, or of `layer` alone; `hidden` [T, hidden] is dense."""
+        assert self.dtype == hidden.dtype
+        its, its_scales = self._pool_of(run, layer, kv), None if scales is None else self._pool_of(run, layer, scales)
+        assert its_scales is not None or its.dtype == self.dtype
+        plan = self._plan(batch, its[0], self.layers[layer - self.layer_begin].spec.attention)
+        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, its, its_scales)
+
+    def _pool_of(self, run: NativeLayers, layer: int, stored: Tensor | Sequence[Tensor | None]) -> Tensor:
+        """Return native layers of the pool [layers, ...]; where each layer is a tensor, `layer` in place of all."""
+        if isinstance(stored, Tensor):
+            return stored[run.index - self.layer_begin : run.end - self.layer_begin]
+        its = stored[layer - self.layer_begin]
+        assert its is not None
+        return its.expand(run.end - run.index, *its.shape)
 
     @in_inference_mode
     def normed(self, rows: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last layer as the head takes them; last stage only."""
         assert self.final_norm is not None
-        if self._native is None:
+        if self._one_call is None or not self._plain_end:
             return self.final_norm(rows)
         assert self.final_norm.weight is not None
-        return self._native.normed(rows, self.final_norm.weight)
+        return self._one_call.normed(rows, self.final_norm.weight)
 
     @in_inference_mode
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -270,24 +310,23 @@ class StageModel:
             chosen: Address of each sequence's token in each step, int32.
             out: The step before's logits, whose memory may be used.
         """
-        if self._native is None or not (self.is_first and self.is_last) or self._factors or batch.loras is not None:
+        whole, ends = self._one_call, self.is_first and self.is_last and self._plain_end
+        if whole is None or not ends or self._factors or batch.loras is not None:
             return None
-        assert isinstance(kv, Tensor), "native layers are alike"
-        assert scales is None or isinstance(scales, Tensor)
         assert self.final_norm is not None
         assert self.final_norm.weight is not None
         assert self.head is not None
         assert self.embedding is not None
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
-        cos, sin, turns = self._ropes[0].ahead(batch.positions, steps)
+        cos, sin, turns = self._ropes[whole.rope].ahead(batch.positions, steps)
         angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
-        plan = self._plan(batch, kv[0], self.layers[0].spec.attention)
-        inputs = StepInputs(hidden, batch, (angles[0], angles[1]), plan, kv, scales, signals=signals)
-        step = self._native.step(inputs, self.layer_begin, self.layer_end)
+        inputs = self._native_inputs(whole, self.layer_begin, hidden, batch, kv, scales)
+        inputs = replace(inputs, angles=(angles[0], angles[1]), signals=signals)
+        step = whole.step(inputs, self.layer_begin, self.layer_end)
         parts = RunInputs(
             step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm.weight, self.head, self.int8_head
         )
-        return make_native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
+        return make_native_run(whole, batch, parts, inputs.kv.shape[1], steps, chosen, out)
 
     def forward(
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: LayersKV, *, scales: LayersScales | None = None
@@ -297,26 +336,27 @@ class StageModel:
         return self.run(hidden, batch, kv, self.layer_begin, self.layer_end, scales=scales)[1]
 
     @property
+    def _plain_end(self) -> bool:
+        """Whether the last norm is that of the layers, which native code computes."""
+        return self.config.decoder.final_norm == self.layers[0].spec.norm
+
+    @property
     def _factors(self) -> bool:
         """Whether embeddings or logits are changed, which native runs do not do."""
         decoder = self.config.decoder
         return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
 
-    def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
-        """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is the layer's part."""
-        weights = self.layers[index - self.layer_begin]
+    def _layer(
+        self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
+        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_tokens, head_dim], which it reads."""
         if batch.loras is not None:
             weights = with_loras(batch.loras, index, weights)
         spec = weights.spec
         if index == self._whole_layer:
             batch = batch.without_slots()
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
-        if isinstance(weights.attention, RecurrentWeights):
-            added = weights.attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
-        elif isinstance(weights.attention, LatentWeights):
-            added = self._latent_attention(weights.attention, spec.attention, normed, batch, kv, scales)
-        else:
-            added = self._attention(weights.attention, spec.attention, normed, batch, kv, scales)
+        added = self._over_tokens(weights, normed, batch, kv, scales)
         if weights.attention_out_norm is not None:
             added = weights.attention_out_norm(added)
         if spec.residual_factor != 1.0:
@@ -337,7 +377,30 @@ class StageModel:
         if spec.residual_factor != 1.0:
             added = added * spec.residual_factor
         hidden = added.add_(hidden)
+        if weights.per_layer is not None:
+            hidden = self._with_own_embedding(weights.per_layer, spec, index, hidden, batch)
         return hidden if weights.scalar is None else hidden.mul_(weights.scalar)
+
+    def _over_tokens(
+        self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
+        """Return attention's result, or that of what stands in its place, [T, hidden]."""
+        its, spec = weights.attention, weights.spec.attention
+        if isinstance(its, RecurrentWeights):
+            return its(normed, batch, kv, self.undo, deterministic=self.deterministic)
+        if isinstance(its, LatentWeights):
+            return self._latent_attention(its, spec, normed, batch, kv, scales)
+        return self._attention(its, spec, normed, batch, kv, scales)
+
+    def _with_own_embedding(
+        self, weights: PerLayerWeights, spec: LayerSpec, index: int, hidden: Tensor, batch: PackedBatch
+    ) -> Tensor:
+        """Add tokens' embeddings for layer `index` to [T, hidden], gated."""
+        assert batch.per_layer is not None
+        gate = replace(spec.feed_forward, gated=False, experts=None)
+        gates = activate(gate, weights.gate(hidden, deterministic=self.deterministic), deterministic=self.deterministic)
+        added = weights.output(gates * batch.per_layer[:, index], deterministic=self.deterministic)
+        return weights.norm(added).add_(hidden)
 
     def _attention(
         self,
@@ -359,7 +422,8 @@ class StageModel:
         qk = self._rotated(spec, qk, batch)
         if spec.qk_norm_last:
             qk = _normed_heads(weights, spec, qk)
-        attended = self._attended(spec, qk[:, :heads], (qk[:, heads:], v), batch, kv, scales, sinks=weights.sinks)
+        stored = (qk[:, heads:], v) if spec.kv_of is None else None
+        attended = self._attended(spec, qk[:, :heads], stored, batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
             gates = qkv[:, heads + 2 * kv_heads :]
             attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
@@ -414,19 +478,20 @@ class StageModel:
         self,
         spec: AttentionSpec,
         q: Tensor,
-        stored: tuple[Tensor, Tensor | None],
+        stored: tuple[Tensor, Tensor | None] | None,
         batch: PackedBatch,
         kv: Tensor,
         scales: Tensor | None,
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store keys and values, or latent vectors alone, and attend: [T, heads, head_dim]."""
+        """Store keys and values, latent vectors alone, or nothing, and attend: [T, heads, head_dim]."""
         if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
             q = q * factors
         plan = self._plan(batch, kv, spec)
         windowed = spec.window is not None
-        write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
+        if stored is not None:
+            write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
         tables = batch.slot_tables if windowed else batch.block_tables
         starts, lengths = batch.query_start, batch.context_lens
         kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
@@ -460,10 +525,12 @@ class StageModel:
 
 def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
     """Return queries and keys [T, heads + kv_heads, head_dim] with their norms."""
-    if weights.q_norm is None or weights.k_norm is None:
+    if weights.q_norm is None:
         return qk
     parts = []
     for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
+        if norm is None:  # keys are another layer's
+            continue
         if spec.qk_norm_over == "all":
             parts.append(norm(part.flatten(1)).view(part.shape))
         elif spec.qk_norm_over == "heads":

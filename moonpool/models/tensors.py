@@ -46,6 +46,12 @@ def outer_tensors(config: ModelConfig) -> Slots:
     slots |= _norm("norm", names.norm, decoder.final_norm, (hidden,))
     if not config.tie_word_embeddings:
         slots["head.weight"] = _plain(names.head, (vocab, hidden))
+    if decoder.per_layer_rows:
+        width = decoder.layers[0].per_layer
+        every = width * len(decoder.every)
+        slots["per_layer_embedding"] = _plain(names.per_layer_embedding, (decoder.per_layer_rows, every))
+        slots |= _linear(names, "per_layer_input", names.per_layer_input, (every, hidden))
+        slots |= _norm("per_layer_input_norm", names.per_layer_input_norm, decoder.final_norm, (width,))
     if decoder.head_bias:
         slots["head.bias"] = _plain(f"{names.head.removesuffix('.weight')}.bias", (vocab,))
     return slots
@@ -62,7 +68,7 @@ def layer_tensors(
     `has` tells whether the checkpoint has a tensor: if a family's folders have all experts in one tensor, other
     checkpoints (GGUF files, quantised folders) have a tensor for each. `names`: None = the family's.
     """
-    names, spec = names or FAMILIES[config.architecture].names, config.decoder.layers[index]
+    names, spec = names or FAMILIES[config.architecture].names, config.decoder.every[index]
     slots: Slots = {}
     for slot in ("attention_norm", "attention_out_norm", "feed_forward_norm", "feed_forward_out_norm"):
         if getattr(spec, slot):
@@ -70,6 +76,10 @@ def layer_tensors(
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
     prefix = names.layer.format(index=index)
+    if spec.per_layer:
+        slots |= _linear(names, "per_layer_gate", names.per_layer_gate, (spec.per_layer, config.hidden_size))
+        slots |= _linear(names, "per_layer_output", names.per_layer_output, (config.hidden_size, spec.per_layer))
+        slots |= _norm("per_layer_norm", names.per_layer_norm, spec.norm, (config.hidden_size,))
     if spec.scalar:
         slots["scalar"] = _plain(names.scalar, (1,))
     if spec.recurrent is not None:
@@ -90,6 +100,8 @@ def attention_inputs(spec: AttentionSpec, tensors: Container[str]) -> str:
     """Return the slots, by space, of the projections that attention reads its input by: one product."""
     if spec.output_gate:
         return "q k v attention_gate"
+    if spec.kv_of is not None:
+        return "q"
     if spec.values_of_keys:
         return "q k k"
     return "qkv" if "qkv.weight" in tensors else "q k v"
@@ -139,7 +151,7 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
     else:
         turn = partial(_unpaired, size, paired) if paired else None
         projected = (("q", q, turn), ("k", kv, turn), ("v", kv, None))
-        for slot, rows, arrange in projected[: 2 if spec.values_of_keys else 3]:
+        for slot, rows, arrange in projected[: 1 if spec.kv_of is not None else 2 if spec.values_of_keys else 3]:
             its = getattr(names, slot)
             slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
         if spec.output_gate:  # a head's gate lies behind the head's query
@@ -149,7 +161,8 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
                 slots |= {at: replace(part, kept_shape=(q, *part.shape[1:])) for at, part in its.items()}
     slots |= _linear(names, "output", names.output, (hidden, q), bias=spec.output_bias)
     if spec.qk_norm is not None:
-        for slot, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+        normed = (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
+        for slot, heads in normed[: 1 if spec.kv_of is not None else 2]:
             kept = {"head": (size,), "heads": (heads, size), "all": (heads * size,)}[spec.qk_norm_over]
             norms = _norm(slot, getattr(names, slot), spec.qk_norm, kept)
             if paired:  # the elements of a head have other places here

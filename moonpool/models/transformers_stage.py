@@ -75,7 +75,7 @@ class TransformersStage(StageModel):
         self.deterministic = False
         self.undo = StateUndo()
         self.kernels = prepare(device, dtype)
-        self.one_by_one = config.decoder.not_plain
+        self.not_native = [config.decoder.not_plain] * config.num_layers
         self.changed_weights, self.mapped_bytes = "", 0
         self._model, self._body = model, getattr(model, model.base_model_prefix)
         self._given = _Given(self._body)

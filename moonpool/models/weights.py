@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moonpool.families.spec import LayerSpec
@@ -51,6 +52,44 @@ class LatentWeights:
 
 
 @dataclass(slots=True)
+class PerLayerWeights:
+    """What adds a token's embedding for one layer to the layer's result, `LayerSpec.per_layer`."""
+
+    gate: Linear  # hidden to per_layer
+    output: Linear  # per_layer to hidden
+    norm: Norm
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return _nbytes(self.gate, self.output, self.norm)
+
+
+@dataclass(slots=True)
+class PerLayerTable:
+    """Tokens' embeddings for each layer."""
+
+    embedding: Tensor  # [rows, layers * per_layer]
+    projection: Linear  # hidden to layers * per_layer
+    norm: Norm  # over per_layer
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return _nbytes(self.embedding, self.projection, self.norm)
+
+    def __call__(self, token_ids: Tensor, hidden: Tensor, *, deterministic: bool) -> Tensor:
+        """Return [T, layers, per_layer] for tokens [T] whose usual embeddings are `hidden` [T, hidden]."""
+        assert self.norm.weight is not None
+        width = len(self.norm.weight)
+        stored = self.embedding.index_select(0, token_ids)
+        stored = stored * torch.tensor(width**0.5, dtype=stored.dtype)
+        projected = self.projection(hidden, deterministic=deterministic) * hidden.shape[1] ** -0.5
+        projected = self.norm(projected.view(len(hidden), -1, width))
+        return (projected + stored.view(projected.shape)) * 2**-0.5
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One layer's weights; norms that the layer does not have are None."""
 
@@ -62,6 +101,7 @@ class LayerWeights:
     feed_forward: FeedForward | MixtureOfExperts | DenseAndExperts
     feed_forward_out_norm: Norm | None
     scalar: Tensor | None = None  # [1]
+    per_layer: PerLayerWeights | None = None
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.checkpoint import inspect_checkpoint, kv_layout, load_config
 from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.footprint import (
     GRAMMAR_BYTES,
@@ -18,6 +18,7 @@ from moonpool.engine.footprint import (
     resident_bytes,
     work_bytes,
 )
+from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.errors import ConfigError
 from moonpool.fork_server import Launcher, execute, start_worker
@@ -63,7 +64,7 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str,
     async with start_processes(spec(checkpoint, layout=layout), start_timeout_s=90, launcher=launcher) as engine:
         assert isinstance(engine, ProcessEngine)
         [pid], footprint = engine.pids, engine.footprints[0]
-        sizes = []
+        ready, sizes = resident_bytes(pid), []
         for number in range(1, 4):
             for kind, sequences in enumerate(largest_steps(min(config.max_position_embeddings, 40 * BLOCK))):
                 await engine.run(Step(10 * number + kind, sequences))
@@ -71,6 +72,8 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str,
     print(footprint.mebibytes(), [size >> 20 for size in sizes])
     if launcher is execute:  # a forked process has not touched all pages of the libraries
         assert footprint.libraries < sizes[0]
+        estimate = estimated_memory(inspect_checkpoint(checkpoint, "float32"), spec(checkpoint, layout=layout))
+        assert estimate.idle == pytest.approx(ready, rel=0.1)
     assert sizes[0] < footprint.bound
     assert sizes[2] <= sizes[1] + (4 << 20) < footprint.bound
     assert footprint.pool == 40 * layout.block_bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.checkpoint import ModelConfig, kv_layout, load_config
+from moonpool.checkpoint import ModelConfig, inspect_checkpoint, kv_layout, load_config
 from moonpool.engine.footprint import device_footprint
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, StageRoom
@@ -121,10 +121,11 @@ def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
 
 def test_the_estimate_counts_a_window_once(tmp_path: Path) -> None:
     """Half of the layers have a window of three blocks; a pool for one context holds that and a step beside."""
-    model = load_config(create("tiny-gemma3", tmp_path / "model", seed=1, dtype="float32"))
-    layout = kv_layout(model, "float32", 16)
+    found = inspect_checkpoint(create("tiny-gemma3", tmp_path / "model", seed=1, dtype="float32"))
+    model, layout = found.config, kv_layout(found.config, "float32", 16)
     blocks = layout.blocks_for(model.max_position_embeddings)
-    estimate = estimated_memory(model, layout, blocks, "float32", weights=7)
+    spec = EngineSpec("", "float32", layout, blocks, max_tokens=model.max_position_embeddings)
+    estimate = estimated_memory(found, spec)
     slots = layout.window_slots(blocks, STEP_TOKENS, model.max_position_embeddings)
     assert slots < blocks
     assert estimate.kv == layout.pool_bytes(blocks, slots) < blocks * layout.block_bytes

@@ -205,10 +205,10 @@ NATIVE = "torch" if library.get() is None else f"native {build.detect()}"
     ("stages", "wish", "by"),
     [
         pytest.param(
-            1, "", f"{NATIVE}, all layers in one call",
+            1, "", f"{NATIVE}, all layers native",
             marks=pytest.mark.skipif(library.get() is None, reason="no native kernels"),
         ),
-        pytest.param(2, "torch", "torch, layers one by one (MOONPOOL_KERNELS=torch)", marks=pytest.mark.slow),
+        pytest.param(2, "torch", "torch, all layers torch (MOONPOOL_KERNELS=torch)", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 async def test_one_line_of_the_log_says_what_computes(

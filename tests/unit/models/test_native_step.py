@@ -326,6 +326,6 @@ def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path) -> Non
     """Heads of 8 elements: told, and computed all the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
     checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
-    assert checked.stage.one_by_one == "head_dim 8 is no multiple of 16 up to 256"
+    assert checked.stage.not_native == ["heads of 8 elements, no multiple of 16 up to 256"]
     work, prefixes = draw(checked.config, random.Random(8), 2, 3)
     assert torch.isfinite(checked.run(work.batch, prefixes)[1]).all()

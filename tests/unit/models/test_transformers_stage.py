@@ -8,9 +8,12 @@ import torch
 import transformers
 
 from moonpool.checkpoint import config_hash, inspect_checkpoint, load_config
+from moonpool.engine.setup import engine_setup
 from moonpool.errors import UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.models.loader import load_stage
+from moonpool.models.transformers_stage import TransformersStage
+from services.prefill.config import PrefillConfig
 from tests.unit.models.forward import Runner
 from tests.unit.models.test_families import LENGTHS, NEW, TINY, reference
 from tests.unit.models.test_parity import assert_greedy
@@ -26,7 +29,7 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
     runner = Runner(tmp_path, torch.float32)
-    assert "transformers" in runner.stages[0].one_by_one
+    assert "transformers" in runner.stages[0].not_native[0]
     for prompt, output in zip(prompts, runner.generate(prompts, NEW, chunk=16, budget=40), strict=True):
         assert_greedy(model, prompt, output)
 
@@ -50,6 +53,31 @@ def test_what_does_not_attend_through_the_interface_is_refused(model_type: str, 
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedModel, match=words):
         load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
+
+
+def test_model_impl(tmp_path: Path) -> None:
+    """Llama through transformers' own code: the same tokens, and KV of its own; an unknown architecture is refused."""
+    model = reference("llama", {"num_hidden_layers": 2})
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path, "transformers")
+    assert load_config(tmp_path, "moonpool") == load_config(tmp_path) != config
+    assert inspect_checkpoint(tmp_path, model_impl="transformers").computed == (
+        "all layers fallback (transformers' own modelling code)"
+    )
+    runner = Runner(tmp_path, torch.float32, config=config)
+    assert isinstance(runner.stages[0], TransformersStage)
+    prompt = list(range(3, 40))
+    [output] = runner.generate([prompt], NEW, chunk=16, budget=40)
+    assert_greedy(model, prompt, output)
+    setups = [engine_setup(PrefillConfig(model=str(tmp_path), model_impl=impl)) for impl in ("auto", "transformers")]
+    assert setups[0].namespace != setups[1].namespace
+    assert setups[0].model.config_hash == setups[1].model.config_hash
+    assert setups[1].spec.model_impl == "transformers"
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    assert load_config(tmp_path, "transformers") == load_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no family describes ApertusForCausalLM") as caught:
+        load_config(tmp_path, "moonpool")
+    assert caught.value.field == "model_impl"
 
 
 def test_it_runs_in_one_stage_only(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Memory of an engine as told before loading, beside what its process takes: `python -m benchmarks.memory [--json]`.
+
+One engine process for each kind of model: dense, packed codes of a GGUF file (SmolLM2, if it was fetched), experts,
+layers with a recurrent state. Resident memory is read when the engine is ready, after the largest steps (chunks, and a
+full batch), and at its peak while loading. Predictions are those of `moonpool model inspect`.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frame import Absent, Progress, Row, run
+from moonpool.checkpoint import held_quantization, inspect_checkpoint, kv_layout, resolve_dtype
+from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.engine.executor import ProcessEngine, start_processes
+from moonpool.engine.footprint import resident_bytes
+from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
+from moonpool.engine.messages import EngineSpec
+from moonpool.fork_server import execute
+from moonpool.models.random_checkpoint import create
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import SequenceStep, Step
+
+BLOCK, CHUNK, BATCH, LONGEST = 64, 512, 64, 4096
+KV_BYTES = 64 << 20
+WITHIN = 0.1
+"""A prediction is off by this part at most."""
+SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "dense, bfloat16": ("smollm2-135m", {}),
+    "experts, bfloat16": (
+        "tiny-mixtral",
+        {
+            "hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 8192,
+        },
+    ),
+    "hybrid, bfloat16": (
+        "tiny-qwen3-next",
+        {
+            "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
+            "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "vocab_size": 8192,
+        },
+    ),
+}  # fmt: skip
+PACKED = "packed, GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Resident bytes of an engine process: when ready, after the largest steps, and at the peak of loading."""
+
+    ready: int
+    used: int
+    loading: int
+
+
+def told(path: Path) -> tuple[MemoryEstimate, EngineSpec]:
+    """What is told of the checkpoint's engine, and the engine."""
+    found = inspect_checkpoint(path)
+    dtype = resolve_dtype(found.config)
+    layout = kv_layout(found.config, dtype, BLOCK)
+    blocks = layout.blocks_in(KV_BYTES, CHUNK, LONGEST)
+    quantization = held_quantization(path, found.config, "auto")
+    spec = EngineSpec(
+        str(path), dtype, layout, blocks,
+        step_tokens=CHUNK, threads=2, quantization=quantization, max_tokens=LONGEST, measure=False,
+    )  # fmt: skip
+    return estimated_memory(path, found, spec), spec
+
+
+async def taken(spec: EngineSpec) -> Taken:
+    """Start the engine, and run the largest steps."""
+    async with start_processes(spec, start_timeout_s=300, launcher=execute) as engine:
+        assert isinstance(engine, ProcessEngine)
+        [pid] = engine.pids
+        ready = resident_bytes(pid)
+        loading = resident_bytes(pid, peak=True)
+        for number, parts in enumerate(largest_steps(spec)):
+            await engine.run(Step(number + 1, parts))
+        return Taken(ready, resident_bytes(pid), loading)
+
+
+def largest_steps(spec: EngineSpec) -> Iterator[tuple[SequenceStep, ...]]:
+    """Chunks of a long prompt, then a batch of decode steps, twice."""
+    sampled = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9))
+    longest = min(LONGEST, spec.blocks * BLOCK) // CHUNK * CHUNK
+    for _ in range(2):
+        for begin in range(0, longest, CHUNK):
+            blocks = tuple(range((begin + CHUNK) // BLOCK))
+            yield (SequenceStep(bytes(4 * CHUNK), begin, blocks, sample=sampled),)
+        count = min(BATCH, spec.blocks)
+        yield tuple(SequenceStep(bytes(4), BLOCK - 1, (block,), sample=sampled) for block in range(count))
+
+
+def rows(name: str, path: Path, progress: Progress) -> Iterator[Row]:
+    """Figures of one model: predicted over measured."""
+    estimate, spec = told(path)
+    found = asyncio.run(taken(spec))
+    pairs = (
+        ("when ready", estimate.idle, found.ready),
+        ("while loading, at most", estimate.loading, found.loading),
+        ("after the largest steps", estimate.all, found.used),
+    )
+    for when, predicted, measured in pairs:
+        off = 1 + abs(predicted / measured - 1)
+        progress(f"{name}, {when}: {predicted >> 20} MiB told, {measured >> 20} MiB taken")
+        yield Row(
+            f"{name}, {when}",
+            measured / 2**20,
+            "MiB",
+            None,
+            "told before",
+            predicted / 2**20,
+            1 / off,
+            1 / (1 + WITHIN),
+        )
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+    """All rows."""
+    del options
+    found: list[Row | Absent] = []
+    packed = cached_model("smollm2", cache_folder())
+    if packed is None:
+        found.append(Absent(PACKED, "told before", "`moonpool pull smollm2` fetches the model"))
+    else:
+        found += rows(PACKED, packed, progress)
+    for name, (shape, overrides) in SHAPES.items():
+        with tempfile.TemporaryDirectory(prefix="moonpool-memory-") as folder:
+            path = create(shape, Path(folder) / "model", dtype="bfloat16", overrides=overrides)
+            found += rows(name, path, progress)
+    return found
+
+
+if __name__ == "__main__":
+    run("memory", measure)
