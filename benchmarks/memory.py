@@ -71,7 +71,7 @@ def told(path: Path) -> tuple[MemoryEstimate, EngineSpec]:
         str(path), dtype, layout, blocks,
         step_tokens=CHUNK, threads=2, quantization=quantization, max_tokens=LONGEST, measure=False,
     )  # fmt: skip
-    return estimated_memory(path, found, spec), spec
+    return estimated_memory(found, spec), spec
 
 
 async def taken(spec: EngineSpec) -> Taken:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.deepseek import shared_experts
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
@@ -75,5 +75,6 @@ EXAONE_MOE = ModelFamily(
         "num_experts_per_tok": 8,
         "routed_scaling_factor": 2.5,
     },
+    names=TensorNames(correction="mlp.e_score_correction_bias"),
     other_keys={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
 )

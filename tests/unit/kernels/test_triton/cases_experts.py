@@ -47,8 +47,8 @@ def test_products_and_sums(dtype: torch.dtype, tokens: int) -> None:
     expected = torch.empty((tokens * CHOSEN, INNER), dtype=dtype)
     reference.expert_linear(x, rows.tokens, rows.starts, here, expected, deterministic=False)
     found = torch.full_like(expected, torch.nan, device=DEVICE)
-    on_device = [its.to(DEVICE) for its in (x, rows.tokens, rows.starts)]
-    triton_ops.expert_linear(*on_device, there, found, deterministic=False)
+    tokens_there, starts = rows.tokens.to(DEVICE), rows.starts.to(DEVICE)
+    triton_ops.expert_linear(x.to(DEVICE), tokens_there, starts, there, found, deterministic=False)
     close(found, expected)
     for factors in (rows.weights, None):
         total = torch.empty((tokens, INNER), dtype=dtype)
