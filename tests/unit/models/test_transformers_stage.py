@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_model_impl(tmp_path: Path) -> None:
     prompt = list(range(3, 40))
     [output] = runner.generate([prompt], NEW, chunk=16, budget=40)
     assert_greedy(model, prompt, output)
-    setups = [engine_setup(PrefillConfig(model=str(tmp_path), model_impl=impl)) for impl in ("auto", "transformers")]
+    plain: dict[str, Any] = {"conductor": ("127.0.0.1:1",), "model": str(tmp_path)}
+    setups = [engine_setup(PrefillConfig(**plain, model_impl=impl)) for impl in ("auto", "transformers")]
     assert setups[0].namespace != setups[1].namespace
     assert setups[0].model.config_hash == setups[1].model.config_hash
     assert setups[1].spec.model_impl == "transformers"
