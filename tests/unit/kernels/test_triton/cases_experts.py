@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops, reference
+from kernels.choice import VARIABLE
 from kernels.experts import ExpertMatrices, rows_by_expert
 from kernels.triton import ops as triton_ops
 from moonpool.families.spec import ExpertsSpec, FeedForwardSpec
@@ -17,6 +18,11 @@ from tests.unit.kernels.test_triton.pools import DEVICE, DTYPES, generator
 #: Sums differ by the order of additions, and the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 HIDDEN, INNER, COUNT, CHOSEN = 80, 48, 6, 3
+
+
+@pytest.fixture(autouse=True)
+def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "triton")
 
 
 def close(found: Tensor, expected: Tensor) -> None:
