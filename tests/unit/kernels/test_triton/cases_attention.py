@@ -1,7 +1,6 @@
 """Attention in Triton against the reference in float64. Run by test_interpreter.py and test_gpu.py."""
 
 import itertools
-import os
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,11 @@ from kernels.kind import AttentionKind
 from kernels.triton import attention as launches
 from kernels.triton import device as code
 from kernels.triton import tiles, variants
-from tests.unit.kernels.test_triton.pools import DTYPES, make
+from tests.unit.kernels.test_triton.pools import DTYPES, SLOWLY, make, slowly
 
 RAGGED = [(1, 33), (5, 21), (1, 1), (3, 3), (17, 60)]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 40)]
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-SLOWLY = pytest.mark.slow if os.environ.get("TRITON_INTERPRET") == "1" else ()
-"""Of what a GPU does in a moment and the interpreter in many seconds."""
 EACH_DTYPE = pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=SLOWLY) for dtype in DTYPES[1:])])
 
 
@@ -34,7 +31,8 @@ def test_decode(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "block_tokens"), [(64, 1, 64), (80, 7, 16), (96, 16, 64), (128, 4, 256), (128, 7, 16)]
+    ("head_dim", "group", "block_tokens"),
+    [(80, 7, 16), (128, 4, 256), *slowly((64, 1, 64), (96, 16, 64), (128, 7, 16))],
 )
 def test_shapes(head_dim: int, group: int, block_tokens: int) -> None:
     shape = {"head_dim": head_dim, "group": group, "block_tokens": block_tokens, "kv_heads": 1}
@@ -45,7 +43,7 @@ def test_shapes(head_dim: int, group: int, block_tokens: int) -> None:
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("length", [2, 16, 17, 33, 75, 130])
+@pytest.mark.parametrize("length", [17, 75, *slowly((2,), (16,), (33,), (130,))])
 def test_dropping_the_last_key_is_out_of_tolerance(length: int, dtype: torch.dtype) -> None:
     """The kernel itself is told a context without the last token: what it gives must not pass for right."""
     case = make([(1, length)], dtype=dtype, group=2)
@@ -70,8 +68,10 @@ def test_every_shape(dtype: torch.dtype, head_dim: int, group: int, block_tokens
     case.check(case.decode())
 
 
-@pytest.mark.parametrize("stored", QUANTIZED)
-@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize(
+    ("stored", "block_tokens"),
+    [*zip(QUANTIZED, (16, 64), strict=True), *slowly(*zip(QUANTIZED, (64, 16), strict=True))],
+)
 def test_quantized(stored: torch.dtype, block_tokens: int) -> None:
     case = make([(1, 70), (9, 75), (2, 9)], stored=stored, block_tokens=block_tokens)
     case.check(case.prefill())

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,13 @@ from tests.unit.kernels.cases import LAST_TOKEN, TOLERANCE
 
 DEVICE = os.environ.get("MOONPOOL_TRITON_DEVICE", "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLOWLY = pytest.mark.slow if os.environ.get("TRITON_INTERPRET") == "1" else ()
+"""Of what a GPU does in a moment and the interpreter in many seconds."""
+
+
+def slowly(*cases: tuple[Any, ...]) -> list[Any]:
+    """Parameters of cases that are slow in the interpreter."""
+    return [pytest.param(*case, marks=SLOWLY) for case in cases]
 
 
 def generator(seed: int | None = None) -> torch.Generator:

@@ -61,5 +61,5 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_shape_in_the_interpreter() -> None:
-    run_cases(["cases_attention.py"], "slow", **INTERPRETER)
+def test_everything_in_the_interpreter() -> None:
+    run_cases(["cases_attention.py", "cases_products.py"], "slow", **INTERPRETER)
