@@ -31,8 +31,13 @@ RootOf = Callable[[ExtraKeys | None, str], BlockKey | None]
 
 None = a chain unknown here.
 """
-KeysOf = Callable[[bytes, Sequence[int], int], Sequence[BlockKey]]
-"""Keys of the blocks behind a root or a key: parent, tokens, tokens per block."""
+KeysOf = Callable[[bytes, Sequence[int], int, str], Sequence[BlockKey]]
+"""Keys of the blocks behind a root or a key: parent, tokens, tokens per block, and the LoRA adapter's name."""
+
+
+def _chain_keys(parent: bytes, token_ids: Sequence[int], block_tokens: int, lora: str) -> Sequence[BlockKey]:
+    """Moonpool's own keys, of which the root knows the adapter."""
+    return block_keys(parent, token_ids, block_tokens)
 
 
 class RankCache:
@@ -57,7 +62,7 @@ class RankCache:
         changed: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
         max_names: int,
         media: Sequence[str] = DEVICE_MEDIA,
-        keys_of: KeysOf = block_keys,
+        keys_of: KeysOf = _chain_keys,
     ) -> None:
         self._block_tokens = block_tokens
         self._root_of = root_of
@@ -135,7 +140,8 @@ class RankCache:
         if extra is not None:  # from a block with an image or the like on, hashes mean more than tokens
             named = next((at for at, keys in enumerate(extra) if keys and at >= salted), named)
         tokens = event.token_ids[: named * self._block_tokens]
-        for block, key in zip(event.hashes, self._keys_of(parent, tokens, self._block_tokens), strict=False):
+        keys = self._keys_of(parent, tokens, self._block_tokens, event.lora)
+        for block, key in zip(event.hashes, keys, strict=False):
             if self._names.pop(block, key) != key:
                 self._retract([block])
             self._names[block] = key

@@ -161,7 +161,7 @@ class _Routes:
         body = await _body(request, Query)
         model = _model(body.model, body.model_name)
         self._indexer.learn(model, body.tenant_id, body.cache_salt, body.token_ids, body.lora)
-        return self._answer(body, model, lambda size: block_hashes(body.token_ids, size))
+        return self._answer(body, model, lambda size: block_hashes(body.token_ids, size, body.lora))
 
     async def query_by_hash(self, request: web.Request) -> web.Response:
         """The same, of a prompt whose hashes are known."""
@@ -180,7 +180,7 @@ class _Routes:
         if body.model_name and not known and not self._indexer.serves(model, body.tenant_id):
             raise NotFound(f"no indexer for model={model} tenant={body.tenant_id}")
         for scope in known:
-            keys = rolled or rolling(salt_root(body.cache_salt, body.lora), own_of(scope.block_tokens))
+            keys = rolled or rolling(salt_root(body.cache_salt), own_of(scope.block_tokens))
             for instance, match in index.match(scope, keys).items():
                 if body.instance_id is None or str(body.instance_id) == instance:
                     found[instance] = match

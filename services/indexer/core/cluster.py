@@ -166,9 +166,9 @@ class ClusterKV:
         salt, apart = f"{tenant}:{cache_salt}" if tenant else cache_salt, number_of(salt_root(tenant))
         scope = Scope(model.name, tenant or DEFAULT_TENANT, size)
         keys, tokens = block_keys(root, token_ids, size), array("i", token_ids)
+        shown_keys = sequence_keys(salt_root(cache_salt), tokens, size, lora.name)
         parent: BlockKey | None = None
-        start = salt_root(cache_salt, lora.name)
-        for at, (key, shown) in enumerate(zip(keys, sequence_keys(start, tokens, size), strict=True)):
+        for at, (key, shown) in enumerate(zip(keys, shown_keys, strict=True)):
             name, own = self._names.pop(key, None), tokens[at * size : (at + 1) * size]
             self._names[key] = name or BlockName(scope, shown, parent, own, salt, lora.name, apart)
             parent = shown

@@ -1,7 +1,8 @@
 """Which engine holds which blocks in which tier, by rolling hashes over tokens.
 
 A block's hash is XXH3-64 as Mooncake's KV events and Dynamo have it: over the block's tokens for the first block, over
-the hash before and the block's own hash for later ones. A salt goes in front of the first block.
+the hash before and the block's own hash for later ones. A salt goes in front of the first block. A LoRA adapter changes
+the seed of the blocks' own hashes, as at Dynamo.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,17 +37,17 @@ class Holder(NamedTuple):
     rank: int
 
 
-def salt_root(salt: str, lora: str = "") -> BlockKey:
-    """Root of the chains with a salt, computed by the LoRA adapter of this name ("" = by the base model)."""
-    if lora:
-        return BlockKey(_hashed(f"{lora}\0{salt}".encode()))
+def salt_root(salt: str) -> BlockKey:
+    """Root of the chains with a salt."""
     return BlockKey(_hashed(salt.encode())) if salt else NO_SALT
 
 
-def block_hashes(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Each full block's hash alone."""
-    data, size = memoryview(tokens_to_bytes(token_ids)), 4 * block_tokens
-    return [_hashed(data[start : start + size]) for start in range(0, len(data) - size + 1, size)]
+def block_hashes(token_ids: Sequence[int], block_tokens: int, lora: str = "") -> list[bytes]:
+    """Each full block's hash alone, computed by the LoRA adapter of this name ("" = by the base model)."""
+    data, size, seed = memoryview(tokens_to_bytes(token_ids)), 4 * block_tokens, HASH_SEED
+    if lora:
+        seed = (seed + xxhash.xxh3_64_intdigest(lora.encode())) % (1 << 8 * HASH_BYTES)
+    return [_hashed(data[start : start + size], seed) for start in range(0, len(data) - size + 1, size)]
 
 
 def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
@@ -58,9 +59,9 @@ def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
     return found
 
 
-def sequence_keys(parent: bytes, token_ids: Sequence[int], block_tokens: int) -> list[BlockKey]:
+def sequence_keys(parent: bytes, token_ids: Sequence[int], block_tokens: int, lora: str = "") -> list[BlockKey]:
     """Rolling hashes of the full blocks behind a root or a block."""
-    return rolling(parent, block_hashes(token_ids, block_tokens))
+    return rolling(parent, block_hashes(token_ids, block_tokens, lora))
 
 
 def number_of(key: bytes) -> int:
@@ -73,8 +74,8 @@ def key_of(number: int) -> BlockKey:
     return BlockKey((number % (1 << 8 * HASH_BYTES)).to_bytes(HASH_BYTES, "little"))
 
 
-def _hashed(data: bytes | memoryview) -> bytes:
-    return xxhash.xxh3_64_intdigest(data, HASH_SEED).to_bytes(HASH_BYTES, "little")
+def _hashed(data: bytes | memoryview, seed: int = HASH_SEED) -> bytes:
+    return xxhash.xxh3_64_intdigest(data, seed).to_bytes(HASH_BYTES, "little")
 
 
 @dataclass(slots=True)

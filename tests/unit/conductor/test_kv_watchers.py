@@ -31,7 +31,7 @@ def index_of(**held: list[bytes]) -> PrefixIndex:
 
 async def told(watch: Watch) -> list[str]:
     """Kinds of messages up to the one that says that the watcher knows all."""
-    kinds = [(await anext(watch)).WhichOneof("message") or ""]
+    kinds: list[str] = [(await anext(watch)).WhichOneof("message") or ""]
     while kinds[-1] != "synced":
         kinds.append((await anext(watch)).WhichOneof("message") or "")
     return kinds
@@ -53,9 +53,10 @@ async def test_a_watcher_hears_what_is_held_and_then_each_change() -> None:
     watchers.changed("c", kv_pb2.KVEvents(removed_keys=KEYS[0]))
     change = (await anext(watch)).changed
     assert (change.instance_id, change.events.removed_keys) == ("c", KEYS[0])
-    watchers.named("ann", "salt", array("i", [7, 8]))
+    watchers.named("ann", "salt", array("i", [7, 8]), kv_pb2.LoraAdapter(id=KEYS[1], name="sql"))
     chain = (await anext(watch)).chain
     assert (chain.tenant, chain.cache_salt, chain.token_ids) == ("ann", "salt", tokens_to_bytes([7, 8]))
+    assert (chain.lora.id, chain.lora.name) == (KEYS[1], "sql")
     watchers.left("c")
     assert (await anext(watch)).left == "c"
     watchers.stop()
