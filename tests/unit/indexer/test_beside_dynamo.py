@@ -19,7 +19,7 @@ from services.indexer.core.index import Holder, Scope, TieredIndex, block_hashes
 from services.indexer.core.publishers import Publisher, PublisherCache
 
 FOLDER = os.environ.get("MOONPOOL_DYNAMO", "")
-EVENTS, EVENTS_PER_PROBE = int(os.environ.get("MOONPOOL_FUZZ_EVENTS", "100000")), 4
+EVENTS, EVENTS_PER_PROBE = int(os.environ.get("MOONPOOL_FUZZ_EVENTS", "100000")), 16
 SIZE, WORKERS, NODES = 4, 6, 3000
 LORAS = ("", "", "sql", "chat")
 SCOPE = Scope("m", "default", SIZE)
