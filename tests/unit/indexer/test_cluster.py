@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from moonpool.checkpoint.lora import read_adapter
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.kv_events.events import BlockRemoved, BlockStored, EventBatch, read_batch
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -17,6 +18,7 @@ from services.indexer.config import IndexerConfig
 from services.indexer.core.cluster import ClusterKV, ClusterModel
 from services.indexer.core.index import Scope, TieredIndex, salt_root, sequence_keys
 from services.indexer.indexer import Indexer
+from tests.unit.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import BLOCK_TOKENS, decode, prefill, store
 from tests.unit.conductor.stack import stack
 from tests.unit.indexer.test_http import WAIT_S, Indexed, hit, indexer, rolling_hashes
@@ -149,6 +151,28 @@ async def test_blocks_that_only_a_query_names_are_published(tmp_path: Path) -> N
         assert len(await subscriber.replay_until(tokens[BLOCK_TOKENS:])) == 1
         publishing.cancel()
         await asyncio.wait([publishing])
+
+
+async def test_blocks_of_a_lora_adapter_are_told_with_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "sql", {})
+    lora, one, tokens = read_adapter(tmp_path / "sql"), prefill(), list(range(2 * BLOCK_TOKENS))
+    adapted = block_keys(chain_root(NAMESPACE, "", "s", lora.id), tokens, BLOCK_TOKENS)
+    settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
+    async with (
+        stack(one, decode(), lora_modules=f"sql={tmp_path / 'sql'}") as running,
+        indexer(conductor=running.address, **settings) as ours,
+    ):
+        one.store(list(adapted))
+        query = {"model": running.checkpoint.name, "token_ids": tokens, "cache_salt": "s", "lora_name": "sql"}
+        assert (await ours.post("/query", query))[1] == {"default": {}}  # nobody has told what "sql" is
+        await running.client.generate(token_ids=[*tokens, 5], model="sql", cache_salt="s")
+        await ours.until("/query", query, {"default": {"prefill-0": hit(2 * BLOCK_TOKENS)}})
+        assert (await ours.post("/query", {**query, "lora_name": None}))[1] == {"default": {}}
+        source = (await sources_of(ours, "prefill-0"))["prefill-0"]
+        async with indexer() as theirs:
+            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_TOKENS, "type": "moonpool"}
+            assert (await theirs.post("/register", body))[0] == 200
+            await theirs.until("/query", {**query, "model": "m"}, {"default": {"x": hit(2 * BLOCK_TOKENS)}})
 
 
 def test_a_walk_of_changes_keeps_index_and_events_true() -> None:
