@@ -23,7 +23,7 @@ from moonpool.grammar import check_grammar
 from moonpool.sampling_params import SamplingParams
 from tests.unit.test_json_schema import answer
 
-SEEDS, MORE_SEEDS = 3, 10
+SEEDS, MORE_SEEDS = 2, 10
 
 
 class Colour(enum.Enum):

@@ -24,10 +24,11 @@ CODE = """
 import sys
 from moonpool.checkpoint import resolve
 from moonpool.errors import CheckpointError
-try:
-    print(resolve(sys.argv[1]))
-except CheckpointError as error:
-    print("error:", error)
+for model in sys.argv[1:]:
+    try:
+        print(resolve(model))
+    except CheckpointError as error:
+        print("error:", error)
 """
 
 
@@ -101,10 +102,10 @@ def hub(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-def resolve_apart(model: str, home: Path, **environment: str) -> str:
+def resolve_apart(*models: str, home: Path, **environment: str) -> list[str]:
     """Resolve in a process of its own: huggingface_hub reads its environment once, at import."""
     run = subprocess.run(
-        [sys.executable, "-c", CODE, model],
+        [sys.executable, "-c", CODE, *models],
         env={
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_XET": "1",
@@ -118,7 +119,7 @@ def resolve_apart(model: str, home: Path, **environment: str) -> str:
         timeout=60,
         cwd=Path(bundled.__file__).parents[2],
     )
-    return run.stdout.strip()
+    return run.stdout.splitlines()
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -144,31 +145,31 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_hub_then_cache(hub: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    folder = Path(resolve_apart("owner/model", home, HF_ENDPOINT=hub))
+    [folder] = map(Path, resolve_apart("owner/model", home=home, HF_ENDPOINT=hub))
     fetched = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
     assert fetched == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
     # Nothing that is not allowed was asked for, and the second time nothing at all.
     assert not [path for path in Hub.asked if path.endswith((".bin", ".py")) or "consolidated" in path]
     asked = len(Hub.asked)
-    assert Path(resolve_apart("owner/model", home, HF_ENDPOINT=hub)) == folder
-    assert Path(resolve_apart("owner/model", home, HF_HUB_OFFLINE="1")) == folder
+    assert resolve_apart("owner/model", home=home, HF_ENDPOINT=hub) == [str(folder)]
+    assert resolve_apart("owner/model", home=home, HF_HUB_OFFLINE="1") == [str(folder)]
     assert Hub.asked[asked:] == []
 
 
 def test_unknown_and_offline(hub: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    assert f"neither a folder here nor a model on {hub}" in resolve_apart("owner/other", home, HF_ENDPOINT=hub)
-    answer = resolve_apart("owner/model", home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
-    assert answer.startswith("error: owner/model: no such folder, not in the local cache")
-    answer = resolve_apart("smolm2", home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
-    assert answer.endswith("; did you mean smollm2?")
+    [unknown] = resolve_apart("owner/other", home=home, HF_ENDPOINT=hub)
+    assert f"neither a folder here nor a model on {hub}" in unknown
+    offline, misspelt = resolve_apart("owner/model", "smolm2", home=home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
+    assert offline.startswith("error: owner/model: no such folder, not in the local cache")
+    assert misspelt.endswith("; did you mean smollm2?")
 
 
 def test_nobody_there(tmp_path: Path) -> None:
     with socket.socket() as unused:  # bound and not listening: connections are refused
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        answer = resolve_apart("owner/model", tmp_path, HF_ENDPOINT=endpoint)
+        [answer] = resolve_apart("owner/model", home=tmp_path, HF_ENDPOINT=endpoint)
     assert answer.startswith(
         f"error: owner/model: no such folder, not in the local cache, and not fetched from {endpoint}"
     )

@@ -31,7 +31,7 @@ def grow(folder: Path, seed: int) -> dict[bytes, bytes]:
     return held
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_whole_database_passes_after_each_transaction_and_gives_all_its_values(tmp_path: Path, seed: int) -> None:
     held = grow(tmp_path, seed)
     found = list(salvage_database(tmp_path))
@@ -49,7 +49,7 @@ def test_what_passes_is_read_and_written_whatever_was_changed(tmp_path: Path) ->
     grow(tmp_path, 7)
     data, chance, found = (tmp_path / "data.mdb").read_bytes(), random.Random(7), 0
     leaves = [at for at in range(2 * PAGE, len(data), PAGE) if data[at + 10] in (1, 2) and not data[at + 11]]
-    for number in range(120):
+    for number in range(60):
         changed = bytearray(data)
         page = chance.choice([0, PAGE, *leaves])
         changed[page + chance.randrange(200)] ^= 1 << chance.randrange(8)  # header, meta page, offsets of nodes
@@ -64,14 +64,14 @@ def test_what_passes_is_read_and_written_whatever_was_changed(tmp_path: Path) ->
                 table = env.open_db(name, txn)
                 assert sum(len(value) for _, value in txn.cursor(table)) > 0
                 txn.put(b"new %d" % number, bytes(20_000), db=table)
-    print(f"{found} of 120 were found")
-    assert found > 10
+    print(f"{found} of 60 were found")
+    assert found > 5
 
 
-@pytest.mark.parametrize("size", [1, 100, PAGE, 2 * PAGE, 5 * PAGE + 1])
-def test_a_cut_is_found(tmp_path: Path, size: int) -> None:
+def test_a_cut_is_found(tmp_path: Path) -> None:
     grow(tmp_path, 1)
-    with (tmp_path / "data.mdb").open("r+b") as file:
-        file.truncate(size)
-    with pytest.raises(DamagedDatabaseError):
-        check_database(tmp_path)
+    data = (tmp_path / "data.mdb").read_bytes()
+    for size in (1, 100, PAGE, 2 * PAGE, 5 * PAGE + 1):
+        (tmp_path / "data.mdb").write_bytes(data[:size])
+        with pytest.raises(DamagedDatabaseError):
+            check_database(tmp_path)

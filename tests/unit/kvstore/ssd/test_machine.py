@@ -323,7 +323,7 @@ def test_without_syncs_a_loss_of_power_loses_blocks_and_a_crash_of_the_process_n
 def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
     """The loss of power that the machine makes up finds each of them missing."""
     lost = 0
-    for seed in range(40):
+    for seed in range(20):
         folder = tmp_path / str(seed)
         folder.mkdir()
         files = PowerFiles(folder, without=(missing,))

@@ -16,14 +16,15 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_stages_run_as_processes(tmp_path: Path) -> None:
-    done = call("--out", str(tmp_path), "--device", "staged", "--tiny", "--only", "copies,native_build")
+def test_a_stage_runs_as_a_process(tmp_path: Path) -> None:
+    done = call("--out", str(tmp_path), "--device", "staged", "--tiny", "--only", "copies")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "results.json").read_text())
-    assert [(it["stage"], it["ok"]) for it in told["stages"]] == [("native_build", True), ("copies", True)]
+    assert [(it["stage"], it["ok"]) for it in told["stages"]] == [("copies", True)]
     assert done.stdout.splitlines()[-1].startswith("failed: none; skipped: none")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_failure_is_the_exit_status(tmp_path: Path) -> None:
     done = call("--out", str(tmp_path), "--only", "copies")
