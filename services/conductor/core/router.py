@@ -218,9 +218,12 @@ class StorePool:
 
     def write_back(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> tuple[StoreView, ...]:
         """The stores that shall hold the chain, also for a prompt without a full block: the answer may fill blocks."""
-        longest = max([view.blocks for view in views], default=0)
+        holders = [view for view in views if view.blocks]
+        longest = max([view.blocks for view in holders], default=0)
         parts = len(views) > self._replicas and 0 < longest < len(keys)  # else no decision is needed
         shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
+        if len(holders) == self._replicas == 1 and not shared:
+            return tuple(holders)  # as below
         rated = self._scored(keys, prompt_key, views) if shared else views
         return tuple(choose_write_back(rated, self._replicas, shared=shared))
 
