@@ -11,7 +11,7 @@ from moonpool.engine.setup import EngineConfig
 class DecodeConfig(EngineConfig):
     """Receives prompts' KV and generates tokens in a continuous batch."""
 
-    flag_groups: ClassVar = {"compute": ("max_num_seqs", "speculative", "num_speculative_tokens")}
+    flag_groups: ClassVar = {"compute": ("max_num_seqs", "speculative", "draft_model", "num_speculative_tokens")}
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step at most")
     lease_s: float = Field(60.0, gt=0, description="seconds without news after which a promise or transfer ends")
     promise_s: float = Field(
@@ -61,13 +61,17 @@ class DecodeConfig(EngineConfig):
     log_bytes: ByteSize = Field(
         16 << 20, ge=0, description="bytes of all tokens kept for that; the oldest are dropped first"
     )
-    speculative: Literal["auto", "ngram", "off"] = Field(
+    speculative: Literal["auto", "ngram", "draft", "off"] = Field(
         "off",
         description=(
             "whether steps check guesses of the next tokens, taken from what followed the same tokens earlier in the "
-            "prompt or answer: auto = where guesses were right often enough to pay; ngram = every guess; off = none. "
-            "Answers are the same"
+            "prompt or answer, or made by --draft-model: auto = where guesses were right often enough to pay; ngram = "
+            "every guess from the text; draft = every guess of the draft model; off = none. Answers are the same"
         ),
+    )
+    draft_model: str = Field(
+        "",
+        description="a small model of the same vocabulary that guesses next tokens, given as --model is; on CPUs",
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="guessed tokens of one sequence in a step at most")
     preempt_every: int = Field(

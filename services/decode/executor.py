@@ -12,12 +12,14 @@ from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import Order, Subscriber, conductor_identity
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.kv_transfer.stored_parts import PartedReader
 from moonpool.runtime.driver import Driver
 from moonpool.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.scheduling.latency import decode_step_seconds
 from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
@@ -67,6 +69,7 @@ from services.decode.core.events import (
 )
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings
+from services.decode.draft_model import DraftModel, DraftRequest
 from services.decode.kv_io import BlockIo
 from services.decode.live_requests import (
     LiveRequest,
@@ -150,6 +153,7 @@ class RunLoop:
         post: tells the scheduler.
         abort: ends a request early.
         drafts: decides which guesses steps check, as far as the scheduler allows any.
+        model: guesses where the text does not repeat; None = nothing does.
 
     Attributes:
         steps: so far.
@@ -163,9 +167,10 @@ class RunLoop:
         post: Callable[[RunProgress | RunDone], None],
         abort: Callable[[LiveRequest, str], None],
         drafts: DraftPlanner,
+        model: DraftModel | None = None,
     ) -> None:
         self._engine, self._spans, self._notify = parts.engine, parts.spans, parts.notify
-        self._drafts, self._clock = drafts, parts.clock
+        self._drafts, self._model, self._clock = drafts, model, parts.clock
         self._live, self._max_tokens = live, max_tokens
         self._post, self._abort = post, abort
         self._block_tokens = parts.engine.layout.block_tokens
@@ -206,6 +211,8 @@ class RunLoop:
         if any(guesses):
             await self._check_guesses(run, sequences, guesses)
             return
+        if self._model is not None and run.drafts and await self._draft_by_model(self._model, run, sequences):
+            return
         steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
         size = self._block_tokens
         parts = [self._next_token(it, steps) for it in sequences]
@@ -245,8 +252,46 @@ class RunLoop:
             each.append(DraftingSequence(sequence.drafter, len(sequence.tokens), most))
         return self._drafts.plan(each, run.drafts)
 
-    async def _check_guesses(self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]) -> None:
-        """Executes a run of one step that checks guesses."""
+    async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
+        """Executes a run that checks a small model's guesses; returns whether there were any."""
+        context = sum(len(it.tokens) for it in sequences)
+        most = self._drafts.model_guesses(len(sequences), context, model.speeds)
+        most = min(most, run.drafts // len(sequences))
+        rooms = [min(most, it.room_for_guesses(self._block_tokens, self._max_tokens)) for it in sequences]
+        wanted = [
+            DraftRequest(it.id, it.tokens, it.sampling.at(it.tokens, it.choice), room)
+            for it, room in zip(sequences, rooms, strict=True)
+            if room > 0
+        ]
+        if not wanted:
+            return False
+        began = self._clock()
+        try:
+            found = dict(zip((it.id for it in wanted), await model.guess(wanted), strict=True))
+        except Unavailable as error:
+            log.error("the draft model is gone: answers go on without its guesses", error=str(error))
+            self._model = None
+            return False
+        seconds = self._clock() - began
+        guesses = [found.get(it.id, []) for it in sequences]
+        if not any(guesses):
+            return False
+        expected_s = most * decode_step_seconds(model.speeds, len(sequences), context)
+        drafts = await self._check_guesses(run, sequences, guesses)
+        right = sum(draft.accepted for draft in drafts)
+        wrong = sum(draft.accepted < draft.tokens for draft in drafts)
+        self._drafts.observe_model(right + wrong, right, seconds, expected_s)
+        return True
+
+    def forget(self, number: int) -> None:
+        """A sequence is over."""
+        if self._model is not None:
+            self._model.forget(number)
+
+    async def _check_guesses(
+        self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]
+    ) -> list[CheckedDraft]:
+        """Executes a run of one step that checks guesses; returns how many were right."""
         began, parts = self._clock(), list[SequenceStep]()
         for sequence, guess in zip(sequences, guesses, strict=True):
             parts += sequence.draft_steps(guess, self._block_tokens) if guess else [self._next_token(sequence)]
@@ -254,7 +299,7 @@ class RunLoop:
         result = await self._engine.run(step)
         if not result.aborted:
             self._drafts.observe_overhead(self._clock() - began - (result.end_ns - result.start_ns) / 1e9)
-        self._over(run, sequences, result, guesses)
+        return self._over(run, sequences, result, guesses)
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
         """Steps have ended in which no sequence ended."""
@@ -289,7 +334,8 @@ class RunLoop:
 
     def _over(
         self, run: StartRun, sequences: list[LiveSequence], result: StepResult, guesses: Sequence[Sequence[int]] = ()
-    ) -> None:
+    ) -> list[CheckedDraft]:
+        """The run's last step has ended; returns which guesses it checked."""
         if result.earlier:
             self._took_steps(run, sequences, result.earlier)
         told, index = _RunEnd(), 0
@@ -303,6 +349,7 @@ class RunLoop:
         self._post(RunDone(run.step, result.aborted, seconds, ended, filled, 1, *rest))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
+        return told.drafts
 
     def _take_last(
         self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
@@ -355,6 +402,23 @@ class RunLoop:
         return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
 
 
+@frozen
+class Drafting:
+    """Which guesses of next tokens are made.
+
+    Attributes:
+        always: guesses are checked whatever they cost.
+        ngram: guesses are looked up in prompt and answer.
+        model: a small model guesses, where nothing was found; None = none does.
+    """
+
+    always: bool = False
+    ngram: bool = True
+    model: DraftModel | None = None
+
+
+NGRAM_DRAFTING = Drafting()
+"""Prompt look-up, where it pays."""
 PROGRESS_PER_LEASE = 8  # transfer progress reports per lease, instead of one per frame
 
 
@@ -366,7 +430,7 @@ class DecodeExecutor:
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
         open_reader: makes a client for the kvstore at an address, from which preempted requests' blocks are loaded.
-        always_draft: guesses are checked whatever they cost (`DraftPlanner`).
+        drafting: which guesses are made.
 
     Attributes:
         taken: reservations granted so far.
@@ -385,7 +449,7 @@ class DecodeExecutor:
         max_tokens: int,
         open_reader: Callable[[str], PartedReader],
         *,
-        always_draft: bool = False,
+        drafting: Drafting = NGRAM_DRAFTING,
     ) -> None:
         self.core = core
         self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify
@@ -400,8 +464,10 @@ class DecodeExecutor:
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = OutputLog(self._live, self._streams)
-        drafts = DraftPlanner(core.settings.draft_tokens, lambda: core.tracker.speeds, always=always_draft)
-        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts)
+        drafts = DraftPlanner(
+            core.settings.draft_tokens, lambda: core.tracker.speeds, always=drafting.always, ngram=drafting.ngram
+        )
+        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
         self.io = BlockIo(parts, open_reader, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
@@ -696,6 +762,8 @@ class DecodeExecutor:
     def _gone(self, live: LiveRequest, *, retained: bool) -> None:
         live.transfer.fail("ended")
         live.ending = True
+        for sequence in live.sequences:
+            self.running.forget(sequence.id)
         if retained:
             self.log.ended(live)
         self._recount()

@@ -1,6 +1,7 @@
 """A decode instance: the parts and states (open, draining, closing); the gRPC service; and the process."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from functools import partial
@@ -12,9 +13,11 @@ from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
+    EngineSetup,
     ExecutorParts,
     InstanceContext,
     StartEngine,
+    engine_setup,
     run_instance,
     run_together,
     start_engine,
@@ -43,7 +46,8 @@ from services.decode.config import DecodeConfig
 from services.decode.core.request import COPYING, RequestStatus
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings, Preemption
-from services.decode.executor import DecodeExecutor
+from services.decode.draft_model import DraftModel
+from services.decode.executor import DecodeExecutor, Drafting
 from services.decode.live_requests import LiveRequest
 from services.decode.receiver import TransferReceiver
 
@@ -71,7 +75,7 @@ class DecodeInstance:
         listener: offers transports to prefill processes.
     """
 
-    def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
+    def __init__(self, context: InstanceContext, config: DecodeConfig, draft_model: DraftModel | None = None) -> None:
         layout, engine = context.setup.layout, context.engine
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
         self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
@@ -93,7 +97,9 @@ class DecodeInstance:
                 context.endpoint(address),
                 partial(BlockReader, forgotten=deletions.demanded, offload=context.beside),
             ),
-            always_draft=config.speculative == "ngram",
+            drafting=Drafting(
+                always=config.speculative in ("ngram", "draft"), ngram=config.speculative != "draft", model=draft_model
+            ),
         )
         self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
         pool = self.executor.pool
@@ -358,7 +364,7 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     )
     emulated = "the emulated engine's tokens mean nothing" if context.setup.spec.emulated is not None else ""
     why_not = recurrent or emulated
-    if config.speculative == "ngram" and why_not:
+    if config.speculative in ("ngram", "draft") and why_not:
         raise ConfigError("speculative", why_not)
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
 
@@ -567,9 +573,39 @@ def contract(instance: DecodeInstance) -> Service:
 
 async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
     """Runs a decode instance until told to stop; raises as `run_instance`."""
+    async with contextlib.AsyncExitStack() as stack:
+        drafted = await _draft_setup(config) if config.speculative in ("auto", "draft") else None
+        draft_model = None
+        if drafted is not None:
+            context.starting("starting the draft model")
+            started = start(drafted.spec, start_timeout_s=config.start_timeout_s, listener=context)
+            draft_model = DraftModel(await stack.enter_async_context(started), drafted.max_tokens)
 
-    def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
-        instance = DecodeInstance(shared, config)
-        return instance, contract(instance)
+        def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
+            if drafted is not None and drafted.vocab_size != shared.setup.vocab_size:
+                its, ours = drafted.vocab_size, shared.setup.vocab_size
+                raise ConfigError("draft_model", f"has {its} tokens, the model has {ours}: not the same vocabulary")
+            instance = DecodeInstance(shared, config, draft_model)
+            return instance, contract(instance)
 
-    await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build, start=start)
+        await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build, start=start)
+
+
+async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
+    """What the draft model's engine runs; None without one.
+
+    Raises:
+        ConfigError: there is none where one is wanted, or one cannot be used.
+        CheckpointError: the draft model's checkpoint cannot be served.
+    """
+    if not config.draft_model:
+        if config.speculative == "draft":
+            raise ConfigError("draft_model", "speculative=draft needs one")
+        return None
+    if config.device != "cpu" or config.engine != "real":
+        raise ConfigError("draft_model", "only for engines that compute on a CPU")
+    own = {"model": config.draft_model, "dtype": "auto", "kv_cache_dtype": "auto", "imatrix": "", "profile": ""}
+    setup = await asyncio.to_thread(engine_setup, config.model_copy(update={**own, "max_loras": 0}))
+    if setup.layout.recurrent:
+        raise ConfigError("draft_model", "a recurrent state cannot go back behind guesses that were wrong")
+    return setup

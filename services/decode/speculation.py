@@ -6,6 +6,9 @@ answer goes on with the guesses that equal what is sampled there.
 
 Guesses are also compared with the tokens that come anyway. So it is known how often they are right before any is
 checked, and text that does not repeat costs nothing.
+
+A small model may guess, too, where the text does not repeat (`services.decode.draft_model`). Its guesses take time
+before they are checked, so they are asked for only where they are expected to pay.
 """
 
 from array import array
@@ -36,6 +39,10 @@ KEPT, KEPT_IN_COMMON = 0.95, 0.99
 LEAST_GAIN = 1.1
 """Guesses are checked if tokens a second are predicted to grow by this factor at least."""
 OVERHEAD_WEIGHT = 0.1
+FIRST_MODEL_RATE = 0.7
+"""Assumed share of a small model's guesses that are right, behind right ones."""
+FORGOTTEN = 0.98
+"""What earlier guesses of the small model count after a run without any: so they are tried again some time."""
 
 
 class RightGuesses:
@@ -147,6 +154,28 @@ class NgramDrafter:
         return next((n for n in range(most) if tokens[earlier - 1 - n] != tokens[now - 1 - n]), most)
 
 
+class _ModelGuesses:
+    """How often a small model's guesses are right, and how much longer they take than its speeds say."""
+
+    def __init__(self) -> None:
+        self._guesses = self._right = 0.0
+        self.dearer = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Expected share of right guesses, each behind right ones."""
+        return (self._right + FIRST_WEIGHT * FIRST_MODEL_RATE) / (self._guesses + FIRST_WEIGHT)
+
+    def observe(self, checked: int, right: int, dearer: float) -> None:
+        kept = KEPT_IN_COMMON**checked
+        self._guesses, self._right = self._guesses * kept + checked, self._right * kept + right
+        self.dearer += OVERHEAD_WEIGHT * (dearer - self.dearer)
+
+    def forget(self) -> None:
+        """A run goes without guesses."""
+        self._guesses, self._right = self._guesses * FORGOTTEN, self._right * FORGOTTEN
+
+
 @frozen
 class DraftingSequence:
     """One sequence of a step, for `DraftPlanner`.
@@ -171,12 +200,14 @@ class DraftPlanner:
     Args:
         most: guesses of one sequence, at most.
         always: guesses are checked whatever they cost.
+        ngram: guesses are looked up in prompt and answer.
         speeds: the engine's.
     """
 
-    def __init__(self, most: int, speeds: Callable[[], Speeds], *, always: bool = False) -> None:
-        self._most, self._speeds, self._always = most, speeds, always
+    def __init__(self, most: int, speeds: Callable[[], Speeds], *, always: bool = False, ngram: bool = True) -> None:
+        self._most, self._speeds, self._always, self._ngram = most, speeds, always, ngram
         self._overhead_s = 0.0
+        self._model = _ModelGuesses()
         self._common = RightGuesses(KEPT_IN_COMMON)
 
     def drafter(self, tokens: "array[int]", most_tokens: int) -> NgramDrafter:
@@ -187,8 +218,45 @@ class DraftPlanner:
         """Learns what a step with guesses takes beside the engine's own seconds."""
         self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
 
+    def model_guesses(self, sequences: int, context: int, draft: Speeds) -> int:
+        """Guesses of each sequence that a small model is asked for; 0 = they would not pay.
+
+        Args:
+            sequences: of the step.
+            context: tokens of all together.
+            draft: the small model's speeds.
+        """
+        if self._always:
+            return self._most
+        speeds, rate = self._speeds(), self._model.rate
+        plain_s = decode_step_seconds(speeds, sequences, context)
+        each_s = plain_s - speeds.decode_base_s + self._model.dearer * decode_step_seconds(draft, sequences, context)
+        best, gain, right = 0, LEAST_GAIN, 1.0
+        tokens, seconds = 1.0, plain_s + self._overhead_s
+        for count in range(1, self._most + 1):
+            right *= rate
+            tokens, seconds = tokens + right, seconds + each_s
+            if tokens * plain_s >= gain * seconds:
+                best, gain = count, tokens * plain_s / seconds
+        if not best:
+            self._model.forget()
+        return best
+
+    def observe_model(self, checked: int, right: int, seconds: float, expected_s: float) -> None:
+        """Learns of a small model's guesses for a step.
+
+        Args:
+            checked: guesses up to the first wrong one of each sequence.
+            right: right ones among them.
+            seconds: that the small model took.
+            expected_s: the same by its speeds.
+        """
+        self._model.observe(checked, right, seconds / expected_s if expected_s > 0 else 1.0)
+
     def may_pay(self, sequences: int, context: int) -> bool:
-        """Whether guesses would pay if all were right, in a step of so many sequences with so many tokens together."""
+        """Whether looked-up guesses would pay if all were right, in a step of so many sequences and tokens."""
+        if not self._ngram:
+            return False
         speeds = self._speeds()
         plain_s = decode_step_seconds(speeds, sequences, context)
         rows_s = plain_s - speeds.decode_base_s

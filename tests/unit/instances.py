@@ -28,6 +28,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.decode.config import DecodeConfig
+from services.decode.draft_model import DraftModel
 from services.decode.service import DecodeInstance
 from services.decode.service import contract as decode_contract
 from services.prefill.config import PrefillConfig
@@ -206,6 +207,7 @@ async def decoding(
     max_tokens: int = 512,
     run_steps: int = 1,
     executor: Executor | None = None,
+    draft_model: DraftModel | None = None,
     **settings: Any,
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
@@ -226,6 +228,7 @@ async def decoding(
                 beside=beside,
             ),
             config,
+            draft_model,
         )
         async with it.service.listener.running(config), _running(it, decode_contract(it.service), it.changed.set):
             yield it
