@@ -98,7 +98,8 @@ class CheckpointReport:
     `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory, as a pool divides it;
     None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
     layers with a window, the window.
-    `computed`: how layers compute on a CPU. `largest_bytes`: the largest tensor in `dtype`, which loading reads whole.
+    `computed`: how layers compute on a CPU. `reading_bytes`: what loading holds beside weights: the largest tensor
+    in `dtype`, and safetensors files, which stay mapped until all are read.
     """
 
     config: ModelConfig
@@ -114,7 +115,7 @@ class CheckpointReport:
     context_tokens: int
     kv_context_bytes: int
     computed: str
-    largest_bytes: int
+    reading_bytes: int
     fit_blocks: int | None = None
     fit_tokens: int | None = None
 
@@ -145,6 +146,8 @@ def inspect_checkpoint(
     tensors = tensor_index(path)
     parameters = _count_parameters(config, tensors)
     weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
+    file_bytes = sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()}))
+    largest = max(info.elements for info in tensors.values()) * ELEMENT_BYTES[chosen]
     context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     blocks = None
     if memory_bytes is not None:
@@ -156,7 +159,7 @@ def inspect_checkpoint(
         dtype=chosen,
         parameters=parameters,
         weight_bytes=weight_bytes,
-        file_bytes=sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()})),
+        file_bytes=file_bytes,
         block_tokens=block_tokens,
         kv_token_bytes=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
@@ -165,7 +168,7 @@ def inspect_checkpoint(
         context_tokens=context,
         kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
-        largest_bytes=max(info.elements for info in tensors.values()) * ELEMENT_BYTES[chosen],
+        reading_bytes=largest + (0 if is_gguf(path) else file_bytes),
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_tokens,
     )

@@ -129,7 +129,7 @@ def run_inspect(
         "max_tokens": found.config.max_position_embeddings,
         **sizes,
         "work_bytes": engine.work,
-        "program_bytes": engine.program,
+        "program_bytes": engine.program + engine.tokenizer,
         "loading_bytes": engine.loading,
         "idle_bytes": engine.idle,
         "engine_bytes": engine.all,

@@ -163,7 +163,12 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
             max_tokens=found.config.max_position_embeddings,
         )  # fmt: skip
         held = estimated_memory(found, spec)
-        parts = [("weights", held.weights), ("KV", held.kv), ("work", held.work), ("program", held.program)]
+        parts = [
+            ("weights", held.weights),
+            ("KV", held.kv),
+            ("work", held.work),
+            ("program", held.program + held.tokenizer),
+        ]
         parts += [("LoRA adapters", held.loras)] if held.loras else []
         sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
         tokens = blocks * plan.block_size

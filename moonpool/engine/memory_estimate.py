@@ -19,25 +19,27 @@ class MemoryEstimate:
     """One engine's bytes, in all its stages together."""
 
     program: int
-    """Program and libraries of each stage, and the tokenizer for structured answers."""
+    """Program and libraries of each stage."""
+    tokenizer: int
+    """For structured answers."""
     weights: int
     kv: int
     work: int
     """At most, for the largest step."""
     loras: int = 0
     """As many and as large LoRA adapters as may be loaded."""
-    largest: int = 0
-    """The largest tensor, which loading reads before it is arranged."""
+    reading: int = 0
+    """While loading: the largest tensor, which is read before it is arranged, and files that are mapped whole."""
 
     @property
     def beside_kv(self) -> int:
         """All but the KV pool."""
-        return self.program + self.weights + self.work + self.loras
+        return self.program + self.tokenizer + self.weights + self.work + self.loras
 
     @property
     def idle(self) -> int:
         """What is held between steps."""
-        return self.program + self.weights + self.kv + self.loras
+        return self.program + self.tokenizer + self.weights + self.kv + self.loras
 
     @property
     def all(self) -> int:
@@ -46,8 +48,8 @@ class MemoryEstimate:
 
     @property
     def loading(self) -> int:
-        """What is held at most while loading."""
-        return self.program + self.weights + self.largest
+        """What is held at most while loading, mapped files included, which the system drops where memory is short."""
+        return self.program + self.weights + max(self.reading, self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1) -> bool:
         """Whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
@@ -65,10 +67,11 @@ def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstim
     native = [not model.decoder.not_native(layer) for layer in range(model.num_layers)]
     work = max(work_bytes(model, engine, native=its, threads=threads) for its in set(native))
     return MemoryEstimate(
-        PROGRAM_BYTES + tokenizer_bytes(model),
+        PROGRAM_BYTES,
+        tokenizer_bytes(model),
         found.weight_bytes,
         engine.layout.pool_bytes(engine.blocks, engine.slots),
         work,
         lora_bytes(model, engine, 0, model.num_layers),
-        found.largest_bytes,
+        found.reading_bytes,
     )
