@@ -118,19 +118,27 @@ def rows(name: str, path: Path, progress: Progress) -> Iterator[Row]:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
-    del options
     found: list[Row | Absent] = []
     packed = cached_model("smollm2", cache_folder())
-    if packed is None:
+    if options.only not in PACKED:
+        progress(f"only {options.only}")
+    elif packed is None:
         found.append(Absent(PACKED, "told before", "`moonpool pull smollm2` fetches the model"))
     else:
         found += rows(PACKED, packed, progress)
     for name, (shape, overrides) in SHAPES.items():
+        if options.only not in name:
+            continue
         with tempfile.TemporaryDirectory(prefix="moonpool-memory-") as folder:
             path = create(shape, Path(folder) / "model", dtype="bfloat16", overrides=overrides)
             found += rows(name, path, progress)
     return found
 
 
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flag of this benchmark."""
+    parser.add_argument("--only", default="", help="kinds of models with this word in their name; default: all")
+
+
 if __name__ == "__main__":
-    run("memory", measure)
+    run("memory", measure, flags=flags)
