@@ -501,6 +501,8 @@ class KVLayout:
         """The first field in which the two differ, or None when KV may be exchanged."""
         if self == other:
             return None
+        if self.scaled != other.scaled:  # the versions differ by this
+            return LayoutDifference("dtype", self.dtype, other.dtype)
         for name in ("version", "layers", "block_tokens"):
             if getattr(self, name) != getattr(other, name):
                 return LayoutDifference(name, getattr(self, name), getattr(other, name))

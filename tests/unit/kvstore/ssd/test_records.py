@@ -86,8 +86,8 @@ def test_groups_that_do_not_fit_their_header_are_refused(length: int) -> None:
 
 
 def test_headers_of_uniform_layouts_are_those_of_version_1() -> None:
-    """Recorded from the program before groups: an old data folder is read, and an older program reads ours."""
-    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8")
+    """As the program before groups wrote them: an old data folder is read, and an older program reads ours."""
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
     info = BlockInfo(BlockKey(b"k" * 32), BlockKey(b"p" * 32), "t", BlockFormat(b"n" * 32, layout), 7)
     recorded = bytes.fromhex(RECORDED).ljust(4096, b"\0")
     assert pack_header(info, [1, 2], 9) == recorded
@@ -95,7 +95,20 @@ def test_headers_of_uniform_layouts_are_those_of_version_1() -> None:
     assert (header.info, header.hashes, header.segment) == (info, (1, 2), 9)
 
 
+def test_records_with_scales_behind_all_heads_are_refused() -> None:
+    """Recorded from the program of layout version 1, int8."""
+    with pytest.raises(BadRecordError, match=r"layout\.version"):
+        unpack_header(bytes.fromhex(SCALES_BEHIND_ALL_HEADS).ljust(4096, b"\0"))
+
+
 RECORDED = (
+    "4d504b5652454332b0af7302d1fa87f40010000002000000"
+    + "6b" * 32 + "70" * 32 + "6e" * 32
+    + "0100000002000000080000001000000000000000"
+    + "62666c6f617431360000000000000000" + "01000000" + "74"
+    + "0100000000000000" + "0200000000000000" + "0700000000000000" + "0900000000000000"
+)  # fmt: skip
+SCALES_BEHIND_ALL_HEADS = (
     "4d504b5652454332660d116959c99fed0010000002000000"
     + "6b" * 32 + "70" * 32 + "6e" * 32
     + "0100000002000000080000001000000000010000"
