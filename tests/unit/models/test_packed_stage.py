@@ -49,13 +49,13 @@ def test_greedy_whole_in_chunks_and_in_stages(
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     path = checkpoint(shape)
     texts, plain = prompts(load_config(path).vocab_size), reference(path, quantization)
-    whole = Runner(path, torch.float32, quantization=quantization)
-    stages = Runner(path, torch.float32, borders=(1,), quantization=quantization)
-    for runner, chunk, budget in ((whole, 1000, 1000), (stages, 16, 40)):
+    for borders, chunk, budget in ((), 1000, 1000), ((1,), 16, 40):
+        if mode and not borders:
+            continue  # chunks in two stages take the same products
+        runner = Runner(path, torch.float32, borders, quantization=quantization)
         for prompt, output in zip(texts, runner.generate(texts, NEW, chunk=chunk, budget=budget), strict=True):
             assert_greedy(plain, prompt, output)
-    if not mode:
-        assert all(stage.native for stage in (*whole.stages, *stages.stages))
+        assert all(stage.native for stage in runner.stages) == (not mode)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
