@@ -131,8 +131,9 @@ struct Place {
             const char *keys = turned.data + q * size, *values = qkv.data + (q + k) * size;
             char* to = kv.data + layer * layer_bytes;
             if (quantized())
-                write_quantized(type, keys, q + k, values, all, kv_type, to, block_bytes, (float*)scales.data + layer * count * block_scales,
-                                block_scales, blocks.begin(), offsets.begin(), rows, n->kv_heads, n->D, TOKENS, 1);
+                write_quantized(type, keys, q + k, values, all, kv_type, to, block_bytes, plane_bytes(),
+                                (float*)scales.data + layer * count * block_scales, block_scales, TOKENS, blocks.begin(),
+                                offsets.begin(), rows, n->kv_heads, n->D, 1);
             else
                 write_kv(keys, (q + k) * size, values, all * size, to, block_bytes, blocks.begin(), offsets.begin(), rows, n->kv_heads,
                          n->D * size, TOKENS, 1);
