@@ -211,7 +211,7 @@ static void whole_runs(int type, int kv_type) {
         for (int r = 0; r < sequences; r++) {
             chosen[r] = any(0, vocab - 1), contexts[r] = all[r].context, positions[r] = turns[r] = all[r].context - 1;
             seeds[r] = random_(), counters[r] = (uint64_t)r, row[r] = {};
-            row[r].top_p = r % 3 ? 1 : 0.9, row[r].scale = r % 2 ? 1.4f : -1, row[r].repetition = 1, row[r].draw = r, row[r].draws = 1, row[r].top = -1;
+            row[r].top_p = r % 3 ? 1 : 0.9, row[r].scale = r % 2 ? 1.4f : -1, row[r].options.repetition_penalty = 1, row[r].draw = r, row[r].draws = 1, row[r].top = -1;
         }
         Sampling sampling{(float*)logits.data, sequences, vocab, row.data(), nullptr, numbers.data(), chosen.begin(), failed.begin(), nullptr, nullptr, nullptr, nullptr, 0};
         std::vector<int32_t> expected, now(chosen.begin(), chosen.begin() + sequences);
