@@ -67,13 +67,16 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
 
 
 def dialers(pool: KVPool, tls: Tls | None = None) -> dict[str, TransportDialer]:
-    """A client's end of each transport; peers may read the pool. Without certificates there is no "tls"."""
-
-    def dialer(name: str) -> TransportDialer:
-        transports = open_transports(TransportConfig(kv_transports=name), tls if name == TLS_NAME else None)
-        return TransportDialer(transports, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
-
-    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORTS) if tls is not None or name != TLS_NAME}
+    """A client's end of each transport that there is; peers may read the pool. Without certificates no "tls"."""
+    names = [name for name in (GRPC_NAME, *TRANSPORTS) if tls is not None or name != TLS_NAME]
+    opened = {
+        name: open_transports(TransportConfig(kv_transports=name), tls if name == TLS_NAME else None) for name in names
+    }
+    return {
+        name: TransportDialer(transports, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
+        for name, transports in opened.items()
+        if transports or name == GRPC_NAME
+    }
 
 
 class _Sessions:

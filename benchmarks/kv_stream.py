@@ -36,7 +36,7 @@ from moonpool.transport.handshake import TransportDialer
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
-TARGETS: dict[str, float | None] = {"grpc": 0.5, "tcp": 0.75, TLS_NAME: None, "local": 1.0}
+TARGETS: dict[str, float | None] = {"grpc": 0.5, "tcp": 0.75, TLS_NAME: None, "local": 1.0, "nixl": None}
 """By transport: share of raw TCP's speed with frames of TARGET_FRAME; None: no target."""
 LOCAL_GB_PER_S = 3.0
 KINDS = ("ReceiveKV", "Put", "Get")
@@ -47,7 +47,7 @@ GROWTH_LIMIT_MB = 64.0
 STILL_S = 1.0
 """A sender that makes no progress for so long has been stopped by its credits."""
 STORE_BYTES = 512 << 20
-TRANSPORTS = ("--kv-transports", "local,tcp")
+TRANSPORTS = ("--kv-transports", "local,tcp,nixl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +238,16 @@ async def slow_reader_row(it: Bench, progress: Progress) -> Row:
 async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     async with bench(int(options.gigabytes * 1e9)) as it:
+        wanted = [name for name in options.transports.split(",") if name in it.dialers]
+        if left := set(options.transports.split(",")).difference(wanted):
+            progress(f"skipped, as this machine lacks what they need: {', '.join(sorted(left))}")
         for kind in KINDS:
-            for transport in options.transports.split(","):
+            for transport in wanted:
                 for frame_bytes in FRAMES if (kind, transport) in SWEPT else (TARGET_FRAME,):
                     rows += await speed_rows(it, kind, transport, frame_bytes, options.runs, progress)
         rows.append(await slow_reader_row(it, progress))
         for kind in KINDS:
-            for transport in options.transports.split(","):
+            for transport in wanted:
                 rows += await growth_rows(it, kind, transport, int(options.growth_gigabytes * 1e9), progress)
     return rows
 
