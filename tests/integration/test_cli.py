@@ -102,6 +102,7 @@ def up(
             pytest.fail(f"no ready line: {lines}")
         services = {line["service"]: line["address"] for line in lines[:-1]}
         assert set(services) == {"conductor", "kvstore-0", "prefill-0", "decode-0", "gateway-0"}
+        assert lines[-1].get("emulated", "") == ("llama-70b-a800" if "--engine" in flags else "")
         assert lines[-1]["http"] == services["gateway-0"] != "127.0.0.1:8000"  # --port 0 implies any free one
         yield process, lines[-1]["ready"]
         if process.poll() is None:
@@ -192,12 +193,16 @@ def next_event(process: subprocess.Popen[str], key: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("up", [EMULATED], indirect=True)
-def test_killed_services_come_back_and_serve_until_the_stop(up: tuple[subprocess.Popen[str], str]) -> None:
+def test_killed_services_come_back_and_serve_until_the_stop(
+    up: tuple[subprocess.Popen[str], str], tmp_path: Path
+) -> None:
     """`kill -9` of a service does not end the stack: it is restarted under its name, and requests are served.
 
     `moonpool stop` ends the stack that `moonpool serve` started.
     """
     process, address = up
+    is_light_and_says_that_it_is_emulated(process.pid, address)
+    assert "compute is emulated" in (tmp_path / "data" / "logs" / "prefill-0.log").read_text()
     for kind, name in (("decode", "decode-0"), ("conductor", "conductor")):
         (victim,) = [pid for pid in children_of(process.pid) if f"services.{kind}".encode() in cmdline(pid)]
         os.kill(victim, signal.SIGKILL)
@@ -212,6 +217,22 @@ def test_killed_services_come_back_and_serve_until_the_stop(up: tuple[subprocess
     assert done.stdout.strip() == f"stopped {address}"
     assert process.wait(60) == 0
     assert inside("stop").stdout.strip() == "no stack is running"
+
+
+def is_light_and_says_that_it_is_emulated(pid: int, address: str) -> None:
+    """Processes without torch, no engine process, and the word "emulated" wherever one looks."""
+    services = children_of(pid)
+    assert len(services) == 6, "a fork server, conductor, kvstore, gateway, prefill and decode"
+    for service in services:
+        assert "libtorch" not in Path(f"/proc/{service}/maps").read_text()
+        assert int(Path(f"/proc/{service}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 200 << 20
+    assert "(emulated)" in inside("generate", "--address", address, "hello", "--max-tokens", "5").stderr
+    with Client(address) as client:
+        assert client.generate(prompt="hello").placement.emulated
+        assert client.cluster_state().emulated == "llama-70b-a800"
+    emulated = {it.instance: it.value for it in wait_at_rest(address, 20) if it.name == "emulated"}
+    assert set(emulated.values()) == {1.0}
+    assert len(emulated) == 3
 
 
 @pytest.mark.parametrize("up", [[*EMULATED, "--no-restart"]], indirect=True)

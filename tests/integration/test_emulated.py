@@ -1,22 +1,13 @@
 """Clusters with emulated compute: everything else is real, and every output says so."""
 
-import json
-import os
-import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moonpool.cli.check import wait_at_rest
-from moonpool.client import Client
 from moonpool.engine.emulated.profile import load_profile
 from simulator.traces.mooncake import TRACE_VARIABLE, trace_path
-from tests.integration.test_cli import CLI, children_of, environment, moonpool
+from tests.integration.test_cli import moonpool
 from tests.load.trace import Report, main, parse, run
-
-MB = 1 << 20
 
 
 def replay(*flags: str) -> Report:
@@ -53,56 +44,6 @@ def test_the_conversation_trace() -> None:
     report = replay("--prefill", "8", "--decode", "8", "--requests", "300", "--time-scale", "2")
     assert len(report.prefills) == 8
     assert len(report.decodes) >= 8
-
-
-@pytest.fixture
-def up(
-    each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
-    """`moonpool serve` with so many prefill and decode instances, emulated, and its ready line."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    flags = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
-    command = [*CLI, "serve", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert process.stdout is not None
-        lines = (json.loads(line) for line in process.stdout)
-        ready = next(line for line in lines if "ready" in line)
-        yield process, ready
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("each", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_up(up: tuple[subprocess.Popen[str], dict[str, object]], each: int, tmp_path: Path) -> None:
-    """Light processes without torch, no engine process, and the word "emulated" wherever one looks."""
-    process, ready = up
-    assert (ready["emulated"], ready["time_scale"]) == ("llama-70b-a800", 20.0)
-    address = str(ready["ready"])
-    services = children_of(process.pid)
-    assert len(services) == 4 + 2 * each, "a fork server, conductor, kvstore, gateway, and engines"
-    for pid in services:
-        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
-        assert int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 200 * MB
-
-    done = moonpool("generate", "--address", address, "hello " * 2000, "--max-tokens", "5")
-    assert done.returncode == 0, done.stderr
-    assert "(emulated)" in done.stderr
-    with Client(address) as client:
-        assert client.generate(prompt="hello").placement.emulated
-        assert client.cluster_state().emulated == "llama-70b-a800"
-
-    readings = wait_at_rest(address, 20)
-    emulated = {reading.instance: reading.value for reading in readings if reading.name == "emulated"}
-    assert set(emulated.values()) == {1.0}
-    assert len(emulated) == 1 + 2 * each
-    assert "compute is emulated" in (tmp_path / "data" / "logs" / "prefill-0.log").read_text()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
 
 
 def test_calibrate_writes_a_profile_and_says_how_it_was_tested(tmp_path: Path) -> None:
