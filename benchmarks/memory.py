@@ -103,7 +103,7 @@ def rows(name: str, path: Path, progress: Progress) -> Iterator[Row]:
     estimate, spec = told(path)
     found = asyncio.run(taken(spec))
     for when, predicted, measured in (
-        ("when ready", estimate.idle, found.ready),
+        ("when ready, KV not yet used", estimate.idle - estimate.kv, found.ready),
         ("between steps, after the largest", estimate.idle, found.used),
         ("at the peak of loading", estimate.loading, found.loading),
     ):
