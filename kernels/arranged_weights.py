@@ -109,6 +109,7 @@ def arrange_weight(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: W
     `gated`: the outputs are gates, then as many ups. `weight` is not referred to afterwards, `bias` is.
     """
     if choose("linear", weight.device, weight.dtype) != "native":
+        arena.record(None)
         return None
     parts = structures.Panels(
         None, None if bias is None else bias.data_ptr(), *weight.shape, TYPES[weight.dtype], int(gated)
@@ -129,6 +130,7 @@ def arrange_packed(
     """
     values = weight.values
     if choose("linear", weight.codes.device, dtype) != "native" or not _in_bytes(values):
+        arena.record(None)
         return None
     scales, offsets, units, offset_units = (
         None if part is None else part.contiguous()
@@ -152,6 +154,20 @@ def arrange_packed(
     return made
 
 
+def recorded_weight(bias: Tensor | None, arena: WeightArena) -> ArrangedWeight | None:
+    """Return the next weight of `arena`'s whole file, as its writer arranged it; None: it is not for native kernels."""
+    record = arena.recorded()
+    if record is None:
+        return None
+    parts = structures.Panels.from_buffer_copy(bytes.fromhex(record))
+    parts.bias = None if bias is None else bias.data_ptr()
+    native = library.get()
+    assert native is not None
+    memory = arena.take(native.panels_bytes(parts))
+    parts.weight = memory.data_ptr()
+    return ArrangedWeight(native, memory, bias, parts)
+
+
 def _in_bytes(values: Tensor | None) -> bool:
     """Tell whether native kernels take such a table."""
     if values is None:
@@ -165,7 +181,9 @@ def _in_memory(parts: structures.Panels, bias: Tensor | None, arena: WeightArena
     assert native is not None
     nbytes = native.panels_bytes(parts)
     if not nbytes:
+        arena.record(None)
         return None
+    arena.record(bytes(parts).hex())  # addresses are set anew
     memory = arena.take(nbytes)
     parts.weight = memory.data_ptr()
     return ArrangedWeight(native, memory, bias, parts)

@@ -1,7 +1,7 @@
 """Memory for weights: on large pages if the system gives them, as every step reads a weight in whole.
 
 Measured, a decode step over 0.5 billion weights takes 1.2 times as long on pages of 4 KiB. Weights that are larger than
-memory lie in a file that is mapped: the system drops parts and reads them again.
+memory lie in a file that is mapped (`kernels.weight_file`): the system drops parts and reads them again.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
-import weakref
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kernels.weight_file import WeightFile
 
 #: Of x86-64 and AArch64; a chunk begins at a multiple of it.
 LARGE_PAGE = 2 << 20
@@ -29,15 +29,19 @@ LINE = 64
 class WeightArena:
     """Gives pieces of memory that stay as long as a tensor refers to their chunk.
 
-    `folder`: where a file without a name holds the pieces; None: they are in memory.
+    `file`: holds the pieces; None: they are in memory. In a whole file, the same pieces in the same order have the
+    content that the file's writer gave them, and must not be written to.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, file: WeightFile | None = None) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._file = None if folder is None else _unnamed_file(folder)
+        self._file = file
         self._mapped = self._used = self._taken = 0  # bytes of the file that are mapped, behind given pieces; of pieces
-        if self._file is not None:
-            weakref.finalize(self, os.close, self._file)
+        self._records: list[Any] = []
+        self.whole = file is not None and file.notes is not None
+        """Whether pieces have their content."""
+        if file is not None and file.notes is not None:
+            self._records = list(reversed(file.notes["records"]))
 
     @property
     def mapped_bytes(self) -> int:
@@ -53,28 +57,41 @@ class WeightArena:
         size = -(-nbytes // LINE) * LINE
         if size > self._chunk.numel():
             self._chunk = mapped(max(size, CHUNK)) if self._file is None else self._next_part(self._file, size)
-        if self._file is not None:  # a full disk is told here, not where the memory is written to
-            os.posix_fallocate(self._file, self._used, size)
+        if self._file is not None and not self.whole:
+            self._file.allocate(self._used, size)
         self._used += size
         self._taken += size
         piece, self._chunk = self._chunk[:nbytes], self._chunk[size:]
         return piece
 
-    def _next_part(self, file: int, size: int) -> Tensor:
+    def record(self, what: Any) -> None:
+        """Tell later users of a file, in the order of calls, what JSON holds of a piece."""
+        if self._file is not None and not self.whole:
+            self._records.append(what)
+
+    def recorded(self) -> Any:
+        """Return what the writer of a whole file said at this call."""
+        assert self.whole
+        return self._records.pop()
+
+    def finish(self, note: str) -> str:
+        """All pieces have their content; return `note`, or the writer's of a whole file."""
+        if self._file is None:
+            return note
+        if self._file.notes is not None:
+            found: str = self._file.notes["note"]
+            return found
+        self._file.finish({"records": self._records, "note": note})
+        return note
+
+    def _next_part(self, file: WeightFile, size: int) -> Tensor:
         """Map the file's next part, of `size` bytes at least."""
         self._used = self._mapped
         self._mapped += -(-max(size, FILE_CHUNK) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(file, self._mapped)
-        part = mmap.mmap(file, self._mapped - self._used, flags=mmap.MAP_SHARED, offset=self._used)
+        if not self.whole:
+            os.ftruncate(file.descriptor, self._mapped)
+        part = mmap.mmap(file.descriptor, self._mapped - self._used, flags=mmap.MAP_SHARED, offset=self._used)
         return torch.frombuffer(part, dtype=torch.uint8)
-
-
-def _unnamed_file(folder: Path) -> int:
-    """Return the descriptor of a file in `folder` that goes when nothing maps the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file, name = tempfile.mkstemp(prefix="weights-", dir=folder)
-    Path(name).unlink()
-    return file
 
 
 def mapped(nbytes: int) -> Tensor:

@@ -429,7 +429,7 @@ class ProcessEngine:
         if message.mapped_bytes:
             log.warning(
                 "weights are mapped from a file: where memory is short, steps wait for the disk",
-                stage=worker.stage, mib=message.mapped_bytes >> 20, folder=self._spec.weights_folder,
+                stage=worker.stage, mib=message.mapped_bytes >> 20, folder=os.path.dirname(self._spec.weights_file),
             )  # fmt: skip
         self.footprints[worker.stage] = message.footprint
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())

@@ -61,8 +61,8 @@ class EngineSpec:
     """How weights are held: as the checkpoint has them, packed, or dense."""
     imatrix: str = ""
     """File by which int4 packing weighs the inputs; "" = all count the same."""
-    weights_folder: str = ""
-    """Folder for a file that holds the weights, mapped, on a plain CPU; "" = they are in memory."""
+    weights_file: str = ""
+    """Path without ending of a file that holds the weights, mapped, on a plain CPU; "" = they are in memory."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_loras: int = 0

@@ -42,6 +42,8 @@ from moonpool.scheduling.steps import STEP_TOKENS
 from moonpool.transport.config import TransportConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
+WEIGHTS_NAME = 32
+"""Characters of a fingerprint in the name of a file with mapped weights."""
 DEFAULT_KV_BYTES = 256 << 20
 """Bytes of the KV pool, by default."""
 
@@ -334,12 +336,13 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),
     )
-    if devices[0].platform.in_host_pool and _in_file(config, folder, spec):
-        spec = dataclasses.replace(spec, weights_folder=str(weights_folder()))
     fingerprint = weights_fingerprint(folder)
     if model != declared:
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
-    return _instance_setup(config, declared, spec, _compute_fingerprint(fingerprint, spec))
+    fingerprint = _compute_fingerprint(fingerprint, spec)
+    if devices[0].platform.in_host_pool and _in_file(config, folder, spec):
+        spec = dataclasses.replace(spec, weights_file=str(weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]))
+    return _instance_setup(config, declared, spec, fingerprint)
 
 
 def weights_folder() -> Path:

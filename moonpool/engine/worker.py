@@ -211,7 +211,7 @@ class StageLoader:
         from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
 
         engine, spec = self.engine, self.spec
-        folder = Path(engine.weights_folder) if engine.weights_folder and self.device is None else None
+        file = Path(engine.weights_file) if engine.weights_file and self.device is None else None
         imatrix = Path(engine.imatrix) if engine.imatrix else None
         model = load_stage(
             Path(engine.checkpoint),
@@ -221,7 +221,7 @@ class StageLoader:
             spec.layer_end,
             self.torch_device,
             deterministic=engine.deterministic,
-            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, folder, imatrix),
+            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, file, imatrix),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )
         release_memory()  # what was unpacked on the way

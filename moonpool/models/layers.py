@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import ops
-from kernels.arranged_weights import arrange_packed, arrange_weight
+from kernels.arranged_weights import ArrangedWeight, arrange_packed, arrange_weight
 from kernels.choice import choose
 from kernels.memory import WeightArena
 from kernels.packed import bytes_of_rows
@@ -121,6 +121,16 @@ class Linear:
         if self.gated:
             result = gated(result, deterministic=deterministic)
         return result.float() if wide else result
+
+    @classmethod
+    def arranged(cls, panels: ArrangedWeight, bias: Tensor | None) -> Linear:
+        """Return the linear layer of a weight that is arranged, with its bias."""
+        its, parts = cls.__new__(cls), panels.structure
+        its.shape, its.gated, its.bias = torch.Size((parts.outputs, parts.inputs)), bool(parts.gated), bias
+        its._weight, its._reordered, its.panels = None, False, panels
+        its.dtype, its.device = panels.dtype, panels.memory.device
+        its.nbytes = panels.nbytes + (0 if bias is None else bias.nbytes)
+        return its
 
     def apart(self, x: Tensor, *, deterministic: bool) -> Tensor:
         """Return a gated product before the activation: gates, then ups [rows, outputs]."""

@@ -6,6 +6,7 @@ dequantised piece by piece, so that no second whole tensor exists in float32.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from kernels.arranged_weights import ArrangedWeight, arrange_packed
+from kernels.arranged_weights import ArrangedWeight, arrange_packed, recorded_weight
 from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
+from kernels.native import library
 from kernels.packed import CHUNK
+from kernels.weight_file import WeightFile
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, TensorType, is_gguf
@@ -223,12 +226,13 @@ class KeptWeights:
             of quantised weights if products take these numbers; "file" also keeps the nearest bytes.
         int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
         imatrix: with "int4", a file that says how much each input counts (`moonpool.models.imatrix`).
-        folder: where a file without a name holds the weights that native kernels take; None: they are in memory.
+        file: the file that holds the weights which native kernels take, shared by all that load the same: a folder, and
+            a name that says what weights these are, and how they are kept; None: they are in memory.
     """
 
     quantization: Quantization = "none"
     int8_head: bool = False
-    folder: Path | None = None
+    file: Path | None = None
     imatrix: Path | None = None
 
     @property
@@ -262,7 +266,7 @@ def load_stage(
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for
             all tensors before any is read), or a file is damaged.
         UnsupportedModel: a setting is not for this model; names the setting.
-        ConfigError: the folder for mapped weights cannot be written to.
+        ConfigError: the folder for mapped weights cannot be written to, or has no room.
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
     if config.decoder.other:
@@ -295,7 +299,8 @@ def load_stage(
         def read(slot: str) -> Tensor | None:
             return reader.read(outer[slot]) if slot in wanted else None
 
-        arena = _arena(kept)
+        name = f"{layer_begin}-{layer_end}-{str(dtype).removeprefix('torch.')}"
+        arena = stack.enter_context(_weight_memory(kept, name, lambda: on_layer(0, len(every))))
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         positions = read("positions")
         ends = _Ends(reader, outer, arena)
@@ -323,9 +328,9 @@ def load_stage(
             final_norm=norm,
             head=head if last else None,
             int8_head=make_int8_head(head.panels, arena)
-            if kept.int8_head and last and head is not None and head.panels is not None
+            if kept.int8_head and kept.file is None and last and head is not None and head.panels is not None
             else None,
-            notes=WeightNotes(reader.changed(), arena.mapped_bytes),
+            notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
         )
 
 
@@ -346,16 +351,29 @@ def _outer_slots(*, first: bool, last: bool, tied: bool) -> tuple[str, ...]:
     return tuple(slot for slot, its in (*there, ("norm", last), ("head", last)) if its)
 
 
-def _arena(kept: KeptWeights) -> WeightArena:
-    """Return the memory for arranged weights.
+@contextmanager
+def _weight_memory(kept: KeptWeights, name: str, waiting: Callable[[], None]) -> Iterator[WeightArena]:
+    """Give the memory for arranged weights; of a file, `name` is the end of the name.
 
     Raises:
-        ConfigError: the folder for mapped weights cannot be written to.
+        ConfigError: the folder for mapped weights cannot be written to, or has no room.
     """
+    native = library.get()
+    if kept.file is None or native is None:
+        yield WeightArena()
+        return
+    folder = kept.file.parent
+    file: WeightFile | None = None
     try:
-        return WeightArena(kept.folder)
+        file = WeightFile(folder, f"{kept.file.name}-{name}-{native.path.stem}", waiting)
+        yield WeightArena(file)
     except OSError as error:
-        raise ConfigError("mmap_weights", f"weights cannot be put into {kept.folder}: {error}") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; XDG_CACHE_HOME names another place" if full else ""
+        raise ConfigError("mmap_weights", f"weights cannot be put into {folder}: {error}{hint}") from None
+    finally:
+        if file is not None:
+            file.close()  # what is mapped stays
 
 
 def _as_tied(config: ModelConfig, reader: _TensorReader) -> ModelConfig:
@@ -397,17 +415,19 @@ class _Ends:
 
         A packed head is the embedding on every stage, so that stages compute the same as a whole model.
         """
-        weight = self._weight("embedding", self._pack)
-        if not with_head and isinstance(weight, Tensor):
-            return None, self._placed(weight)
-        head = self._linear(weight)
+        if not with_head:
+            weight = self._weight("embedding", self._pack)
+            if isinstance(weight, Tensor):
+                return None, self._placed(weight)
+        head = self._linear("embedding")
         if head.panels is not None:
             return head, head.panels  # held once: the arrangement gives rows back
+        weight = self._weight("embedding", self._pack)
         return head, self._placed(weight) if isinstance(weight, Tensor) else head.dense()
 
     def head(self) -> Linear:
         """Return the head."""
-        return self._linear(self._weight("head.weight", self._pack))
+        return self._linear("head.weight")
 
     def embedding(self) -> Tensor | ArrangedWeight:
         """Return the embedding."""
@@ -415,28 +435,43 @@ class _Ends:
         if isinstance(weight, Tensor):
             return self._placed(weight)
         exact = weight.for_products()
-        made = exact and arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
+        made = None
+        if self._arena.whole:
+            made = recorded_weight(None, self._arena)
+        elif exact is None:
+            self._arena.record(None)
+        else:
+            made = arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
         return made or weight.dequantise().to(self._reader.dtype).to(self._reader.device)
 
     def per_layer(self, norm: NormSpec) -> PerLayerTable:
         """Return tokens' embeddings for each layer."""
         read = {slot: self._reader.read(its) for slot, its in self._tensors.items() if slot.startswith("per_layer")}
-        projection = Linear(read["per_layer_input.weight"], arena=self._arena)
+        panels = recorded_weight(None, self._arena) if self._arena.whole else None
+        projection = (
+            Linear(read["per_layer_input.weight"], arena=self._arena)
+            if panels is None
+            else Linear.arranged(panels, None)
+        )
         norm_ = Norm(norm, read["per_layer_input_norm.weight"])
         return PerLayerTable(self._placed(read["per_layer_embedding"]), projection, norm_)
 
     def _placed(self, table: Tensor) -> Tensor:
         """Return the embedding where weights are to be."""
-        if self._reader.kept.folder is None or table.device.type != "cpu":
+        if self._reader.kept.file is None or table.device.type != "cpu":
             return table
-        return self._arena.take(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
+        placed = self._arena.take(table.nbytes).view(table.dtype).view(table.shape)
+        return placed if self._arena.whole else placed.copy_(table)
 
     def _weight(self, slot: str, pack: Pack | None) -> Tensor | PackedWeight:
         packed = self._reader.packed(self._tensors[slot])
         return packed_if_it_fits(self._reader.read(self._tensors[slot]), pack) if packed is None else packed
 
-    def _linear(self, weight: Tensor | PackedWeight) -> Linear:
+    def _linear(self, slot: str) -> Linear:
         bias = self._reader.read(self._tensors["head.bias"]) if "head.bias" in self._tensors else None
+        if self._arena.whole and (panels := recorded_weight(bias, self._arena)) is not None:
+            return Linear.arranged(panels, bias)
+        weight = self._weight(slot, self._pack)
         if isinstance(weight, PackedWeight):
             weight = weight.to(self._reader.device)
         return Linear(weight, bias, dtype=self._reader.dtype, arena=self._arena)
@@ -594,9 +629,16 @@ class _LayerReader:
     def _each_expert(self, slot: str, count: int, *, gated: bool = False) -> list[Linear]:
         """Return the projections in a tensor that has those of all experts."""
         biases, stored = self._optional(f"{slot}.bias"), self._tensors[f"{slot}.weight"]
+        found: list[Linear] = []
+        if self._arena.whole:
+            its_biases = [None if biases is None else biases[expert] for expert in range(count)]
+            recorded = [recorded_weight(bias, self._arena) for bias in its_biases]
+            pairs = zip(recorded, its_biases, strict=True)
+            found = [Linear.arranged(panels, bias) for panels, bias in pairs if panels is not None]
+            if found:
+                return found
         packed = self._reader.packed_experts(stored)
         weights = self._reader.read(stored) if packed is None else None
-        found = []
         for expert in range(count):
             bias = None if biases is None else biases[expert]
             if packed is not None:
@@ -624,6 +666,8 @@ class _LayerReader:
         weights = [self._tensors[f"{name}.weight"] for name in slots]
         biased = f"{slots[0]}.bias" in self._tensors
         bias = self._reader.read(*(self._tensors[f"{name}.bias"] for name in slots)) if biased else None
+        if self._arena.whole and (panels := recorded_weight(bias, self._arena)) is not None:
+            return Linear.arranged(panels, bias)
         packed = self._reader.packed(*weights)
         if packed is not None:
             return self._kept(packed, bias, gated=gated)

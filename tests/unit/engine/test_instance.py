@@ -153,13 +153,16 @@ def test_weights_are_mapped_from_a_file_where_an_engine_does_not_fit_into_memory
 ) -> None:
     file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", "Q4_0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    where = str(tmp_path / "moonpool" / "weights")
-    for free, auto in ((300 << 20, where), (1 << 40, ""), (None, "")):  # the program and 256 MiB of KV are more
+    where = tmp_path / "moonpool" / "weights"
+    for free, auto in ((300 << 20, True), (1 << 40, False), (None, False)):  # the program and 256 MiB of KV are more
         monkeypatch.setattr(setup, "available_bytes", lambda its=free: its)
         found = {how: engine_setup(config(file, mmap_weights=how)) for how in ("auto", "on", "off")}
-        assert {how: plan.spec.weights_folder for how, plan in found.items()} == {"auto": auto, "on": where, "off": ""}
+        files = {how: plan.spec.weights_file for how, plan in found.items()}
+        assert files["off"] == ""
+        assert Path(files["on"]).parent == where
+        assert files["auto"] == (files["on"] if auto else "")
         assert len({plan.namespace for plan in found.values()}) == 1
-    assert engine_setup(config(file, device="staged", mmap_weights="on")).spec.weights_folder == ""
+    assert engine_setup(config(file, device="staged", mmap_weights="on")).spec.weights_file == ""
 
 
 class Idle:

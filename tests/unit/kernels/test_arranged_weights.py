@@ -15,6 +15,7 @@ from kernels.choice import DTYPES
 from kernels.memory import LARGE_PAGE, WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
+from kernels.weight_file import WeightFile
 from tests.examples import examples, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
@@ -160,15 +161,21 @@ def test_wrong_arguments_are_named() -> None:
             panels.rows(torch.tensor([0, row]))
 
 
-def test_pieces_in_a_file_are_apart_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_in_a_file_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "FILE_CHUNK", 1 << 20)
-    arena = WeightArena(tmp_path / "weights")
+    arena = WeightArena(WeightFile(tmp_path / "weights", "a"))
     first, second, large = arena.take(100), arena.take(1), arena.take((1 << 20) + 1)
     assert second.data_ptr() - first.data_ptr() == 128
     first.fill_(1), second.fill_(2), large[-1].fill_(3)
     assert (first.tolist(), second.tolist(), large[-2:].tolist()) == ([1] * 100, [2], [0, 3])
     assert arena.mapped_bytes == 128 + 64 + (1 << 20) + 64
-    assert not list((tmp_path / "weights").iterdir())
+    arena.record([1, "a"])
+    assert arena.finish("a note") == "a note"
+    again = WeightArena(WeightFile(tmp_path / "weights", "a"))
+    assert again.whole
+    assert [again.take(count)[-1].item() for count in (100, 1, (1 << 20) + 1)] == [1, 2, 3]
+    assert again.recorded() == [1, "a"]
+    assert (again.finish("another"), again.mapped_bytes) == ("a note", arena.mapped_bytes)
 
 
 def test_pieces_of_memory_are_apart_and_begin_at_large_pages() -> None:

@@ -36,7 +36,7 @@ def main(path: str, room: str, out: str, *folder: str) -> int:
     status = Path("/proc/self/status").read_text().splitlines()
     taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (taken + int(room), taken + int(room)))
-    kept = KeptWeights(folder=Path(folder[0]) if folder else None)
+    kept = KeptWeights(file=Path(folder[0]) / "a" if folder else None)
     try:
         stage = load_stage(path, config, torch.float32, 0, config.num_layers, kept=kept)
     except (OSError, MemoryError, RuntimeError) as error:

@@ -1,9 +1,11 @@
 """The memory of weights: about their file's; in a file that is mapped, also where memory holds no whole model."""
 
 import gc
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kernels.native import library
 from moonpool.checkpoint import load_config
 from moonpool.engine.footprint import release_memory
 from moonpool.errors import ConfigError
+from moonpool.models import loader
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from tests.unit.models.limited_memory import NO_ROOM, logits_of
@@ -36,14 +39,44 @@ def test_results_are_the_same(shape: str, quantization: Any, checkpoint: Callabl
     """tiny-qwen2 has a tied head."""
     path = checkpoint(shape)
     config = load_config(path)
-    held, mapped = (
-        load_stage(path, config, torch.float32, 0, config.num_layers, kept=KeptWeights(quantization, folder=folder))
-        for folder in (None, tmp_path / "weights")
+    held, mapped, again = (
+        load_stage(path, config, torch.float32, 0, config.num_layers, kept=KeptWeights(quantization, file=file))
+        for file in (None, tmp_path / "weights" / "a", tmp_path / "weights" / "a")
     )
     assert torch.equal(logits_of(held), logits_of(mapped))
+    assert torch.equal(logits_of(held), logits_of(again))
     assert held.mapped_bytes == 0
     assert held.weight_bytes * 0.8 < mapped.mapped_bytes < held.weight_bytes * 1.1
-    assert not list((tmp_path / "weights").iterdir())
+    assert again.mapped_bytes == mapped.mapped_bytes
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
+@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0"])
+def test_codes_of_a_file_are_used_again(type_: str, tmp_path: Path) -> None:
+    """Also by stages, which have files of their own; an embedding of codes is one of the pieces."""
+    folder = create("tiny-llama", tmp_path / "model", 3, "float32", overrides={**LARGE, "num_hidden_layers": 3})
+    file = write_gguf("llama", folder, tmp_path / "model.gguf", type_)
+    config = load_config(file)
+    held = load_stage(file, config, torch.float32, 0, config.num_layers, kept=KeptWeights("file"))
+    kept = KeptWeights("file", file=tmp_path / "weights" / "a")
+    for _ in range(2):
+        stage = load_stage(file, config, torch.float32, 0, config.num_layers, kept=kept)
+        assert torch.equal(logits_of(stage), logits_of(held))
+        assert stage.changed_weights == held.changed_weights
+        load_stage(file, config, torch.float32, 0, 1, kept=kept)
+        load_stage(file, config, torch.float32, 1, config.num_layers, kept=kept)
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 3
+
+
+def test_weights_are_not_read_again(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = checkpoint("tiny-llama"), KeptWeights("int4", file=tmp_path / "weights" / "a")
+    config = load_config(path)
+    first = load_stage(path, config, torch.float32, 0, config.num_layers, kept=kept)
+    monkeypatch.setattr(loader, "PACKERS", {"int4": None})  # nothing packs
+    again = load_stage(path, config, torch.float32, 0, config.num_layers, kept=kept)
+    assert torch.equal(logits_of(first), logits_of(again))
 
 
 def anonymous_bytes() -> int:
@@ -70,7 +103,26 @@ def test_a_folder_that_is_none_is_named(checkpoint: Callable[[str], Path], tmp_p
     (tmp_path / "weights").write_text("a file")
     path = checkpoint("tiny-llama")
     with pytest.raises(ConfigError, match=f"mmap_weights: weights cannot be put into {tmp_path}"):
-        load_stage(path, load_config(path), torch.float32, 0, 1, kept=KeptWeights(folder=tmp_path / "weights"))
+        load_stage(path, load_config(path), torch.float32, 0, 1, kept=KeptWeights(file=tmp_path / "weights" / "a"))
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """A disk that is full behind so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_is_told_with_the_setting(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    path, folder = checkpoint("tiny-llama"), tmp_path / "weights"
+    why = f"mmap_weights: weights cannot be put into {folder}: .* XDG_CACHE_HOME names another place"
+    with largest_file(1 << 20), pytest.raises(ConfigError, match=why):
+        load_stage(path, load_config(path), torch.float32, 0, 1, kept=KeptWeights(file=folder / "a"))
+    assert not list(folder.iterdir())
 
 
 def test_a_model_runs_that_memory_does_not_hold(tmp_path: Path) -> None:

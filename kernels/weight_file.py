@@ -1,0 +1,152 @@
+"""A file of arranged weights that the processes of one machine share, and later starts use again.
+
+The first process writes the file while the others wait; then all map it, so that the system holds each page once. A
+second file, written last, says that the first is whole, and what lies in it. On a full disk, files that no process has
+open make room, the least recently used first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: Seconds between two looks at a file that another process writes.
+POLL_S = 0.2
+#: Seconds without use after which a file is removed.
+KEPT_S = 30 * 86400.0
+_SUFFIX = ".weights"
+
+
+class WeightFile:
+    """The file for `name`, open and locked until `close`.
+
+    Attributes:
+        descriptor: of the file.
+        notes: what its writer said, if the file is whole; None: this process writes the file.
+    """
+
+    def __init__(self, folder: Path, name: str, waiting: Callable[[], None] = lambda: None) -> None:
+        """Open the file; waits for a process that writes it, and calls `waiting` meanwhile.
+
+        Raises:
+            OSError: the folder or the file cannot be used.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._path = folder, folder / f"{name}{_SUFFIX}"
+        self._whole = self._path.with_suffix(".json")
+        self.descriptor, self.notes = self._open(waiting)
+        self._closed = False
+        if self.notes is None:
+            self._whole.unlink(missing_ok=True)
+            os.ftruncate(self.descriptor, 0)
+            self._remove_unused(time.time() - KEPT_S)
+
+    def _open(self, waiting: Callable[[], None]) -> tuple[int, Any]:
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                while not _locked(file, fcntl.LOCK_EX):
+                    # Another process writes, or uses a whole file.
+                    if _locked(file, fcntl.LOCK_SH):
+                        break
+                    waiting()
+                    time.sleep(POLL_S)
+                if os.fstat(file).st_nlink:  # else it was removed before we had it
+                    notes = self._read_notes(os.fstat(file).st_size)
+                    if notes is not None:
+                        fcntl.flock(file, fcntl.LOCK_SH)
+                        os.utime(file)
+                        return file, notes
+                    if _locked(file, fcntl.LOCK_EX):
+                        return file, None
+                    # Others have it open, none writes, and it is not what was said to be whole: they keep it alone.
+                    if os.fstat(file).st_ino == os.stat(self._path).st_ino:
+                        self._path.unlink()
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+            waiting()
+            time.sleep(POLL_S)
+
+    def _read_notes(self, size: int) -> Any:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found = json.loads(self._whole.read_text())
+            return found["notes"] if found["bytes"] == size else None
+        return None
+
+    def allocate(self, begin: int, nbytes: int) -> None:
+        """Give bytes of the file their place on the disk.
+
+        Raises:
+            OSError: there is no room, also without files that no process uses.
+        """
+        while True:
+            try:
+                os.posix_fallocate(self.descriptor, begin, nbytes)  # told here, not where the memory is written to
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not self._remove_unused(None):
+                    raise
+
+    def finish(self, notes: Any) -> None:
+        """The file is whole; `notes`, for JSON, are told to its later users."""
+        os.fsync(self.descriptor)
+        made = self._whole.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "notes": notes}))
+        made.replace(self._whole)
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Give the file up; what is mapped stays. A file that is not whole is removed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._whole.exists():
+            self._path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+    def _remove_unused(self, before: float | None) -> bool:
+        """Remove a file that no process has open: those last used before a time, or the least recent one."""
+        others = [it for it in self._folder.glob(f"*{_SUFFIX}") if it != self._path]
+        removed = False
+        for path in sorted(others, key=_used_at):
+            if (before is None or _used_at(path) < before) and _remove_if_unused(path):
+                removed = True
+                if before is None:
+                    break
+        return removed
+
+
+def _used_at(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _remove_if_unused(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if _locked(file, fcntl.LOCK_EX):
+                path.with_suffix(".json").unlink(missing_ok=True)
+                path.unlink()
+                return True
+        finally:
+            os.close(file)
+    return False
+
+
+def _locked(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
