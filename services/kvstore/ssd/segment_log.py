@@ -178,6 +178,11 @@ class WritePlan:
         return [*self.forgotten, *(victim.segment for victim in self.victims)]
 
     @property
+    def erases(self) -> bool:
+        """Whether deleted blocks must be gone from the device with the plan."""
+        return bool(self.erase or self.tails or self.forgotten or self.nameless)
+
+    @property
     def idle(self) -> bool:
         """Whether committing the plan changes nothing."""
         erased = len(self.erase) > len(self.unerased)
@@ -203,6 +208,9 @@ class Committer:
             if plan.check_index:
                 self.index.check()
             self._erase(plan)
+            if plan.erases and not self.sync:  # a lost power would bring back files that older copies were in
+                wait(plan.deleting.values())
+                self.files.sync_all()
             if plan.full:
                 self._free(plan)
             for append in plan.carry:
@@ -315,7 +323,8 @@ class Committer:
         if going or not plan.store:
             wait(plan.deleting.values())
         for segment in going:
-            unlink = partial(self.files.unlink, readable=segment in read or segment.readers > 0, durable=self.sync)
+            readable, durable = segment in read or segment.readers > 0, self.sync or plan.erases
+            unlink = partial(self.files.unlink, readable=readable, durable=durable)
             plan.deleting[segment] = self.files.later(unlink, segment.path)
 
     def _cut(self, plan: WritePlan) -> None:
