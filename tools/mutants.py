@@ -36,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from tools import covered
 from tools.covered import TestRun
@@ -111,6 +112,9 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "moonpool.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
         "all bits of a cell move by the same number of places"
+    ),
+    "services.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (
+        "if all blocks are in DRAM none comes from SSD, so nothing is evicted whether they are held or not"
     ),
 }
 """By `Mutant.name`, why no caller can see the change."""
@@ -407,23 +411,46 @@ class Copy:
         """Deletes the copy."""
         self._folder.cleanup()
 
-    def file_run(self, test: str) -> FileRun:
-        """What a test file does without a mutation; no test if the file takes too long."""
-        if test not in self._runs:
-            kept = self._kept_run(test)
-            if kept is not None and kept.exists():
-                self._runs[test] = self._read_run(*json.loads(kept.read_text(encoding="utf-8")))
-                return self._runs[test]
-            began, report = _children_s(), self.root / "covered.json"
-            report.unlink(missing_ok=True)
-            watched = {covered.REPORT: str(report), covered.WATCHED: os.pathsep.join(self._watched)}
-            self._run(["-p", "tools.covered", test], SLOW_S, watched)
-            text = report.read_text(encoding="utf-8") if report.exists() else "[]"
-            took_s, text = _children_s() - began, text.replace(str(self.root), _ROOT)
-            if kept is not None:
-                kept.write_text(json.dumps([took_s, text]), encoding="utf-8")
-            self._runs[test] = self._read_run(took_s, text)
-        return self._runs[test]
+    def file_runs(self, files: Sequence[str]) -> list[FileRun]:
+        """What test files do without a mutation; no test of files that take too long."""
+        new = [file for file in files if file not in self._runs and not self._read_kept(file)]
+        if not self._note_runs(new):
+            for file in new:
+                if len(new) == 1 or not self._note_runs([file]):
+                    self._keep(file, SLOW_S, [])
+        return [self._runs[file] for file in files]
+
+    def _note_runs(self, files: Sequence[str]) -> bool:
+        """Run files together, and note what they do; False if they do not come to their end."""
+        if not files:
+            return True
+        began, report = _children_s(), self.root / "covered.json"
+        report.unlink(missing_ok=True)
+        watched = {covered.REPORT: str(report), covered.WATCHED: os.pathsep.join(self._watched)}
+        self._run(["-p", "tools.covered", *files], SLOW_S, watched)
+        if not report.exists():
+            return False
+        found = json.loads(report.read_text(encoding="utf-8"))
+        took_s, seconds = _children_s() - began, sum(one["seconds"] for one in found)
+        for file in files:
+            its = [one for one in found if one["name"].partition("::")[0] == file]
+            share = sum(one["seconds"] for one in its) / seconds if seconds else 1.0
+            self._keep(file, took_s * share, its)
+        return True
+
+    def _keep(self, file: str, processor_s: float, tests: list[dict[str, Any]]) -> None:
+        text = json.dumps(tests).replace(str(self.root), _ROOT)
+        if (kept := self._kept_run(file)) is not None:
+            kept.write_text(json.dumps([processor_s, text]), encoding="utf-8")
+        self._runs[file] = self._read_run(processor_s, text)
+
+    def _read_kept(self, file: str) -> bool:
+        """Take what an earlier run of this program has kept of a file; returns whether there was anything."""
+        kept = self._kept_run(file)
+        if kept is None or not kept.exists():
+            return False
+        self._runs[file] = self._read_run(*json.loads(kept.read_text(encoding="utf-8")))
+        return True
 
     def _read_run(self, processor_s: float, text: str) -> FileRun:
         tests = covered.read(text.replace(_ROOT, str(self.root)))
@@ -450,15 +477,13 @@ class Copy:
         return verdict
 
     def waves(self, files: Sequence[str]) -> Iterator[list[FileRun]]:
-        """One file, two, four, ...: as many as take about `SELECTION_S` together."""
-        rest, total = iter(files), 0.0
-        for size in map(pow, itertools.repeat(2), itertools.count()):
-            runs = list[FileRun]()
-            while total < SELECTION_S and len(runs) < size and (test := next(rest, None)):
-                runs.append(self.file_run(test))
-                total += runs[-1].processor_s
-            if not runs:
+        """One file, two, four, and then four at once: until they take `SELECTION_S` together."""
+        rest, total = list(files), 0.0
+        for size in itertools.chain((1, 2), itertools.repeat(4)):
+            if not rest or total >= SELECTION_S:
                 return
+            runs, rest = self.file_runs(rest[:size]), rest[size:]
+            total += sum(run.processor_s for run in runs)
             yield runs
 
     def _try(self, mutant: Mutant, tests: Sequence[TestRun]) -> Verdict:
