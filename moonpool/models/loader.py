@@ -651,7 +651,7 @@ class _LayerReader:
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
         if name in ("q_norm", "k_norm"):
-            there = spec is not None and f"{name}.weight" in self._tensors
+            there = spec is not None and (name == "q_norm" or self._spec.attention.kv_of is None)
         elif name == "q_a_norm":
             there = f"{name}.weight" in self._tensors
         else:

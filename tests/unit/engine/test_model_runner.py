@@ -150,7 +150,7 @@ def test_the_pool_is_computed_in_without_copies() -> None:
     pool.close()
 
 
-def test_quantised_pools_have_their_scales_behind_the_values() -> None:
+def test_quantised_pools_have_scales_behind_the_values_of_each_head() -> None:
     layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="float8_e4m3fn")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
     kv, scales = StageSlices.of_pool(pool.parts[1], pool_bytes(pool.parts[1])).typed()
@@ -159,7 +159,8 @@ def test_quantised_pools_have_their_scales_behind_the_values() -> None:
     assert (kv.shape, kv.dtype, scales.shape) == ((2, 4, 2, 2, 16, 8), torch.float8_e4m3fn, (2, 4, 2, 2, 16))
     kv[1, 3, 1, 0, 2, 5] = 1.0
     scales[1, 3, 1, 1, 15] = 2.0
-    assert pool.slice(2, 3)[((1 * 2 + 0) * 16 + 2) * 8 + 5] == 0x38
+    head_bytes = 2 * 16 * 8 + 2 * 16 * 4  # K and V of each token, then a scale for each
+    assert pool.slice(2, 3)[1 * head_bytes + (0 * 16 + 2) * 8 + 5] == 0x38
     assert bytes(pool.slice(2, 3)[-4:]) == b"\0\0\0\x40"
     pool.close()
 

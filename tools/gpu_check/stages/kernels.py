@@ -14,7 +14,8 @@ LIMIT_S = 150
 BESIDE_NEXT = True
 """Compiling takes most of the time, on the host's cores."""
 CASES = "tests/unit/kernels/test_triton/"
-ALL = [f"{CASES}cases_{name}.py" for name in ("attention", "pool", "pointwise", "products", "sampling", "gpu")]
+NAMES = ("attention", "pool", "pointwise", "products", "experts", "sampling", "gpu")
+ALL = [f"{CASES}cases_{name}.py" for name in NAMES]
 FEW = [f"{CASES}cases_pool.py::test_copy_blocks", f"{CASES}cases_attention.py::test_decode"]
 MOST_PROCESSES, MORE_SHAPES_S = 8, 60.0
 """Seconds that must be left for shapes beyond those of every run."""
