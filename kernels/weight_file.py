@@ -64,17 +64,23 @@ class WeightFile:
                         fcntl.flock(file, fcntl.LOCK_SH)
                         os.utime(file)
                         return file, notes
-                    if _locked(file, fcntl.LOCK_EX):
+                    if not _locked(file, fcntl.LOCK_EX):
+                        # Others have the file open, none writes, and the file is not whole: they keep it alone.
+                        self._unlink(file)
+                    elif os.fstat(file).st_nlink:  # nobody removed the file before it was locked
                         return file, None
-                    # Others have it open, none writes, and it is not what was said to be whole: they keep it alone.
-                    if os.fstat(file).st_ino == os.stat(self._path).st_ino:
-                        self._path.unlink()
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
             waiting()
             time.sleep(POLL_S)
+
+    def _unlink(self, file: int) -> None:
+        """Remove the path if the path still means this file."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(file).st_ino == self._path.stat().st_ino:
+                self._path.unlink()
 
     def _read_notes(self, size: int) -> Any:
         with contextlib.suppress(OSError, ValueError, KeyError):

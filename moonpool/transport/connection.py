@@ -507,6 +507,8 @@ class MessageReceiver(Generic[M]):
         self._filling = False
         if self._is_read:
             self._use(message, parts, read)
+        else:
+            read()
         self._go_on()
 
     def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:

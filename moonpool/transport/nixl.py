@@ -120,7 +120,7 @@ class NixlAgent:
             ours.append((at, nbytes, 0))
             at += nbytes
         theirs = [(address, nbytes, 0) for address, nbytes in places]
-        agent, handle = self._agent, None
+        agent, handle, state = self._agent, None, "not begun"
         try:
             local, remote = agent.get_xfer_descs(ours, MEMORY), agent.get_xfer_descs(theirs, MEMORY)
             handle = agent.initialize_xfer("READ", local, remote, peer)
@@ -130,16 +130,22 @@ class NixlAgent:
                 state = agent.check_xfer_state(handle)
         except Exception as error:
             state = str(error)
-        if handle is not None:
-            try:
-                agent.release_xfer_handle(handle)
-            except Exception as error:
-                log.warning("NIXL does not end a read", error=str(error))
-                self._stuck += (handle, memory)
-                raise StreamBroken(f"NIXL: {state}") from error
-        if state != "DONE":
-            self.give_back(memory)
+        finally:  # also if the caller is cancelled
+            released = handle is None or self._release(handle, memory)
+            if released and state != "DONE":
+                self.give_back(memory)
+        if not released or state != "DONE":
             raise StreamBroken(f"NIXL: {state}")
+
+    def _release(self, handle: object, memory: StagingMemory) -> bool:
+        """Ends a read; returns whether the memory is free, else NIXL keeps it."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            log.warning("NIXL does not end a read", error=str(error))
+            self._stuck += (handle, memory)
+            return False
+        return True
 
 
 class StagingMemory:

@@ -229,8 +229,8 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     deletion_wait_s: float = Field(
         4.0,
         ge=0,
-        description="seconds after a conductor's start in which a deletion waits, so th"
-        "at instances have joined and delete, too",
+        description="seconds after a conductor's start in which a deletion waits, so "
+        "that instances have joined and delete, too",
     )
     swap_roles: bool = Field(
         False,

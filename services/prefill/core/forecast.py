@@ -197,7 +197,7 @@ def _wait_for_replica_until(state: PrefillState, job: PrefillJob, at: int) -> fl
     load_s = load_seconds(speeds.loading_from_peers() if replica.source.peer else speeds, replica.nbytes)
     left_s = replica.began_at + load_s - state.now
     late_at = state.now + left_s + LAYER_STALL_S
-    end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], replica.keys), len(replica.keys))
+    end = common_prefix(job.spec.keys[: state.reusable_blocks(job)], replica.keys)
     return late_at if state.now < late_at and left_s < _compute_seconds(state, at, end) else None
 
 

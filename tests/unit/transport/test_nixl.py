@@ -28,6 +28,7 @@ class FakeNixl:
         refuses: calls that raise.
         registered: bytes by address.
         peers: names that were added, less those that were removed.
+        released: reads that were ended.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class FakeNixl:
         self.registered: dict[int, int] = {}
         self.peers: list[str] = []
         self.looks, self.looked = 0, asyncio.Event()
+        self.released = 0
 
     def _call(self, name: str) -> None:
         if name in self.refuses:
@@ -85,6 +87,7 @@ class FakeNixl:
 
     def release_xfer_handle(self, move: Callable[[], None]) -> None:
         self._call("release")
+        self.released += 1
 
 
 def joined(nixl: FakeNixl) -> tuple[NixlTransport, NixlAgent, SharedMemory, NixlRegion]:
@@ -161,6 +164,22 @@ async def test_a_read_that_fails_breaks_the_stream_and_its_memory_is_free(what: 
         with pytest.raises(StreamBroken, match="NIXL: "):
             await region.fetch([(0, 4)])
     assert len(nixl.registered) == 2
+
+
+async def test_a_cancelled_read_ends_and_its_memory_is_used_again() -> None:
+    nixl = FakeNixl()
+    _, _, _pool, region = joined(nixl)
+    nixl.states = ["PROC"]
+    reading = asyncio.ensure_future(region.fetch([(0, 4)]))
+    await nixl.looked.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert nixl.released == 1
+    nixl.states = ["DONE"]
+    found = await region.fetch([(0, 4)])
+    assert len(nixl.registered) == 2
+    found.release()
 
 
 async def test_memory_of_a_read_that_does_not_end_is_never_used_again() -> None:
