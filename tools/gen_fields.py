@@ -12,9 +12,10 @@ from services.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBod
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
+from services.gateway.endpoints.prefetch import PrefetchBody
 from services.gateway.endpoints.scores import RerankBody, ScoreBody
 from services.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from services.gateway.serving.json_body import Body, SessionBody
+from services.gateway.serving.json_body import Body, GenerateBody, SessionBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: dict[str, type[Body]] = {
@@ -26,6 +27,7 @@ BODIES: dict[str, type[Body]] = {
     "/rerank": RerankBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/prefetch": PrefetchBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/load_lora_adapter": LoadLoraBody,
@@ -45,7 +47,7 @@ A field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp or Ollama is one of three:
   A value in brackets is accepted, because the value asks for what happens anyway. Null is always accepted.
 
 Bodies are marked with \\*: there, an unknown field is ignored with the warning. In every object within a body, an
-unknown field is refused.
+unknown field is refused. `requests` of `/v1/prefetch` are bodies of `/v1/chat/completions` and `/v1/completions`.
 """
 
 
@@ -82,7 +84,7 @@ def _objects(place: str, body: type[Body], above: tuple[type[Body], ...]) -> Ite
     for name, field in body.model_fields.items():
         shown = f"{place}.{field.alias or name}" if place else field.alias or name
         for suffix, part in _parts(field.annotation, ""):
-            if part not in (*above, body):
+            if part not in (*above, body) and not issubclass(part, GenerateBody):  # these have tables of their own
                 yield from _objects(shown + suffix, part, (*above, body))
 
 

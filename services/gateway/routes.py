@@ -27,6 +27,7 @@ from services.gateway.endpoints import (
     openai_chat,
     openai_completions,
     openai_responses,
+    prefetch,
     scores,
     server,
     sessions,
@@ -73,6 +74,7 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens, anthropic_messages.anthropic_error_body
     ),
+    Endpoint("POST", "/v1/prefetch", prefetch.prefetch),
     Endpoint("POST", "/tokenize", tokenization.tokenize),
     Endpoint("POST", "/detokenize", tokenization.detokenize),
     Endpoint("GET", "/tokenizer_info", tokenization.tokenizer_info),

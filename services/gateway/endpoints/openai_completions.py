@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from starlette.requests import Request
 
-from moonpool.client import GenerateResult, TokenEvent
+from moonpool.client import GenerateArguments, GenerateResult, TokenEvent
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
@@ -69,6 +69,10 @@ class CompletionBody(OpenAISamplingBody):
                 return [self.prompt]  # type: ignore[list-item]
         return []
 
+    def sdk_prompts(self) -> list[GenerateArguments]:
+        """The prompts for the SDK."""
+        return [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in self.prompts()]
+
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         """As the base class. A prompt that is repeated with log probabilities needs those of the prompt, too."""
         sampling = super().to_sampling_params(max_tokens)
@@ -83,7 +87,7 @@ async def completions(gateway: GatewayContext, request: Request) -> GenerationRe
     body, state = checked.body, await gateway.cluster.state()
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     job = gateway.builder.prepare(checked, state, limit or 1)  # engines compute at least one token
-    job.prompts = [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in body.prompts()]
+    job.prompts = body.sdk_prompts()
     logprobs = LogprobsFormatter.of(gateway, body, state)
     options = CompletionOptions.of(body)
     echo: list[EchoedPrompt] | None = None

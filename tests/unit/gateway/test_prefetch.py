@@ -1,0 +1,112 @@
+"""Prompts that are announced: what reaches the conductor is what the requests themselves would bring."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.client.testing import FakeConductor
+from moonpool.rpc.auth import hash_key
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import CHAT, PLAIN, TURNS, Answers, answering
+
+PATH = "/v1/prefetch"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PROMPT_FIELDS = "tenant", "model", "cache_salt", "text", "tokens", "chat"
+
+
+def conductor(prompts: int = 0) -> FakeConductor:
+    """A conductor that finds so many prompts with blocks."""
+    fake = FakeConductor()
+    fake.answers["AnnouncePromptsRequest"] = pb.AnnouncePromptsResponse(prompts=prompts)
+    return fake
+
+
+def announced(gateway: Answers) -> pb.AnnouncePromptsRequest:
+    """The one announcement that has come to the conductor."""
+    (request,) = [it for it in gateway.fake.asked if isinstance(it, pb.AnnouncePromptsRequest)]
+    return request
+
+
+def of_prompt(request: pb.GenerateRequest) -> list[tuple[str, object]]:
+    """The fields of a request on which the prompt's KV depends."""
+    return [(field.name, value) for field, value in request.ListFields() if field.name in PROMPT_FIELDS]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": TURNS, "temperature": 0, "max_tokens": 5}),
+        (CHAT, {"messages": TURNS, "tools": [TOOL], "tool_choice": "none", "cache_salt": "s"}),
+        (CHAT, {"messages": TURNS, "tools": [TOOL], "chat_template_kwargs": {"a": 1}}),
+        (CHAT, {"messages": TURNS, "add_special_tokens": True}),
+        (CHAT, {"messages": [*TURNS, {"role": "assistant", "content": "so"}], "continue_final_message": True}),
+        (PLAIN, {"prompt": "a b c", "response_format": {"type": "json_object"}, "slo": {"ttft_s": 1.0}}),
+        (PLAIN, {"prompt": "a b c", "add_special_tokens": False}),
+        (PLAIN, {"prompt": ["a", "b"], "model": "tiny"}),
+        (PLAIN, {"prompt": [[1, 2], [3]], "n": 2}),
+        (PLAIN, {"prompt_token_ids": [1, 2, 3]}),
+    ],
+)
+async def test_a_body_is_announced_as_it_will_be_sent(path: str, body: dict[str, Any]) -> None:
+    async with answering(conductor()) as gateway:
+        answered = await gateway.http.post(PATH, json={"requests": [body], "within_s": 30})
+        assert answered.status_code == 200, answered.text
+        assert "warning" not in answered.headers
+        request = announced(gateway)
+        assert request.within_s == 30
+        assert not any(it.HasField("slo") or it.sampling.response_format for it in request.requests)
+        await gateway.http.post(path, json=body)
+        assert [of_prompt(it) for it in request.requests] == [of_prompt(it) for it in gateway.fake.requests]
+
+
+async def test_the_answer_tells_how_many_prompts_have_blocks() -> None:
+    async with answering(conductor(2)) as gateway:
+        bodies = [{"messages": TURNS}, {"prompt": ["a", "b"]}]
+        answered = await gateway.http.post(PATH, json={"requests": bodies, "within_s": 0})
+        assert answered.json() == {"object": "prefetch", "prompts": 3, "accepted": 2}
+        assert announced(gateway).within_s == 0
+
+
+async def test_what_will_not_come_is_told_without_a_time() -> None:
+    async with answering(conductor()) as gateway:
+        answered = await gateway.http.post(PATH, json={"requests": [{"prompt": "a"}], "cancel": True})
+        assert answered.status_code == 200
+        assert not announced(gateway).HasField("within_s")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"requests": [{"prompt": "a"}]}, "within_s"),
+        ({"requests": [{"prompt": "a"}], "within_s": 1, "cancel": True}, "within_s"),
+        ({"requests": [{"prompt": "a"}], "within_s": "soon"}, "within_s"),
+        ({"within_s": 1}, "requests"),
+        ({"requests": [], "within_s": 1}, "requests"),
+        ({"requests": [{"prompt": ["a"] * 1025}] * 2, "within_s": 1}, "requests"),
+        ({"requests": ["a"], "within_s": 1}, "requests.0"),
+        ({"requests": [{"prompt": "a"}, {}], "within_s": 1}, "requests.1.prompt"),
+        ({"requests": [{"prompt": "a"}, {"messages": [{"role": "x"}]}], "within_s": 1}, "requests.1.messages.0.role"),
+        ({"requests": [{"messages": TURNS, "functions": [1]}], "within_s": 1}, "requests.0.functions"),
+        ({"requests": [{"prompt": "a", "model": "other"}], "within_s": 1}, "requests.0.model"),
+        ({"requests": [{"messages": [{"role": "cache", "content": "cache_id=c"}, *TURNS]}], "within_s": 1},
+         "requests.0.messages.0"),
+    ],
+)  # fmt: skip
+async def test_wrong_announcements_are_refused_by_name(body: dict[str, Any], field: str) -> None:
+    async with answering(conductor(), served_model_name="tiny") as gateway:
+        refused = await gateway.http.post(PATH, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert not gateway.fake.asked
+
+
+async def test_each_prompt_is_the_tenants_and_counts_as_a_request(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('secret')} rpm=4 ann\n")
+    async with answering(conductor(), api_keys=str(tmp_path / "keys")) as gateway:
+        body = {"requests": [{"prompt": ["a", "b", "c", "d", "e"]}], "within_s": 1}
+        head = {"authorization": "Bearer secret"}
+        statuses = [(await gateway.http.post(PATH, json=body, headers=head)).status_code for _ in range(2)]
+        unknown = await gateway.http.post(PATH, json=body)
+        assert (statuses, unknown.status_code) == ([200, 429], 401)
+        assert announced(gateway).tenant == "ann"
