@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,27 @@ def trace_line(request: TraceRequest) -> str:
     if request.wait_for:
         line |= {"wait_for": list(request.wait_for), "delay": request.delay}
     return json.dumps(line) + "\n"
+
+
+class ChainIds:
+    """Our ids for blocks whose ids may follow different blocks elsewhere: each of ours has a single predecessor."""
+
+    def __init__(self, block_tokens: int, fresh: Iterator[int] | None = None) -> None:
+        """`fresh` gives ids that are not used yet; None = all are free."""
+        self._block_tokens = block_tokens
+        self._fresh = count() if fresh is None else fresh
+        self._known: dict[tuple[int, int], int] = {}  # our id, by our id before and the given id
+
+    def chain(self, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """Our ids for a prompt's blocks. Blocks without an id, and the last if it is not full, are not shared."""
+        chain: list[int] = []
+        before = -1
+        for place in range(-(-tokens // self._block_tokens)):
+            full = (place + 1) * self._block_tokens <= tokens
+            fresh = next(self._fresh)
+            before = self._known.setdefault((before, ids[place]), fresh) if full and place < len(ids) else fresh
+            chain.append(before)
+        return tuple(chain)
 
 
 def reusable_share(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> float:

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from simulator.traces.mooncake import TraceError, TraceRequest, trace_line
+from simulator.traces.mooncake import ChainIds, TraceError, TraceRequest, trace_line
 
 
 class WekaSessions:
@@ -50,8 +50,7 @@ class _Session:
 
     def __init__(self, name: str, block_tokens: int, ids: "count[int]") -> None:
         self.name = name
-        self._block_tokens, self._ids = block_tokens, ids
-        self._known: dict[tuple[int, int], int] = {}  # our id, by our id before and the file's id
+        self._ids = ChainIds(block_tokens, ids)
 
     def requests(
         self, entries: Sequence[Mapping[str, Any]], name: str, begin: tuple[str, ...], at_ms: float
@@ -68,7 +67,7 @@ class _Session:
             at_ms += delay
             tokens = max(1, int(entry["in"]))
             request = TraceRequest(
-                at_ms, tokens, max(1, int(entry["out"])), self._chain(entry.get("hash_ids") or (), tokens),
+                at_ms, tokens, max(1, int(entry["out"])), self._ids.chain(entry.get("hash_ids") or (), tokens),
                 session=name, name=f"{name}#{turn}", wait_for=wait_for, delay=delay if wait_for else 0.0,
             )  # fmt: skip
             yield request
@@ -82,18 +81,6 @@ class _Session:
             return 0.0
         thought = entry.get("think_time")
         return 1000 * max(0.0, float(entry["t"]) - ended_s if thought is None else float(thought))
-
-    def _chain(self, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Our ids for a prompt's blocks: each id has a single predecessor. Blocks without an id are not shared."""
-        chain: list[int] = []
-        before = -1
-        for place in range(-(-tokens // self._block_tokens)):
-            full = (place + 1) * self._block_tokens <= tokens
-            fresh = next(self._ids)
-            known = self._known.setdefault((before, ids[place]), fresh) if full and place < len(ids) else fresh
-            chain.append(known)
-            before = known
-        return tuple(chain)
 
 
 def main() -> None:
