@@ -31,7 +31,7 @@ from moonpool.errors import ConfigError, MoonpoolError, Unavailable
 from moonpool.kv.delete_kv import DeletionIndex
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
-from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database, salvage_database
+from services.kvstore.ssd.database_check import DamagedDatabaseError, read_database, salvage_database
 from services.kvstore.ssd.encryption import BrokenSealError, Keyring, is_sealed, open_value, seal_value
 from services.kvstore.ssd.files import FileLayer, open_lmdb
 
@@ -63,6 +63,8 @@ class RecordFolder:
     def load(self) -> list[kv_pb2.Record]:
         """All records; from a damaged database the intact records, from which the database is written anew.
 
+        Without memory for the database's map, all records are read, and `whole` stays False.
+
         Raises:
             OSError: the folder cannot be used.
             lmdb.Error: as above.
@@ -77,10 +79,17 @@ class RecordFolder:
                 error=damage,
                 command=f"moonpool kvstore verify --repair {self.folder.parent}",
             )
-        if damage or plain:
-            self.write_anew(records)
-        self._env = self._env or open_lmdb(self.folder, map_size=MAP_BYTES)
-        self.whole = True
+        try:
+            if damage or plain:
+                self.write_anew(records)
+            self._env = self._env or open_lmdb(self.folder, map_size=MAP_BYTES)
+            self.whole = True
+        except lmdb.MemoryError as error:
+            log.error(
+                "no memory for the records' database: its records count, new ones are refused until there is memory",
+                path=str(self.folder),
+                error=str(error),
+            )
         return self._opened(records)
 
     def _opened(self, records: Iterable[kv_pb2.Record]) -> list[kv_pb2.Record]:
@@ -144,10 +153,8 @@ def read_records(folder: Path) -> tuple[list[kv_pb2.Record], str, bool]:
         return [], "", False
     damage = ""
     try:
-        check_database(folder)
-        with open_lmdb(folder, readonly=True, create=False) as env, env.begin() as txn:
-            values = [(bytes(key), bytes(value)) for key, value in txn.cursor()]
-    except (DamagedDatabaseError, lmdb.Error) as error:
+        values = list(read_database(folder))
+    except DamagedDatabaseError as error:
         values, damage = list(salvage_database(folder)), str(error)
     plain = bool(values) and all(key != _VERSION_KEY for key, _ in values)
     found = [_record_of(key, value, plain=plain) for key, value in values if key != _VERSION_KEY]

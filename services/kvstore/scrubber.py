@@ -74,7 +74,7 @@ class Scrubber:
             self.store.reads.lost(LeasedBlock(reader=reader))
             self.store.writes.queue.add(filter(None, [self.store.tiers.dram.get(reader.key)]), used=True)
             return self.store.reads.bad_blocks > before
-        except OSError:
+        except (OSError, MemoryError):
             return False
         finally:
             reader.release()

@@ -17,7 +17,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import wait_within
 from services.kvstore.core.tiered_store import WriteQueue
-from services.kvstore.ssd.files import is_full
+from services.kvstore.ssd.files import is_full, lacks_memory
 from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier
 
@@ -30,7 +30,7 @@ RETRY_AFTER_S = (0.0, 0.1, 1.0)
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
-_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file
 
 
@@ -96,7 +96,7 @@ class WriteBehind:
         """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
         disk, error = plan.disk, await self._commit(plan)
         again = self._again(plan, error)
-        lasting = isinstance(error, OSError | lmdb.Error) and getattr(error, "errno", None) not in _MAY_PASS
+        lasting = isinstance(error, OSError | lmdb.Error) and not _may_pass(error)
         spared = lasting and again is None and self.ssd.can_spare(disk)
         if not spared:
             self._report(plan, error, again)
@@ -169,7 +169,7 @@ class WriteBehind:
         begin = world.monotonic()
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.commit, plan)
-        except (OSError, lmdb.Error, MoonpoolError) as error:
+        except (OSError, lmdb.Error, MoonpoolError, MemoryError) as error:
             return error
         self.on_committed(world.monotonic() - begin)
         return None
@@ -180,8 +180,7 @@ class WriteBehind:
             if plan.blocks:  # housekeeping may be no more than deleting a file
                 self._delays[plan.disk] = iter(self.retry_after_s)
             return None
-        passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
-        again = next(self._delays[plan.disk], None) if passing else None
+        again = next(self._delays[plan.disk], None) if is_full(error) or _may_pass(error) else None
         self.retries += again is not None
         return again
 
@@ -237,3 +236,8 @@ class WriteBehind:
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._executor.shutdown)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error says nothing lasting about the disk."""
+    return lacks_memory(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)

@@ -6,6 +6,7 @@ slots together take more than the budget and a small reserve. Used by one thread
 """
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -91,7 +92,8 @@ class _SizeClass:
             message = f"no memory for blocks of {self.size} bytes: {error}"
             raise Overloaded(message, reason="kvstore_memory", retry_after_s=RETRY_AFTER_S) from error
         if self.size < _HUGE_PAGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first byte could bring its neighbours' memory too
+            with contextlib.suppress(OSError):  # kernels without huge pages do not know the advice
+                memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first byte could bring its neighbours' memory too
         slab = _Slab(memory, self.slots)
         self.slabs[slab] = None
         return slab

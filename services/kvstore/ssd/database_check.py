@@ -8,6 +8,7 @@ Format of LMDB 0.9 (data version 1), 64-bit, little-endian: two meta pages; bran
 behind the header and nodes at the end; overflow pages for large values; a tree of free pages by transaction.
 """
 
+import collections
 import contextlib
 import itertools
 import os
@@ -172,8 +173,8 @@ class _Walk:
         if counts != [tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries]:
             raise DamagedDatabaseError("a tree has other pages than it says")
 
-    def used(self, main: _Tree) -> None:
-        """Checks the tree with all values, and the named trees inside."""
+    def used(self, main: _Tree) -> Iterator[tuple[bytes, bytes]]:
+        """Checks the tree with all values, and the named trees inside; keys and values outside of named trees."""
         for node, value in self.tree(main, 0):
             if node.flags == _TREE and len(value) == _TREE_ROW.size:
                 for below, _ in self.tree(_Tree(*_TREE_ROW.unpack(value)), 0):
@@ -181,6 +182,8 @@ class _Walk:
                         raise DamagedDatabaseError("a value is of an impossible kind")
             elif node.flags & ~_BIG:
                 raise DamagedDatabaseError("a value is of an impossible kind")
+            else:
+                yield node.key, value
 
     def free(self, free: _Tree) -> None:
         """Checks the free pages: LMDB writes over them."""
@@ -238,6 +241,11 @@ def check_database(folder: Path) -> None:
         DamagedDatabaseError: LMDB must not open the file.
         OSError: the file cannot be read.
     """
+    collections.deque(read_database(folder), maxlen=0)
+
+
+def read_database(folder: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Checks a database as `check_database` does and reads it, but for named trees; keys ascend. Maps no memory."""
     try:
         file = (folder / "data.mdb").open("rb", buffering=0)
     except FileNotFoundError:
@@ -250,7 +258,7 @@ def check_database(folder: Path) -> None:
         if last_page < 1 or last_page * free.page_bytes > 2 * size + (1 << 30) or transaction >= 1 << 62:
             raise DamagedDatabaseError(f"the database has {last_page} pages in {size} bytes")
         walk = _Walk(_Pages(file.fileno(), free.page_bytes), last_page, transaction)
-        walk.used(main)
+        yield from walk.used(main)
         walk.free(free)
 
 

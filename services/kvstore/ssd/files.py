@@ -45,6 +45,13 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, lmdb.DiskError) or (isinstance(error, OSError) and error.errno in full)
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the error means that the system gives no memory: it tells nothing about device or data, and may pass."""
+    return isinstance(error, lmdb.MemoryError | MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+
+
 class _File:
     """An open file, closed with the last reference, so never during a call."""
 

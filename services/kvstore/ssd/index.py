@@ -37,7 +37,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.kvstore.eviction.tenants import TenantAccount, TenantBytes
 from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database
-from services.kvstore.ssd.files import ALIGN, FileLayer, open_lmdb
+from services.kvstore.ssd.files import ALIGN, FileLayer, lacks_memory, open_lmdb
 
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -494,6 +494,11 @@ class DiskIndex:
         """
         return self._index is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is too early to write a missing index."""
+        return self.clock() < self._tried_at + _RETRY_S
+
     def open(self) -> None:
         """Opens the index, made if need be; as of `Index`."""
         self._index = Index(self.files, self.path, self.map_bytes, sync=self.sync)
@@ -505,13 +510,15 @@ class DiskIndex:
     def commit(self, change: IndexChange, earlier: Sequence[IndexChange] = ()) -> None:
         """Does a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
 
+        Without memory for the index's map, the index is given up: the next one is written a minute later.
+
         `earlier`: changes that were done and that the catalogue does not know yet, for an index that is written anew.
 
         Raises:
             OSError: the device does not take the change to an index that is whole.
             lmdb.Error: as above.
         """
-        if self._index is None and self.clock() < self._tried_at + _RETRY_S:
+        if self._index is None and self.waits:
             return
         try:
             if self._index is not None:
@@ -519,6 +526,9 @@ class DiskIndex:
                 return
         except IndexLostError as error:
             self._report(error)
+        except lmdb.MemoryError as error:
+            self.do_without(error)
+            return
         self._renew((*earlier, change))
 
     def _renew(self, changes: Iterable[IndexChange]) -> None:
@@ -528,6 +538,9 @@ class DiskIndex:
             for change in changes:
                 self._index.commit(change)
         except (OSError, lmdb.Error, IndexLostError) as error:
+            if lacks_memory(error):
+                self.do_without(error)
+                return
             self.discard()
             log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
 
@@ -571,6 +584,16 @@ class DiskIndex:
             dropped += [(segment.number, slot) for slot in range(len(segment.keys)) if slot not in live]
         sizes = {segment.number: segment.size for segment in segments}
         return IndexChange((), dropped, entries, sizes, {segment.number: segment.named for segment in segments})
+
+    def do_without(self, error: Exception) -> None:
+        """There is no memory for the index; the segments hold all that it says. Deletes the index, which gets old."""
+        self._tried_at = self.clock()
+        self.discard()
+        log.error(
+            "no memory for the index: blocks are durable all the same; the index is written again once there is memory",
+            path=str(self.path),
+            error=str(error),
+        )
 
     def lose(self) -> None:
         """The disk was away: with the next change the index is written anew."""

@@ -21,7 +21,7 @@ from moonpool import world
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.files import ALIGN, FileLayer, is_full
+from services.kvstore.ssd.files import ALIGN, FileLayer, is_full, lacks_memory
 from services.kvstore.ssd.index import (
     ENTRY,
     MAP_BYTES,
@@ -171,11 +171,14 @@ class Recovery:
             raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}{advice}") from error
 
     def _load(self, *, is_first_start: bool) -> IndexImage:
-        """The content of the index. An index that cannot be used is deleted and counts as empty."""
+        """The content of the index. An index that cannot be used, or mapped, is deleted and counts as empty."""
         try:
             self.index.open()
             image = self.index.load()
         except (OSError, lmdb.Error, IndexLostError) as error:
+            if lacks_memory(error):
+                self.index.do_without(error)
+                return IndexImage()
             if not isinstance(error, IndexLostError) and not is_full(error):  # opening what is whole needs no room
                 raise
             if not is_first_start:
@@ -255,7 +258,7 @@ class Recovery:
             if records and self._sync:
                 files.sync(path)
             return records
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             log.error("a segment cannot be read; it is left as it is", path=str(path), error=str(error))
             return None
         finally:
@@ -278,12 +281,17 @@ class Recovery:
         A full device is no reason not to start: a new index is given up with the index's room, an old index stays.
         """
         is_new = not self.index.usable or is_stale
+        if self.index.waits:
+            return
         try:
             if is_new:
                 self.index.write_anew()
             elif change.segments or change.removed_segments:
                 self.index.commit(change)
         except (OSError, lmdb.Error) as error:
+            if lacks_memory(error):
+                self.index.do_without(error)
+                return
             if not is_full(error) or (is_new and not self.rebuilt and not is_stale):
                 raise
             if is_new:
@@ -408,8 +416,9 @@ def _check_segment(
 ) -> None:
     report.segments += 1
     named: dict[int, int] = {}
-    segment = None if catalogue is None else catalogue.segments[number]
-    if catalogue is not None and segment is not None:
+    segment: Segment | None = None
+    if catalogue is not None:
+        segment = catalogue.segments[number]
         named = {segment.offset(slot): slot for slot in catalogue.live_slots(segment)}
         if size < segment.size:
             report.add(FolderFault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
