@@ -5,9 +5,10 @@ noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so
 Mutants and their order follow from the seed.
 
 Only tests that run the changed line are tried. They come from test files that import the module, directly or by way of
-other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at; later
-files are looked at only if the tests of earlier ones pass. Each file runs once without a mutation; `tools.covered`
-notes which tests run which lines. A test that takes too long, or fails without a mutation, is left out.
+other modules. Unit tests come first; of these, the fewer modules lie between, and the more words the names share, the
+sooner a file is looked at. Later files are looked at only if the tests of earlier ones pass, and once all mutants were
+tried with the first files. Each file runs once without a mutation; `tools.covered` notes which tests run which lines.
+A test that takes too long, or fails without a mutation, is left out. All runs are forks (`tools.preloaded`).
 
 Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried.
 
@@ -32,13 +33,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tools import covered
+from tools import covered, preloaded
 from tools.covered import TestRun
 from tools.house import Source, imports, sources
 
@@ -87,6 +88,8 @@ UNTESTED = ("__repr__", "check_invariants", "describe", "digest", "state")
 """Functions for people and for checks; a mutation there breaks no rule."""
 TEST_S = 20.0
 """Most processor seconds of a test; others are left out."""
+SOON_WAVES = 3
+"""Waves of test files that are run for all mutants before any is tried with later files; most are noticed by then."""
 SELECTION_S = 90.0
 """Processor seconds of the test files that are looked at for a mutant; more files are left out."""
 TRIED_S = 30.0
@@ -351,12 +354,16 @@ def _is_valid(text: str) -> bool:
     return True
 
 
-def selection(files: Sequence[Source], module: str) -> list[str]:
-    """Paths of test files that import a module, directly or not; those that speak to it most come first."""
+def selections(files: Sequence[Source], modules: Collection[str]) -> dict[str, list[str]]:
+    """By module, paths of test files that import it, directly or not; those that speak to it most come first."""
     importers: dict[str, set[str]] = {}
     for name, targets in imports(files).items():
         for target in targets:
             importers.setdefault(target, set()).add(name)
+    return {module: _selection(files, importers, module) for module in modules}
+
+
+def _selection(files: Sequence[Source], importers: Mapping[str, set[str]], module: str) -> list[str]:
     distance, reached = {module: 0}, [module]
     for name in reached:
         for importer in sorted(importers.get(name, set()) - distance.keys()):
@@ -366,13 +373,19 @@ def selection(files: Sequence[Source], module: str) -> list[str]:
     return [
         one.path
         for one in sorted(
-            tests, key=lambda one: (distance[one.module] - len(_words(one.module) & _words(module)), one.path)
+            tests,
+            key=lambda one: (not _is_unit(one), distance[one.module] - _common_words(one.module, module), one.path),
         )
     ]
 
 
-def _words(module: str) -> set[str]:
-    return set(module.replace("_", ".").split("."))
+def _is_unit(test: Source) -> bool:
+    """Whether a test's code runs in its own process, mostly: what others run is not seen."""
+    return test.module.startswith("tests.unit.")
+
+
+def _common_words(one: str, other: str) -> int:
+    return len(set(one.replace("_", ".").split(".")) & set(other.replace("_", ".").split(".")))
 
 
 @dataclass(frozen=True)
@@ -396,7 +409,8 @@ class Copy:
         self._writes = 0
         self._kept_runs = runs
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
-        self.root = Path(self._folder.name)
+        self._scratch = Path(self._folder.name, "tmp")
+        self.root = Path(self._folder.name, "tree")
         self._files = {source.module: source for source in files}
         self._runs: dict[str, FileRun] = {}
         self._watched = [str(self.root / self._files[name].path) for names in RULES.values() for name in names]
@@ -465,10 +479,13 @@ class Copy:
         state = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
         return self._kept_runs / f"{test.replace('/', '.')}-{state}.json"
 
-    def try_out(self, mutant: Mutant, files: Sequence[str]) -> Verdict:
-        """Runs the tests that run the mutant's line; those of later files only if those of earlier ones pass."""
+    def try_out(self, mutant: Mutant, files: Sequence[str], *, soon: bool) -> Verdict:
+        """Runs the tests that run the mutant's line; those of later files only if those of earlier ones pass.
+
+        `soon`: those of the first files only; else those of the others.
+        """
         verdict = Verdict.NOT_RUN
-        for runs in self.waves(files):
+        for runs in itertools.islice(self.waves(files), *((SOON_WAVES,) if soon else (SOON_WAVES, None))):
             tests = covering(runs, str(self.root / self._files[mutant.module].path), mutant)
             if tests:
                 verdict = self._try(mutant, tests)
@@ -503,44 +520,21 @@ class Copy:
         os.utime(path, (self._writes, self._writes))
 
     def _run(self, arguments: Sequence[str], processor_s: float, more: Mapping[str, str] | None = None) -> Verdict:
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "", **(more or {})}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        resource.prlimit(process.pid, resource.RLIMIT_CPU, (math.ceil(processor_s), math.ceil(processor_s)))
-        try:
-            status = process.wait(SLOW_S)
-        except subprocess.TimeoutExpired:
-            return Verdict.HANGS
-        else:
-            if status == 0:
-                return Verdict.SURVIVES
-            return Verdict.HANGS if status in (-signal.SIGXCPU, -signal.SIGKILL) else Verdict.NOTICED
-        finally:
-            _end_group(process)
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "TMPDIR": str(self._scratch), **(more or {})}
+        options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        self._scratch.mkdir()
+        limits = {resource.RLIMIT_DATA: MEMORY_BYTES, resource.RLIMIT_CPU: math.ceil(processor_s)}
+        status = preloaded.wait(preloaded.start([*options, *arguments], self.root, environment, limits), SLOW_S)
+        shutil.rmtree(self._scratch, ignore_errors=True)  # tests that were killed leave files
+        if status == 0:
+            return Verdict.SURVIVES
+        return Verdict.HANGS if status in (None, -signal.SIGXCPU, -signal.SIGKILL) else Verdict.NOTICED
 
 
 def _children_s() -> float:
     """Processor seconds of this process's children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the tests, and services that they leave behind."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
 
 
 def covering(runs: Sequence[FileRun], path: str, mutant: Mutant) -> list[TestRun]:
@@ -596,24 +590,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = options.module or [name for rule in options.rule or sorted(RULES) for name in RULES[rule]]
     files = sources(ROOT)
     mutants = drawn(files, modules, options.count, options.seed)
+    preloaded.prepare()
     print(f"seed {options.seed}: {len(mutants)} mutants of {len(modules)} modules", flush=True)
     ends_at = time.monotonic() + options.seconds
     notes = Notes(options.resume, files)
     verdicts = {mutant: verdict for mutant in mutants if (verdict := notes.noticed(mutant)) is not None}
     copy = Copy(files, Path(f"{options.resume}.runs") if options.resume else None)
-    chosen: dict[str, list[str]] = {}
+    chosen = selections(files, {mutant.module for mutant in mutants})
+    left = [mutant for mutant in mutants if mutant not in verdicts]
+    first = dict[Mutant, Verdict]()
     try:
-        for mutant in [it for it in mutants if it not in verdicts]:
-            if time.monotonic() >= ends_at:
-                break
-            if mutant.module not in chosen:
-                chosen[mutant.module] = selection(files, mutant.module)
-            verdicts[mutant] = copy.try_out(mutant, chosen[mutant.module])
-            notes.add(mutant, verdicts[mutant])
-            print(f"{verdicts[mutant].value:8} {mutant}", flush=True)
+        for soon in (True, False):
+            for mutant in left:
+                if time.monotonic() >= ends_at:
+                    break
+                verdict = copy.try_out(mutant, chosen[mutant.module], soon=soon)
+                if soon and not verdict.is_noticed:
+                    first[mutant] = verdict
+                    continue
+                verdicts[mutant] = first[mutant] if verdict is Verdict.NOT_RUN else verdict
+                notes.add(mutant, verdicts[mutant])
+                print(f"{verdicts[mutant].value:8} {mutant}", flush=True)
+            left = list(first)
     finally:
         copy.close()
-    return _report(verdicts)
+    return _report(first | verdicts)  # what there was no time for counts as it is so far
 
 
 def _report(verdicts: Mapping[Mutant, Verdict]) -> int:

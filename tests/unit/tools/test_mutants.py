@@ -10,7 +10,7 @@ import pytest
 from tools import covered
 from tools.covered import TestRun
 from tools.house import Source
-from tools.mutants import EQUIVALENT, ROOT, FileRun, Notes, Verdict, covering, drawn, mutants_of, selection
+from tools.mutants import EQUIVALENT, ROOT, FileRun, Notes, Verdict, covering, drawn, mutants_of, selections
 
 TEXT = '''"""A module."""
 LIMIT = 3
@@ -136,7 +136,7 @@ def test_tests_that_speak_to_a_module_come_first() -> None:
         Source("tests/unit/test_far.py", "from .helpers import f\n"),
         Source("tests/unit/test_other.py", "from moonpool.kv import other\n"),
     ]
-    assert selection(files, "moonpool.kv.lease") == [
+    assert selections(files, ["moonpool.kv.lease"])["moonpool.kv.lease"] == [
         "tests/unit/kv/test_lease.py",
         "tests/unit/kv/test_store.py",
         "tests/unit/test_far.py",
