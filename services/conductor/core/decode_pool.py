@@ -13,7 +13,6 @@ from services.conductor.core.instances import (
     InstancePool,
     LoadFacts,
     LoadRanking,
-    SpeedClass,
     blocks_at,
 )
 from services.conductor.core.latency_model import (
@@ -271,7 +270,7 @@ class PoolDecodeCandidates(DecodeCandidates):
         found = pool.ranks.search(
             self._allowed,
             self._prefixes,
-            lambda found, blocks: _decode_cost(model, found, blocks),
+            lambda found, blocks: model.fixed_s(found.speeds, blocks),
             model.load_s,
             limit,
             self._fits,
@@ -291,10 +290,6 @@ class PoolDecodeCandidates(DecodeCandidates):
         need = self._model.blocks(one.load.answer_tokens)
         optimism = self._pool.optimism_factor(one)
         return self._model.choice(one.facts.id, one.speeds, one.there, held_blocks, need, optimism)
-
-
-def _decode_cost(model: DecodeLatencyModel, found: SpeedClass, blocks: int) -> float:
-    return model.fixed_s(found.speeds, blocks)
 
 
 @frozen

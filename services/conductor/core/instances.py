@@ -369,9 +369,9 @@ class LoadRanking:
         """
         best: list[RankedMatch] = []
         worst_s = inf
-        for seconds, blocks, found, mask in self._groups(allowed & self.mask, prefixes, cost):
-            if seconds + wait(found.order[0].load) > worst_s:
-                continue
+        for least_s, seconds, blocks, found, mask in self._groups(allowed & self.mask, prefixes, cost, wait):
+            if least_s > worst_s:
+                break
             # A few slots are looked at each. In a class's order the rest cannot be better once one is not.
             few = mask.bit_count() <= ENUMERATE_UP_TO
             for place in [self._of[slot][1] for slot in slots_in(mask)] if few else found.order:
@@ -390,9 +390,16 @@ class LoadRanking:
         return best
 
     def _groups(
-        self, allowed: int, prefixes: Sequence[tuple[int, int]], cost: Callable[[SpeedClass, int], float]
-    ) -> list[tuple[float, int, SpeedClass, int]]:
-        """(seconds, blocks, class, mask) for each class and length of prefix that some allowed instance has."""
+        self,
+        allowed: int,
+        prefixes: Sequence[tuple[int, int]],
+        cost: Callable[[SpeedClass, int], float],
+        wait: Callable[[float], float],
+    ) -> list[tuple[float, float, int, SpeedClass, int]]:
+        """Groups by class and length of prefix that some allowed instance has.
+
+        A group is (least seconds with the wait at the class's freest, seconds, blocks, class, mask), least ones first.
+        """
         exact: list[tuple[int, int]] = []
         for blocks, mask in reversed(prefixes):
             if here := mask & allowed:
@@ -400,12 +407,13 @@ class LoadRanking:
                 allowed ^= here
         if allowed:
             exact.append((0, allowed))
-        groups = [
-            (cost(found, blocks), blocks, found, here)
-            for found in self._classes.values()
-            for blocks, mask in exact
-            if (here := mask & found.mask)
-        ]
+        groups = []
+        for found in self._classes.values():
+            wait_s, members = wait(found.order[0].load), found.mask
+            for blocks, mask in exact:
+                if here := mask & members:
+                    seconds = cost(found, blocks)
+                    groups.append((seconds + wait_s, seconds, blocks, found, here))
         groups.sort(key=itemgetter(0))
         return groups
 

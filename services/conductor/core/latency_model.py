@@ -264,6 +264,7 @@ class PrefillLatencyModel:
         self._shape = shape
         self.sources = sources
         self._block_bytes = shape.block_tokens * shape.token_bytes
+        self._layers = shape.layers or 1
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
         self._loads: dict[int, list[tuple[PrefixHolder, int, PrefillWork]]] = {}
@@ -282,7 +283,10 @@ class PrefillLatencyModel:
         prompt_s, cached_s = speeds.prefill_per_prompt_s, speeds.prefill_per_cached_token_s
         steps, new, pairs, prefix = local
         compute_s = least_s = (prompt_s + cached_s * prefix) + (steps * base_s + token_s * new + pair_s * pairs)
-        best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
+        best, shape, threshold = None, self._shape, self._threshold
+        least_blocks = threshold * local_blocks if threshold > 1.0 else local_blocks
+        rate_here = speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
+        peer_rate_here = speeds.peer_bytes_per_s or rate_here
         for load in self._loads.get(step_tokens) or self._loadable(step_tokens) if loads else ():
             source, blocks, (steps, new, pairs, longer) = load
             if blocks <= least_blocks:
@@ -291,27 +295,33 @@ class PrefillLatencyModel:
             if rest_s >= least_s:
                 continue  # a load takes at least the work after its prefix
             nbytes = shape.moved_bytes(longer, prefix) if shape.window_bytes else (longer - prefix) * shape.token_bytes
-            if source.warm is None:
-                load_s = nbytes / source.rate(speeds)
+            _, _, wait_s, rate_there, peer, warm, _ = source
+            rate = peer_rate_here if peer else rate_here  # as `PrefixHolder.rate`
+            if rate_there and rate_there < rate:
+                rate = rate_there
+            if warm is None:
+                load_s = nbytes / rate
             else:
-                cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
-                load_s = source.read_s(source.rate(speeds), nbytes, cold_bytes)
-            busy_s = source.wait_s + load_s
+                load_s = source.read_s(rate, nbytes, source.cold_blocks(local_blocks) * self._block_bytes)
+            busy_s = wait_s + load_s
             if busy_s >= least_s:
                 continue  # nor less than the load
-            both_s = overlapped_seconds(busy_s, rest_s, shape.layers)
+            shorter_s, longer_s = (busy_s, rest_s) if busy_s < rest_s else (rest_s, busy_s)
+            both_s = longer_s + shorter_s / self._layers  # as `overlapped_seconds`
             if both_s < least_s and load_s:
                 best, least_s, best_s, read_s = load, both_s, rest_s, load_s
         if best is None:
-            own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
-            fixed_s = fixed_seconds(speeds, local, compute_s, own_s)
+            steps = local.steps
+            own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=steps, stages=stages)
+            fixed_s = steps * base_s * (own_s / compute_s) if compute_s else 0.0
             return make(PrefillCost, (0.0, own_s, compute_s / stages, local_blocks, "", 0.0, fixed_s, 0))
         source, blocks, rest = best
         own_s, busy_s = best_s, max(best_s / stages, read_s)
         if stages > 1:
             own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
             least_s = overlapped_seconds(source.wait_s + read_s, own_s, shape.layers)
-        fixed_s, cold = fixed_seconds(speeds, rest, best_s, own_s), source.cold_blocks(local_blocks)
+        fixed_s = rest.steps * base_s * (own_s / best_s) if best_s else 0.0
+        cold = source.cold_blocks(local_blocks) if source.warm is not None else 0
         return make(PrefillCost, (least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold))
 
     def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
@@ -330,11 +340,6 @@ class PrefillLatencyModel:
         prefix = self._shape.reused_tokens(self._tokens, blocks)
         work = self._works[blocks, step_tokens] = prompt_work(self._tokens, prefix, step_tokens)
         return work
-
-
-def fixed_seconds(speeds: Speeds, work: PrefillWork, compute_s: float, own_s: float) -> float:
-    """Fixed part of the seconds that work takes in a pipeline; `compute_s` is the work stage after stage."""
-    return work.steps * speeds.prefill_base_s * (own_s / compute_s) if compute_s else 0.0
 
 
 class DecodeLatencyModel:

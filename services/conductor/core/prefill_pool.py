@@ -205,6 +205,7 @@ LONG_PROMPT_END = work_of(512, 16384)
 """The end of a long prompt."""
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
+NO_WAIT = QueueWait(0.0, 0)
 LATER_SHARE = 0.25
 """Share of a full step that later prompts take in the step in which a waiting prompt ends."""
 
@@ -402,9 +403,9 @@ class PrefillInstanceState:
 
         Prompts of other conductors go first. Tenants wait for their turns.
         """
-        all_s = max(self.free_at - now, 0.0)
+        all_s = self.free_at - now
         if all_s <= 0.0:
-            return QueueWait(0.0, 0)
+            return NO_WAIT
         last, tenant, prompts = (key.rank, key.number), key.tenant, self.prompts
         left_s = before_s = 0.0
         behind = covered = strangers = 0
@@ -425,7 +426,8 @@ class PrefillInstanceState:
             before_s += all_s - left_s  # from other conductors, or from prompts that take longer than predicted
         elif left_s > 0.0:
             before_s *= all_s / left_s
-        return QueueWait(min(all_s, before_s + (self._step_s(prompts.values()) / 2 if behind else 0.0)), behind)
+        wait_s = before_s + (self._step_s(prompts.values()) / 2 if behind else 0.0)
+        return make(QueueWait, (min(all_s, wait_s), behind))
 
     def _left(self, now: float) -> list[tuple[PlacedPrompt, float]]:
         """This conductor's prompts in key order, and each prompt's remaining seconds.
@@ -587,7 +589,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def wait(self, name: str, key: QueueKey, now: float) -> QueueWait:
         """The place for a prompt with this queue key at an instance with queues in key order."""
         instance = self.get(name)
-        return instance.wait(key, now) if instance is not None else QueueWait(0.0, 0)
+        return instance.wait(key, now) if instance is not None else NO_WAIT
 
     def rank(self, instance: PrefillInstanceState) -> None:
         """Ranks an instance anew, after a change in load or speeds."""

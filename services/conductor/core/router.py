@@ -311,9 +311,13 @@ class PrefixHolders:
         return found
 
     def _freest(self, blocks: int, mask: int, now: float) -> PrefixHolder:
-        holders = [self._at(slot) for slot in islice(slots_in(mask), MAX_LOOKED_AT)]
-        best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id)) if holders[1:] else holders[0]
-        return PrefixHolder(best.facts.id, blocks, best.link.wait_s(now), best.link.memory.known(now), peer=True)
+        if mask & (mask - 1):
+            holders = [self._at(slot) for slot in islice(slots_in(mask), MAX_LOOKED_AT)]
+            best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
+        else:
+            best = self._at(mask.bit_length() - 1)
+        link = best.link
+        return make(PrefixHolder, (best.facts.id, blocks, link.wait_s(now), link.memory.known(now), True, None, 0.0))
 
     def _at(self, slot: int) -> PrefillInstanceState | DecodeInstanceState:
         prefills, decodes = self._pools
@@ -844,24 +848,24 @@ class Router:
     ) -> ReplicationHint | None:
         """The instance with the soonest first token if the longest prefix were there; None = none."""
         source, best_s = max(sources, key=lambda it: it.blocks), choices[0].ttft_s
-        found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
+        found: tuple[float, str, PrefillChoice, PrefillInstanceState] | None = None
+        least_s = best_s
         for choice in choices:
             soonest_s = choice.queue_s + choice.tail_s + choice.overhead_s
-            if choice.excluded or choice.local_blocks >= source.blocks or soonest_s >= best_s:
+            if choice.excluded or choice.local_blocks >= source.blocks or soonest_s > least_s:
                 continue
             instance = self._prefills.by_slot[self._index.slot(choice.id)]
             facts = instance.facts
             if not facts.kv_domain:
                 optimism = self._prefills.optimism_factor(instance)
                 alone_s = model.alone_s(instance.learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
-                ttft_s = soonest_s + alone_s * optimism
-                found.append((ttft_s, choice.id, choice, instance))
-        if not found:
+                one = soonest_s + alone_s * optimism, choice.id, choice, instance
+                if one[0] < best_s and (found is None or one < found):
+                    found, least_s = one, one[0]
+        if found is None:
             return None
-        ttft_s, target, choice, instance = min(found)
+        ttft_s, target, choice, instance = found
         gain_s = best_s - ttft_s
-        if gain_s <= 0:
-            return None
         nbytes = shape.moved_bytes(source.blocks * shape.block_tokens, choice.local_blocks * shape.block_tokens)
         cold_bytes = source.cold_blocks(choice.local_blocks) * shape.block_tokens * shape.token_bytes
         read_s = source.read_s(source.rate(instance.learnt.speeds), nbytes, cold_bytes)

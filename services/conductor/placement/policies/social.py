@@ -53,9 +53,10 @@ class Social:
         later = arrivals.prompts_per_s * arrivals.backlog_s * growth
         rated = []
         for at, choice in enumerate(_choices(candidates, limit, 1.0 + later)):
-            delay_s, wait = _place_in_queue(candidates, choice, arrivals)
+            alone_s = choice.alone_s
+            delay_s, wait = _place_in_queue(candidates, choice, alone_s, arrivals)
             placed = choice.with_place(delay_s, wait)
-            own_s = wait.seconds + choice.alone_s
+            own_s = wait.seconds + alone_s
             rated.append((own_s + placed.work_s * (wait.behind + later), choice.there.stages, at, own_s, placed))
         rated.sort()
         most_s = min([own_s for *_, own_s, _ in rated]) + QUEUE_SHARE * arrivals.backlog_s
@@ -75,7 +76,9 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
     )
 
 
-def _place_in_queue(candidates: Candidates, choice: PrefillChoice, arrivals: Arrivals) -> tuple[float, QueueWait]:
+def _place_in_queue(
+    candidates: Candidates, choice: PrefillChoice, alone_s: float, arrivals: Arrivals
+) -> tuple[float, QueueWait]:
     """The prompt's delay in an instance's queue, and the prompt's wait there.
 
     The delay is at most ten times the work, half the mean queue, and a third of the limit. A prompt that would be late
@@ -86,7 +89,7 @@ def _place_in_queue(candidates: Candidates, choice: PrefillChoice, arrivals: Arr
     work_s, given_s = choice.work_s, QUEUE_SHARE * arrivals.backlog_s
     delay_s = min(PATIENCE * work_s, given_s, LIMIT_SHARE * within_s)
     wait = candidates.wait(choice, delay_s)
-    if wait.seconds + choice.alone_s <= MARGIN * within_s:
+    if wait.seconds + alone_s <= MARGIN * within_s:
         return delay_s, wait
     calm = 1.0 - arrivals.usual_backlog_s / (OVERLOADED_SHARE * within_s) if within_s else 0.0
     delay_s = min(LATE_PATIENCE * work_s, given_s / calm if calm > 0.0 else inf)
