@@ -62,7 +62,7 @@ class DecodeConfig(EngineConfig):
         16 << 20, ge=0, description="bytes of all tokens kept for that; the oldest are dropped first"
     )
     speculative: Literal["auto", "ngram", "draft", "off"] = Field(
-        "off",
+        "auto",
         description=(
             "whether steps check guesses of the next tokens, taken from what followed the same tokens earlier in the "
             "prompt or answer, or made by --draft-model: auto = where guesses were right often enough to pay; ngram = "

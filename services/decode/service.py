@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from moonpool import world
+from moonpool.checkpoint import load_config, resolve
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
@@ -574,7 +575,7 @@ def contract(instance: DecodeInstance) -> Service:
 async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
     """Runs a decode instance until told to stop; raises as `run_instance`."""
     async with contextlib.AsyncExitStack() as stack:
-        drafted = await _draft_setup(config) if config.speculative in ("auto", "draft") else None
+        drafted = await _draft_setup(config)
         draft_model = None
         if drafted is not None:
             context.starting("starting the draft model")
@@ -582,9 +583,6 @@ async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngin
             draft_model = DraftModel(await stack.enter_async_context(started), drafted.max_tokens)
 
         def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
-            if drafted is not None and drafted.vocab_size != shared.setup.vocab_size:
-                its, ours = drafted.vocab_size, shared.setup.vocab_size
-                raise ConfigError("draft_model", f"has {its} tokens, the model has {ours}: not the same vocabulary")
             instance = DecodeInstance(shared, config, draft_model)
             return instance, contract(instance)
 
@@ -602,10 +600,15 @@ async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
         if config.speculative == "draft":
             raise ConfigError("draft_model", "speculative=draft needs one")
         return None
+    if config.speculative not in ("auto", "draft"):
+        raise ConfigError("draft_model", f"guesses nothing with speculative={config.speculative}")
     if config.device != "cpu" or config.engine != "real":
         raise ConfigError("draft_model", "only for engines that compute on a CPU")
     own = {"model": config.draft_model, "dtype": "auto", "kv_cache_dtype": "auto", "imatrix": "", "profile": ""}
     setup = await asyncio.to_thread(engine_setup, config.model_copy(update={**own, "max_loras": 0}))
+    ours = (await asyncio.to_thread(lambda: load_config(resolve(config.model)))).vocab_size
+    if setup.vocab_size != ours:
+        raise ConfigError("draft_model", f"has {setup.vocab_size} tokens, the model {ours}: not the same vocabulary")
     if setup.layout.recurrent:
         raise ConfigError("draft_model", "a recurrent state cannot go back behind guesses that were wrong")
     return setup

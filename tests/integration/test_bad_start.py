@@ -1,5 +1,6 @@
 """Services that cannot start: one line that names the setting or the file, the right exit code, nothing left behind."""
 
+import json
 import os
 import shutil
 import signal
@@ -56,6 +57,16 @@ def test_an_invalid_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     said = refused("conductor", "--model", str(folder), "--listen", "127.0.0.1:0")
     assert "tokenizer.json: not a tokenizer" in said
+
+
+def test_a_small_model_that_cannot_guess(checkpoint: Path, folder: Path) -> None:
+    """Before an engine starts: another vocabulary, which would make every guess wrong; and nothing to guess with."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
+    model = ("--model", str(checkpoint), *ENGINE)
+    said = refused("decode", *model, "--draft-model", str(folder))
+    assert said == "draft_model: has 128 tokens, the model 256: not the same vocabulary"
+    assert refused("decode", *model, "--speculative", "draft") == "draft_model: speculative=draft needs one"
 
 
 @pytest.fixture

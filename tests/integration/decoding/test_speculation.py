@@ -1,15 +1,19 @@
 """Speculation through all services: answers are those of plain forward passes, whatever is guessed.
 
 In batches, preempted, cached or not; greedy, drawn with a seed, with penalties and log probabilities. Each guess is
-checked (`ngram`), so that many are wrong.
+checked (`ngram`, `draft`), so that many are wrong.
 """
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult
 from moonpool.sampling_params import SamplingParams
+from tests.faults.stack import children
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference
@@ -20,26 +24,37 @@ ALPHABET = 12
 """Different tokens of the prompts, which repeat themselves."""
 
 
-@pytest.fixture(scope="module")
-def stack(decode_with: DecodeWith) -> CheckedStack:
-    return decode_with("--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7")
+NGRAM = ("--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7")
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft"])
+def stack(request: pytest.FixtureRequest, decode_with: DecodeWith, checkpoint: Path) -> CheckedStack:
+    """Guesses from the text, and those of a small model, which is the model itself here."""
+    if request.param == "ngram":
+        return decode_with(*NGRAM)
+    return decode_with("--speculative", "draft", "--draft-model", str(checkpoint), *NGRAM[2:])
 
 
 def prompts(seed: str) -> list[list[int]]:
     return [tokens(3 * BLOCK + 5 * number, f"{seed} {number}", 8 + ALPHABET) for number in range(4)]
 
 
-def ask(stack: CheckedStack, asked: list[list[int]], how: SamplingParams) -> list[GenerateResult]:
+def answers(stack: CheckedStack, asked: list[list[int]], how: SamplingParams) -> list[GenerateResult]:
     async def together() -> list[GenerateResult]:
         async with AsyncClient(stack.address) as client:
             return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=how) for prompt in asked))
 
+    return asyncio.run(together())
+
+
+def ask(stack: CheckedStack, asked: list[list[int]], how: SamplingParams) -> list[GenerateResult]:
+    """The answers, of which some were guessed rightly."""
     before = stack.gauge("decode-", "draft_tokens_total"), stack.gauge("decode-", "accepted_tokens_total")
-    results = asyncio.run(together())
+    results = answers(stack, asked, how)
     drafted = stack.gauge("decode-", "draft_tokens_total") - before[0]
     accepted = stack.gauge("decode-", "accepted_tokens_total") - before[1]
     print(f"{drafted} guesses, {accepted} accepted")
-    assert drafted > accepted > 0
+    assert drafted >= accepted > 0
     return results
 
 
@@ -63,3 +78,20 @@ def test_drawn_answers_are_those_of_their_seed(stack: CheckedStack, reference: R
     asked = prompts("drawn")
     for result, prompt in zip(ask(stack, asked, how), asked, strict=True):
         assert result.token_ids == reference.drawn(prompt, result.token_ids, how)
+
+
+def test_answers_go_on_without_the_small_model(stack: CheckedStack, reference: Reference) -> None:
+    """The engine of the small model is killed; the instance lives on. Without a small model, that of an instance."""
+    if "draft" not in stack.services["decode-0"].arguments:
+        pytest.skip("has no small model")
+    how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+    asked, decode = prompts("without"), stack.services["decode-0"]
+    ask(stack, asked, how)
+    small, _ = children(decode.pid)  # the small model's engine starts first
+    os.kill(small, signal.SIGKILL)
+    accepted = stack.gauge("decode-", "accepted_tokens_total")
+    for result, prompt in zip(answers(stack, asked, how), asked, strict=True):
+        assert len(result.token_ids) == ANSWER
+        reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
+    assert stack.gauge("decode-", "accepted_tokens_total") == accepted
+    assert decode.returncode is None
