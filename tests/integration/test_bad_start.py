@@ -65,7 +65,7 @@ def test_a_small_model_that_cannot_guess(checkpoint: Path, folder: Path) -> None
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
     model = ("--model", str(checkpoint), *ENGINE)
     said = refused("decode", *model, "--draft-model", str(folder))
-    assert said == "draft_model: has 128 tokens, the model 256: not the same vocabulary"
+    assert said == "draft_model: has 128 tokens, the model 512: not the same vocabulary"
     assert refused("decode", *model, "--speculative", "draft") == "draft_model: speculative=draft needs one"
 
 

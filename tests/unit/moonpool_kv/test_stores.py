@@ -156,8 +156,8 @@ CHUNKS = [bytes([at]) * (2000 + at) for at in range(12)]
 
 @asynccontextmanager
 async def keeper(*stores: str, **settings: Any) -> AsyncIterator[ValueStores]:
-    """A process that keeps values in stores."""
-    found = ValueStores(ValueSettings(stores, **settings))
+    """A process that keeps values in stores, and waits for them on a busy machine, too."""
+    found = ValueStores(ValueSettings(stores, **{"lookup_limit_s": 60.0, **settings}))
     try:
         yield found
     finally:
