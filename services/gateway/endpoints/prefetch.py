@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Discriminator, Tag
@@ -17,7 +16,7 @@ from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import MAX_PROMPTS, CompletionBody
-from services.gateway.serving.auth import CheckedRequest
+from services.gateway.serving.auth import AuthenticatedCaller, CheckedRequest
 from services.gateway.serving.json_body import Body, FailFastList, json_response
 
 _CHAT, _COMPLETION = "[chat]", "[completion]"
@@ -61,7 +60,7 @@ async def prefetch(gateway: GatewayContext, request: Request) -> Response:
     coming: list[GenerateArguments] = []
     for index, one in enumerate(body.requests):
         with _named(index):
-            coming += await _prompts(gateway, replace(checked, body=one), state)
+            coming += await _prompts(gateway, checked.caller, one, state)
     checked.caller.budget.charge_answers(len(coming))
     within_s = None if body.cancel else body.within_s
     accepted = await gateway.client.announce(coming, within_s, tenant=checked.caller.tenant)
@@ -70,15 +69,15 @@ async def prefetch(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def _prompts(
-    gateway: GatewayContext, checked: CheckedRequest[ChatBody | CompletionBody], state: ClusterState
+    gateway: GatewayContext, caller: AuthenticatedCaller, body: ChatBody | CompletionBody, state: ClusterState
 ) -> list[GenerateArguments]:
     """A request's prompts, with what their KV depends on besides."""
-    body, job = checked.body, gateway.builder.prepare(checked, state, max_tokens=1)
+    job = gateway.builder.prepare(CheckedRequest(caller, body, {}, "", "", "", ""), state, max_tokens=1)
     if isinstance(body, ChatBody):
         job.prompts, special, usual = [body.prompt()], body.add_special_tokens is True, False
         if body.messages is not None:
             job.set_chat_options(body.chat_options())
-            if tools := body.tool_set():
+            if (tools := body.tool_set()) is not None:
                 job.arguments["tools"] = tools.definitions
     else:
         job.prompts, special, usual = body.sdk_prompts(), body.add_special_tokens is not False, True
