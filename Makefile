@@ -86,13 +86,17 @@ test-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 test-gpu: $(if $(GPU_PYTHON),,$(DEV_STAMP))  ## the tests that need a GPU; GPU_PYTHON=python3 takes the packages at hand, without .venv
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -rs -m gpu $$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
 
-test-engines: $(DEV_STAMP)  ## run a real vLLM on the CPU behind a conductor (8 minutes, 1.7 GB); installs it below .engines
+test-engines: $(DEV_STAMP)  ## run real engines on the CPU behind a conductor (10 minutes, 3 GB); installs them below .engines
 	@cmp -s tests/engines/vllm.txt .engines/vllm/installed.txt || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
 		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt && cp tests/engines/vllm.txt .engines/vllm/installed.txt; } || \
 		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	@[ ! -e .engines/vllm ] || cmp -s tests/engines/lmcache.txt .engines/vllm/lmcache.txt || { .engines/vllm/bin/python -m pip install \
 		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/lmcache.txt && cp tests/engines/lmcache.txt .engines/vllm/; } || \
 		echo "LMCache cannot be installed here: its tests are skipped"
+	@[ ! -e .engines/vllm ] || cmp -s tests/engines/sglang.txt .engines/sglang/installed.txt || { rm -rf .engines/sglang; \
+		.engines/vllm/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -q --target .engines/sglang \
+		-r tests/engines/sglang.txt && cp tests/engines/sglang.txt .engines/sglang/installed.txt; } || \
+		{ rm -rf .engines/sglang; echo "SGLang cannot be installed here: its tests are skipped"; }
 	$(BIN)/python -m pytest -rs -m engines tests/engines
 
 mutants: $(DEV_STAMP)  ## change the code place by place, and see whether tests notice (hours); MUTANTS=20 for fewer, SEED= for the same again

@@ -71,11 +71,11 @@ class SglangClient(EngineClient):
 
     async def load(self) -> tuple[str, EngineLoad]:
         """See `EngineClient`."""
-        info, loads = await self._info(), await self._http.get_json("/get_load")
-        running = sum([int(one["num_reqs"]) - int(one["num_waiting_reqs"]) for one in loads])
-        waiting = sum([int(one["num_waiting_reqs"]) for one in loads])
-        most = max(1, int(info.get("max_total_num_tokens") or 0) * len(loads))
-        return _life(info), EngineLoad(running, waiting, sum([int(one["num_tokens"]) for one in loads]) / most)
+        info, told = await self._info(), await self._http.get_json("/v1/loads")
+        loads = told["loads"]
+        running, waiting = (sum([int(one[f"num_{kind}_reqs"]) for one in loads]) for kind in ("running", "waiting"))
+        usage = [float(one["token_usage"]) for one in loads]
+        return _life(info), EngineLoad(running, waiting, sum(usage) / len(usage) if usage else 0.0)
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""

@@ -1,16 +1,18 @@
-"""Real vLLM servers on the CPU, as `make test-engines` installs vLLM."""
+"""Real vLLM and SGLang servers on the CPU, as `make test-engines` installs them."""
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import signal
 import socket
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -19,13 +21,15 @@ from tests.unit.conductor.stack import TINY
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
+SGLANG = ROOT / ".engines" / "sglang"
+"""Folder with SGLang's packages, for vLLM's Python."""
 BLOCK_TOKENS, MAX_TOKENS = 32, 1024
-START_S = 240.0
+START_S, WAIT_S = 240.0, 60.0
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'moonpool_kv'}",
-    "UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error",
+    "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
 }  # fmt: skip
 """What vLLM and NIXL need on a machine without GPU and network."""
@@ -39,9 +43,16 @@ def pooled(stores: Sequence[str], **settings: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_threads": 1}}
+"""The setting by which KV moves between two servers. More of NIXL's threads would spin."""
+
+
+S = TypeVar("S", bound="Server")
+
+
 @dataclass
-class Vllm:
-    """A vLLM server."""
+class Server:
+    """A server in a process group of its own."""
 
     url: str
     process: Process
@@ -54,27 +65,112 @@ class Vllm:
         except aiohttp.ClientError:
             return False
 
-    async def answer(self, tokens: Sequence[int], count: int = 1) -> tuple[list[int], int]:
-        """Asks vLLM itself for tokens; with them, how many tokens of the prompt it had cached."""
-        sampling = {"max_tokens": count, "temperature": 0, "detokenize": False}
-        body = {"token_ids": list(tokens), "sampling_params": sampling}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/inference/v1/generate", json=body) as response,
-        ):
-            told: dict[str, Any] = await response.json()
-        return told["choices"][0]["token_ids"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    async def metric(self, name: str) -> float:
-        """A metric, added up over its labels."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:
-            return sum([value for _, value in read_samples(await response.text()).get(name, [])])
+    async def post(self, path: str, body: Any) -> Any:
+        """The answer to a request."""
+        async with aiohttp.ClientSession() as session, session.post(self.url + path, json=body) as response:
+            return await response.json()
 
     async def kill(self) -> None:
         """`kill -9`, of all its processes."""
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
+
+
+class Vllm(Server):
+    """A vLLM server."""
+
+    async def answer(self, tokens: Sequence[int], count: int = 1) -> tuple[list[int], int]:
+        """Asks vLLM itself for tokens; with them, how many tokens of the prompt it had cached."""
+        sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "detokenize": False}
+        told = await self.post("/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": sampling})
+        return told["choices"][0]["token_ids"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A metric, added up over the other labels."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as response:
+            samples = read_samples(await response.text()).get(name, [])
+        return sum([value for found, value in samples if found.items() >= labels.items()])
+
+    async def until(self, name: str, least: float) -> None:
+        """Waits until a metric has grown so far."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if await self.metric(name) >= least:
+                    return
+                await asyncio.sleep(0.1)
+
+
+class Sglang(Server):
+    """An SGLang server."""
+
+    async def answer(self, tokens: Sequence[int], count: int = 1) -> tuple[list[int], int]:
+        """As `Vllm.answer`."""
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        told = await self.post("/generate", {"input_ids": list(tokens), "sampling_params": sampling})
+        return told["output_ids"], told["meta_info"]["cached_tokens"]
+
+
+class Valve:
+    """Passes bytes between clients and a store.
+
+    Attributes:
+        address: for clients.
+        left: bytes that the store may still send.
+    """
+
+    def __init__(self) -> None:
+        self.address, self.left = "", math.inf
+        self._changed = asyncio.Condition()
+
+    async def set(self, left: float) -> None:
+        """Lets the store send so many bytes from now on."""
+        async with self._changed:
+            self.left = left
+            self._changed.notify_all()
+
+    async def passes(self, count: int) -> None:
+        """Waits until so many bytes of the store may pass."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.left >= count)
+            self.left -= count
+
+
+@asynccontextmanager
+async def valve(store: str) -> AsyncIterator[Valve]:
+    """A valve before a store."""
+    found, open_ends = Valve(), set[asyncio.StreamWriter]()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if counts:
+                    await found.passes(len(data))
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = store.rpartition(":")
+        try:
+            store_reader, store_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        open_ends.update((writer, store_writer))
+        both = pump(reader, store_writer, counts=False), pump(store_reader, writer, counts=True)
+        await asyncio.gather(*both)
+        open_ends.difference_update((writer, store_writer))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    found.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        server.close()
+        await found.set(math.inf)
+        for end in list(open_ends):
+            end.close()
 
 
 def free_port() -> int:
@@ -106,21 +202,50 @@ async def vllm(
     command = [str(PYTHON), str(Path(__file__).with_name("launch_vllm.py"))]
     command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     command += ["--enforce-eager", "--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
+    settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    async with started(command, settings, folder / "vllm.log") as process:
+        yield await ready(Vllm(f"http://127.0.0.1:{port}", process, folder / "vllm.log"))
+
+
+@asynccontextmanager
+async def sglang(folder: Path, blocks: int) -> AsyncIterator[Sglang]:
+    """An SGLang with so many KV blocks."""
+    port = free_port()
+    events = {"publisher": "zmq", "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replays"}
+    flags = {
+        "model-path": TINY, "host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32",
+        "page-size": BLOCK_TOKENS, "max-total-tokens": blocks * BLOCK_TOKENS, "mem-fraction-static": 0.05,
+        "context-length": MAX_TOKENS, "attention-backend": "torch_native", "kv-events-config": json.dumps(events),
+    }  # fmt: skip
+    command = [str(PYTHON), "-m", "sglang.launch_server"]
+    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    command += ["--disable-overlap-schedule", "--skip-server-warmup"]
+    stubs = Path(__file__).with_name("without_kernels")
+    settings = {"PYTHONPATH": f"{stubs}:{SGLANG}", "SGLANG_USE_CPU_ENGINE": "1"}
+    async with started(command, settings, folder / "sglang.log") as process:
+        yield await ready(Sglang(f"http://127.0.0.1:{port}", process, folder / "sglang.log"))
+
+
+@asynccontextmanager
+async def started(command: Sequence[str], settings: Mapping[str, str], path: Path) -> AsyncIterator[Process]:
+    """A server's process, and its end."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
-    path = folder / "vllm.log"
     with path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=log, stderr=log, start_new_session=True,
-            env={**kept, **SETTINGS, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-        )  # fmt: skip
-    server = Vllm(f"http://127.0.0.1:{port}", process, path)
+            *command, stdout=log, stderr=log, start_new_session=True, env={**kept, **SETTINGS, **settings}
+        )
     try:
-        async with asyncio.timeout(START_S):
-            while not await server.is_up():
-                assert process.returncode is None, path.read_text()[-4000:]
-                await asyncio.sleep(0.5)
-        yield server
+        yield process
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
+
+
+async def ready(server: S) -> S:
+    """Waits until a server answers."""
+    async with asyncio.timeout(START_S):
+        while not await server.is_up():
+            assert server.process.returncode is None, server.log.read_text()[-4000:]
+            await asyncio.sleep(0.5)
+    return server

@@ -33,7 +33,7 @@ pytestmark = [
 async def adapter_process(url: str, conductors: list[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """An adapter in a process of its own."""
     flags = ["--engine", url, "--model", str(TINY), "--id", "vllm-0", "--listen", "127.0.0.1:0"]
-    flags += ["--conductor", ",".join(conductors), "--set", "drain_s=1"]
+    flags += ["--conductor", ",".join(conductors), "--dtype", "float32", "--set", "drain_s=1"]
     with log.open("ab") as file:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.adapter", *flags, stdout=file, stderr=file, cwd=ROOT,

@@ -38,7 +38,7 @@ class FakeSglang:
         self.events, self.replays = (f"ipc://{folder}/{name}.{what}" for what in ("events", "replays"))
         config = {"publisher": "zmq", "endpoint": self.events, "replay_endpoint": self.replays, "topic": "kv-events"}
         self.info: dict[str, Any] = {
-            "version": "0.5.18",
+            "version": "0.5.23",
             "page_size": BLOCK_TOKENS,
             "max_total_num_tokens": BLOCKS * BLOCK_TOKENS,
             "context_length": MAX_TOKENS,
@@ -56,7 +56,7 @@ class FakeSglang:
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/get_server_info", self._info)
-        app.router.add_get("/get_load", self._load)
+        app.router.add_get("/v1/loads", self._load)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/flush_cache", self._flush)
         return app
@@ -65,8 +65,8 @@ class FakeSglang:
         return web.json_response(self.info)
 
     async def _load(self, request: web.Request) -> web.Response:
-        load = {"dp_rank": 0, "num_reqs": self.running, "num_waiting_reqs": 0, "num_tokens": 0}
-        return web.json_response([load])
+        load = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0, "token_usage": 0.0}
+        return web.json_response({"version": self.info["version"], "loads": [load]})
 
     async def _flush(self, request: web.Request) -> web.Response:
         self.engine.clear()

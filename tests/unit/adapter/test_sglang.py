@@ -115,7 +115,7 @@ async def described(engine: FakeSglang, **info: Any) -> Any:
 async def test_what_an_engine_lacks_is_named(tmp_path: Path) -> None:
     async with fake_sglang(tmp_path, "one", 100) as engine:
         facts = await described(engine, dp_size=2)
-        assert (facts.version, facts.block_tokens, len(facts.sources)) == ("sglang 0.5.18", BLOCK_TOKENS, 2)
+        assert (facts.version, facts.block_tokens, len(facts.sources)) == ("sglang 0.5.23", BLOCK_TOKENS, 2)
         for info, remedy in (
             ({"page_size": 1}, "--page-size"),
             ({"page_size": 16, "kv_events_config": None}, "--kv-events-config"),
