@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import venv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ class Environment:
     Args:
         folder: of all of them.
         progress: told of each step.
+        packages: that each peer needs.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, progress: Callable[[str], None], packages: Mapping[str, Sequence[str]] = PACKAGES
+    ) -> None:
         self._folder = folder
         self._progress = progress
+        self._packages = packages
 
     def python(self, peer: str) -> Path:
         """The Python that runs a peer; sets its environment up when there is none yet.
@@ -38,7 +42,7 @@ class Environment:
         Raises:
             Skipped: it cannot be installed here.
         """
-        packages = PACKAGES.get(peer)
+        packages = self._packages.get(peer)
         if packages is None:
             return Path(sys.executable)
         home = self._folder / peer
