@@ -13,10 +13,12 @@ from kernels.choice import choose
 from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import TYPES, Library
-from kernels.packed import PackedTensor
+from kernels.packed import PackedTensor, float8_of
 
 _PLAIN, _WIDE = 0, 2  # enum End of panels.h
 _PANEL = 32  # PANEL of panels.h
+_WHOLE, _BYTE_TABLE, _FLOAT_TABLE = 0, 1, 2  # enum Values of panels.h
+_FLOAT8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _TABLE_ZERO = 128
 """Added to a table's values, which native code holds as bytes without a sign."""
 
@@ -126,10 +128,12 @@ def arrange_packed(
     """Return a packed weight arranged in memory from `arena`, or None where native kernels do not take the weight.
 
     The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take inputs that are a multiple of 32,
-    groups of 16 or a multiple of 32 (with 5 bits of 32), and tables of 16 whole numbers from -128 to 127.
+    groups of 16 or a multiple of 32 (with 5 bits of 32), tables of 16 numbers, and floats of 8 bits (`FLOATS8`). NaN
+    among such floats is not told from numbers.
     """
     values = weight.values
-    if choose("linear", weight.codes.device, dtype) != "native" or not _in_bytes(values):
+    meaning = _meaning(weight)
+    if choose("linear", weight.codes.device, dtype) != "native" or meaning is None:
         arena.record(None)
         return None
     scales, offsets, units, offset_units = (
@@ -140,12 +144,13 @@ def arrange_packed(
     blocks = next((part.shape[1] for part in (units, offset_units) if part is not None), scales.shape[1])
     parts = structures.Panels(
         None, None if bias is None else bias.data_ptr(), *weight.shape, TYPES[dtype], int(gated),
-        weight.bits, weight.zero if values is None else _TABLE_ZERO, scales.element_size(),
-        0 if offsets is None else offsets.element_size(), weight.group, weight.shape[1] // blocks,
+        weight.bits, _TABLE_ZERO if meaning == _BYTE_TABLE else weight.zero, scales.element_size(),
+        0 if offsets is None else offsets.element_size(), weight.group, weight.shape[1] // blocks, meaning,
     )  # fmt: skip
-    if values is not None:
-        parts.has_table = 1
+    if values is not None and meaning == _BYTE_TABLE:
         parts.table[:] = (values.int() + _TABLE_ZERO).tolist()
+    if values is not None and meaning == _FLOAT_TABLE:
+        parts.floats[:] = values.tolist()
     made = _in_memory(parts, bias, arena)
     if made is not None:
         codes = weight.codes.contiguous()
@@ -168,12 +173,19 @@ def recorded_weight(bias: Tensor | None, arena: WeightArena) -> ArrangedWeight |
     return ArrangedWeight(native, memory, bias, parts)
 
 
-def _in_bytes(values: Tensor | None) -> bool:
-    """Tell whether native kernels take such a table."""
+def _meaning(weight: PackedTensor) -> int | None:
+    """Return what codes stand for, `Values` of panels.h; None: native kernels do not take such a table."""
+    values = weight.values
     if values is None:
-        return True
-    whole = bool((values == values.round()).all()) and float(values.min()) >= -128 and float(values.max()) <= 127
-    return len(values) == 16 and whole
+        return _WHOLE
+    if not weight.floats:
+        return _BYTE_TABLE
+    if weight.units is not None or weight.offsets is not None:
+        return None
+    if len(values) == 16:
+        return _FLOAT_TABLE
+    dtype = float8_of(values)
+    return None if dtype is None else _FLOAT8[dtype]
 
 
 def _in_memory(parts: structures.Panels, bias: Tensor | None, arena: WeightArena) -> ArrangedWeight | None:

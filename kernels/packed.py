@@ -55,6 +55,11 @@ class PackedTensor(Protocol):
         ...
 
     @property
+    def floats(self) -> bool:
+        """Whether codes stand for floats, which multiply rows as they are: see `reads_bytes`."""
+        ...
+
+    @property
     def units(self) -> Tensor | None:
         """[outputs, blocks], what 1 stands for in scales of one byte."""
         ...
@@ -63,6 +68,31 @@ class PackedTensor(Protocol):
     def offset_units(self) -> Tensor | None:
         """[outputs, blocks], what 1 stands for in offsets of one byte."""
         ...
+
+
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Floats of 8 bits that products read as they are stored."""
+
+
+def float8_of(values: Tensor) -> torch.dtype | None:
+    """Return the float of 8 bits whose numbers a table [256] has by code, NaN among them; None: none."""
+    for dtype in FLOATS8:
+        if torch.equal(float8_table(dtype).view(torch.int32), values.cpu().view(torch.int32)):
+            return dtype
+    return None
+
+
+def float8_table(dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a float of 8 bits by code, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def reads_bytes(values: Tensor | None) -> bool:
+    """Tell whether products read rows as bytes, for codes with this table of values: all but tables of floats."""
+    if values is None:
+        return True
+    whole = bool((values == values.round()).all()) and float(values.min()) >= -128 and float(values.max()) <= 127
+    return len(values) == 16 and whole
 
 
 def byte_codes(weight: PackedTensor) -> Tensor:
@@ -92,11 +122,11 @@ def bytes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_linear(
     x: Tensor,  # [M, K]
-    weight: PackedTensor,  # [N, K]; a table of values has whole numbers
+    weight: PackedTensor,  # [N, K]
     bias: Tensor | None,  # [N]
     out: Tensor,  # [M, N], contiguous
 ) -> None:
-    """Write x @ weight.T + bias, `x` in bytes: the very arithmetic of native kernels.
+    """Write x @ weight.T + bias, with `x` in bytes unless codes stand for floats: native kernels' very arithmetic.
 
     Sums over a chunk, or over half a chunk if groups are so small, are whole numbers. The sums are added in order in
     float32, each multiplied by both scales' product, as on a processor with fused multiplication and addition. Slow.
@@ -104,6 +134,11 @@ def packed_linear(
     outputs, inputs = weight.shape
     part = min(weight.group, CHUNK)
     codes = byte_codes(weight)
+    if weight.floats:
+        assert weight.values is not None
+        total = _float_sums(x.float(), weight.values[codes.long()], in_units(weight.scales, None), part, weight.group)
+        out.copy_(total if bias is None else total + bias.float())
+        return
     whole = codes.float() - weight.zero if weight.values is None else weight.values[codes.long()]
     scales_of = in_units(weight.scales, weight.units)
     offsets_of = None if weight.offsets is None else in_units(weight.offsets, weight.offset_units)
@@ -119,3 +154,14 @@ def packed_linear(
             more = its * some.sum(-1, keepdim=True)
             total = (total.double() + more.double() * offsets_of[:, group].double()).float()
     out.copy_(total if bias is None else total + bias.float())
+
+
+def _float_sums(x: Tensor, values: Tensor, scales: Tensor, part: int, group: int) -> Tensor:
+    """Return sums [M, N]: over `part` inputs in order, each sum times the group's scale added in order."""
+    total = torch.zeros(x.shape[0], values.shape[0], dtype=torch.float64)
+    for begin in range(0, x.shape[1], part):
+        sums = torch.zeros_like(total)
+        for k in range(begin, begin + part):
+            sums = (sums + x[:, k, None].double() * values[:, k].double()).float().double()
+        total = (total + sums * scales[:, begin // group].double()).float().double()
+    return total.float()

@@ -1,6 +1,5 @@
 // Rows by a packed matrix in panels.
-#include "packed.h"
-#include "ends.h"
+#include "packed_walk.h"
 #if defined(__SSE2__) && W == 4
 #include <emmintrin.h>
 #endif
@@ -14,10 +13,6 @@ enum { PACKED_ROWS = 3 };
 #else
 enum { PACKED_ROWS = 6 };
 #endif
-static const int64_t PACKED_BLOCK = 1 << 20;  // bytes of rows that go through all panels together
-enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that a single tile fetches ahead
-// What a tile fetches meanwhile: `pace` bytes with each part, from `at` on.
-struct Ahead { const char* at; int64_t pace; };
 
 // ---- products of bytes ----
 // Codes: of W outputs four inputs each. Row: the same inputs of one row. Sums: of W outputs; `whole` gives them as integers.
@@ -187,25 +182,7 @@ template <class T> static void quantise_row(const T* x, int64_t K, int part, int
     }
 }
 
-// c + a * b in one rounding, if the machine can: compilers choose anew in each function whether they join the two.
-INLINE vf fused(vf c, vf a, vf b) {
-#if defined(MP_AVX512)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(MP_AVX2)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return c + a * b;
-#endif
-}
-
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
-// Scales or offsets of W outputs: whole numbers of `unit`, or as they are.
-INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
-    if (bytes == 1) return widen((const int8_t*)p + at) * unit;
-    return bytes == 2 ? widen((const f16*)p + at) : load((const float*)p + at);
-}
 template <int M, int NV, int FORM, int PART>
 static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows& x, int64_t row, const char* at, int from, Ahead ahead, float* out) {
     constexpr int RUNS = PART / 4 / RUN<FORM>;
@@ -273,8 +250,7 @@ static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t 
 template <class T, int FORM, int PART>
 static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
     static thread_local Memory room;
-    int64_t K = p.inputs, width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
-    if (!rows || panels <= 0) return 0;
+    int64_t K = p.inputs;
     PackedRows packed{nullptr, nullptr, K, K / PART};
     packed.parts = (Part*)room.get(rows * (K * sizeof(Number) + packed.count * sizeof(Part)));
     if (!packed.parts) return 1;
@@ -283,24 +259,8 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
         for (; row < end; row++)
             quantise_row(x + row * stride, K, PART, p.zero - ZERO<FORM>, packed.numbers + row * K, packed.parts + row * packed.count);
     });
-    int64_t tiles = (rows + PACKED_ROWS - 1) / PACKED_ROWS, size = PACKED_BLOCK / (K * PACKED_ROWS) + 1, blocks = (tiles + size - 1) / size;
-    int64_t shared = threads > 1 ? 4 * threads / panels : 0;  // of few panels every thread has a block of its own
-    if (blocks < shared) blocks = shared < tiles ? shared : tiles;
-    int64_t most = panels * PANEL * K / 65536 + 1;
-    if (most < threads) threads = (int)most;
-    parallel_runs(blocks * panels, 1, threads, [&](int64_t task, int64_t) {
-        int64_t panel = begin + task % panels, block = task / panels;
-        float sums[PACKED_ROWS * PANEL] __attribute__((aligned(64)));
-        const char* weight = p.weight + panel * p.bytes();
-        // Several tiles fetch the next panel together, a share each; a single tile fetches what comes soon.
-        int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks, part = p.bytes() / packed.count;
-        Ahead ahead = last - first > 1 ? Ahead{weight + p.bytes(), part / (last - first)} : Ahead{weight + PACKED_AHEAD, part};
-        for (int64_t tile = first; tile < last; tile++, ahead.at += ahead.pace * packed.count) {
-            int64_t row = rows * tile / tiles;
-            int count = (int)(rows * (tile + 1) / tiles - row);
-            packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, weight, ahead, sums);
-            finish<T>(p, panel, row, count, sums, r);
-        }
+    walk_panels<T, PACKED_ROWS>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
+        packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, panel, ahead, sums);
     });
     return 0;
 }
@@ -308,11 +268,12 @@ template <class T, int PART>
 static int product_by_form(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
     if (p.bits == 8) return product_of<T, BYTES, PART>(p, x, stride, rows, r, threads);
     if (p.bits == 6) return product_of<T, SIX, PART>(p, x, stride, rows, r, threads);
-    if (p.has_table) return product_of<T, TABLE, PART>(p, x, stride, rows, r, threads);
+    if (p.values == BYTE_TABLE) return product_of<T, TABLE, PART>(p, x, stride, rows, r, threads);
     return product_of<T, NIBBLES, PART>(p, x, stride, rows, r, threads);
 }
 template <class T>
 int packed_product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
+    if (p.values >= FLOAT_TABLE) return packed_float_product<T>(p, x, stride, rows, r, threads);
     if (p.group == CHUNK / 2) return product_by_form<T, CHUNK / 2>(p, x, stride, rows, r, threads);
     if (p.bits == 5) return product_of<T, FIVE, CHUNK>(p, x, stride, rows, r, threads);
     return product_by_form<T, CHUNK>(p, x, stride, rows, r, threads);

@@ -6,6 +6,8 @@
 //
 // Scales and offsets of one byte are whole numbers of a unit (float16). Groups with the same units are a block: the
 // outputs' units of scales, then those of offsets, then the groups.
+//
+// Codes that stand for floats (a table of 16, or floats of 8 bits) multiply rows as they are: scale * value(code).
 #pragma once
 #include "panels.h"
 
@@ -25,10 +27,24 @@ INLINE CodePlace code_place(int bits, int64_t k, int lane) {
     return {run + nibble_place(in, lane), run + together / 2 * PANEL + lane * 4 + k % 4, (int)(in / 4 * (bits - 4))};
 }
 
+// A float of 8 bits is that of 32 with the same digits, times a power of two: its exponent has another middle.
+template <int VALUES> constexpr int FLOAT8_RIGHT = VALUES == FLOAT_E4M3 ? 4 : 3;  // from the highest byte on
+template <int VALUES> constexpr int32_t FLOAT8_MASK = (int32_t)(VALUES == FLOAT_E4M3 ? 0x87f00000u : 0x8fe00000u);
+template <int VALUES> constexpr float FLOAT8_UNIT = VALUES == FLOAT_E4M3 ? 0x1p120f : 0x1p112f;
+INLINE float float8(int values, int code) {
+    int32_t high = (int32_t)((uint32_t)code << 24);
+    bool wide = values == FLOAT_E4M3;
+    int32_t bits = wide ? high >> FLOAT8_RIGHT<FLOAT_E4M3> & FLOAT8_MASK<FLOAT_E4M3> : high >> FLOAT8_RIGHT<FLOAT_E5M2> & FLOAT8_MASK<FLOAT_E5M2>;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x * (wide ? FLOAT8_UNIT<FLOAT_E4M3> : FLOAT8_UNIT<FLOAT_E5M2>);
+}
 // A packed weight as it comes: codes [outputs, inputs] one a byte, nibbles two a byte; the others [outputs, groups], and
 // units [outputs, blocks] in float16. Mirrors kernels/native/structures.py.
 struct PackedMatrix { const uint8_t* codes; const char *scales, *offsets, *units, *offset_units; };
 
-// `product` of packed weights.
+// `product` of packed weights, and of those whose codes stand for floats (packed_floats.cpp).
 template <class T>
 int packed_product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads);
+template <class T>
+int packed_float_product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads);

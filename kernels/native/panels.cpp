@@ -87,8 +87,12 @@ static int code_at(const Panels& p, const uint8_t* codes, int64_t k, int lane) {
     if (p.bits == 8) return codes[byte_place(k, lane)];
     CodePlace at = code_place(p.bits, k, lane);
     int code = codes[at.nibble] >> nibble_shift(k) & 15;
-    if (p.has_table) return p.table[code];
     return p.bits == 4 ? code : code | (codes[at.higher] >> at.shift & ((1 << (p.bits - 4)) - 1)) << 4;
+}
+static float value_of(const Panels& p, int code) {
+    if (p.values == FLOAT_TABLE) return p.floats[code];
+    if (p.values >= FLOAT_E4M3) return float8(p.values, code);
+    return (float)((p.values == BYTE_TABLE ? p.table[code] : code) - p.zero);
 }
 template <class T> static int packed_rows_back(const Panels& p, const int64_t* outputs, int64_t n, T* to, int threads) {
     split(n, worth(n * p.inputs, threads), [&](int64_t begin, int64_t end) {
@@ -109,7 +113,7 @@ template <class T> static int packed_rows_back(const Panels& p, const int64_t* o
                 }
                 float scale = take(p.scale_bytes, unit), offset = take(p.offset_bytes, offset_unit);
                 for (int64_t k = 0; k < p.group; k++)
-                    thin(row + g + k, (float)(code_at(p, (const uint8_t*)at, k, s.lane) - p.zero) * scale + offset);
+                    thin(row + g + k, value_of(p, code_at(p, (const uint8_t*)at, k, s.lane)) * scale + offset);
                 at += PANEL * p.group * p.bits / 8;
             }
         }

@@ -13,6 +13,8 @@ enum { PANEL = 32, VECTORS = PANEL / W };  // outputs, and vectors of them
 // Panels that one row goes through side by side, and bytes that each is fetched ahead: as was faster (docs/kernels.md).
 enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };
 
+// What codes of a packed weight stand for: whole numbers, one of 16 bytes or floats, or floats of 8 bits.
+enum Values { WHOLE = 0, BYTE_TABLE = 1, FLOAT_TABLE = 2, FLOAT_E4M3 = 3, FLOAT_E5M2 = 4 };
 // One arranged matrix. Mirrors kernels/native/structures.py.
 struct Panels {
     const char* weight;
@@ -22,8 +24,9 @@ struct Panels {
     // Of packed weights, see packed.h; bits 0: weights are of `type`. Of a scale or an offset bytes: 1, 2 or 4; no offsets: 0.
     int32_t bits, zero, scale_bytes, offset_bytes;
     int64_t group, block;  // inputs that share a scale; that share units, else the same as group
-    int32_t has_table;     // nibbles choose from `table`
+    int32_t values;  // what codes stand for, see Values
     uint8_t table[16];
+    float floats[16];
     int64_t columns() const { return gated ? outputs / 2 : outputs; }       // of the result
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }              // columns of a panel
     int64_t count() const { return (columns() + width() - 1) / width(); }    // panels

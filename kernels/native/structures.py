@@ -30,7 +30,7 @@ class Panels(ctypes.Structure):
     _fields_ = (
         ("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I),
         ("bits", _I), ("zero", _I), ("scale_bytes", _I), ("offset_bytes", _I), ("group", _L), ("block", _L),
-        ("has_table", _I), ("table", ctypes.c_uint8 * 16),
+        ("values", _I), ("table", ctypes.c_uint8 * 16), ("floats", _F * 16),
     )  # fmt: skip
 
 

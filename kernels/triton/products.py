@@ -3,7 +3,8 @@
 """Products with packed weights: codes become numbers in the product's loop. `kernels.packed` has the arithmetic.
 
 Rows are bytes with a scale for each chunk of 32 inputs. A chunk's sum is a whole number, which tensor cores compute
-from bytes; chunks are added in order, so that a row's result does not depend on the other rows. Never run on a GPU.
+from bytes; chunks are added in order, so that a row's result does not depend on the other rows. Codes that stand for
+floats multiply rows as they are, in float32. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ def packed_linear(
     if not rows or not outputs:
         return
     chunks, part = inputs // CHUNK, min(weight.group, CHUNK)
+    few = rows <= _FEW_ROWS
+    tile_rows, tile_outputs = (16, 32) if few else (64, 64)
+    if weight.floats:
+        _packed_floats[-(-outputs // tile_outputs), -(-rows // tile_rows)](
+            x, weight.codes, weight.scales, weight.values, bias, out, rows, outputs, chunks, x.stride(0),
+            BITS=weight.bits, GROUP=weight.group, PART=part, GROUPS=weight.scales.shape[1],
+            ROWS=tile_rows, OUTPUTS=tile_outputs, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        return
     numbers = torch.empty((rows, inputs), dtype=torch.int8, device=x.device)
     scales = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     sums = torch.empty((rows, inputs // part), dtype=torch.int32, device=x.device)
     _bytes_of_rows[rows, -(-chunks // _ROW_CHUNKS)](
         x, numbers, scales, sums, x.stride(0), chunks, PART=part, CHUNKS=_ROW_CHUNKS, enable_fp_fusion=False
     )
-    few = rows <= _FEW_ROWS
-    tile_rows, tile_outputs = (16, 32) if few else (64, 64)
     units, offset_units = weight.units, weight.offset_units
     values = None if weight.values is None else weight.values.to(torch.int8)
     shift = _MIDDLE if weight.bits == 8 else 0
@@ -129,6 +137,44 @@ def _packed_product(
                     unit = offset_units + output * OFFSET_UNITS + group // (GROUPS // OFFSET_UNITS)
                     offset *= tl.load(unit, mask=is_output, other=0.0).to(tl.float32)
                 total += (row_scale * sum_.to(tl.float32))[:, None] * offset[None, :]
+    if bias is not None:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    to = out + row[:, None] * outputs + output[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _packed_floats(
+    x, codes, weight_scales, values, bias, out, rows, outputs, chunks, stride,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of rows that stay as they are, by codes that stand for floats; grid as `_packed_product`'s."""
+    output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_output, is_row = output < outputs, row < rows
+    k = tl.arange(0, _CHUNK)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for chunk in range(chunks):
+        at = x + row[:, None] * stride + chunk * _CHUNK + k[None, :]
+        given = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
+        if BITS == 4:
+            pair = tl.arange(0, _CHUNK // 2)
+            at = codes + (output * chunks + chunk)[:, None] * (_CHUNK // 2) + pair[None, :]
+            both = tl.load(at, mask=is_output[:, None], other=0)
+            code = tl.interleave(both & 15, both >> 4)
+        else:
+            at = codes + (output * chunks + chunk)[:, None] * _CHUNK + k[None, :]
+            code = tl.load(at, mask=is_output[:, None], other=0)
+        weight = tl.load(values + code.to(tl.int32))
+        for part in tl.static_range(_CHUNK // PART):
+            some = given
+            if PART < _CHUNK:
+                some = tl.where((k // PART == part)[None, :], given, 0.0)
+            found = tl.dot(some, tl.trans(weight), input_precision="ieee")
+            group = (chunk * _CHUNK + part * PART) // GROUP
+            scale = tl.load(weight_scales + output * GROUPS + group, mask=is_output, other=0.0).to(tl.float32)
+            total += found * scale[None, :]
     if bias is not None:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = out + row[:, None] * outputs + output[None, :]

@@ -203,13 +203,10 @@ def _held_bytes(
             size = 4
         elif info.keeps_codes and quantization in ("auto", "file"):
             size = info.stored_bytes / info.elements
-        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in ("file", *_PACKED):
-            if quantization == "file":
-                size = element if info.quantised is None else info.stored_bytes / info.elements
-            elif is_head or is_embedding:
+        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in _PACKED:
+            size = _PACKED[quantization]
+            if is_head or is_embedding:
                 size = _PACKED["int8"] if is_head or config.tie_word_embeddings else element
-            else:
-                size = _PACKED[quantization]
         total += info.elements * size
     return int(total)
 
@@ -224,8 +221,7 @@ def held_quantization(path: Path | str, config: ModelConfig, asked: Quantization
         return asked
     if asked == "auto" and config.decoder.other:  # transformers' own code takes dense weights
         return "none"
-    kept = (info.keeps_codes if asked == "auto" else info.is_quantised for info in tensor_index(path).values())
-    return asked if any(kept) else "none"
+    return asked if any(info.keeps_codes for info in tensor_index(path).values()) else "none"
 
 
 def _described(group: KVGroup, layout: KVLayout) -> str:

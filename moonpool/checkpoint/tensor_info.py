@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 Quantization = Literal["auto", "file", "int8", "int4", "none"]
-"""Weights as an engine holds them: as the checkpoint has them ("auto": if the numbers stay the same; "file": also if
-they become the nearest bytes), packed in 8 or 4 bits, or dense."""
+"""Weights as an engine holds them: as the checkpoint has them ("auto": on a CPU; "file": anywhere), packed in 8 or 4
+bits, or dense."""
 _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
 Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
 _STORED_BITS: Mapping[str, float] = {
@@ -23,7 +23,8 @@ _EXACT_TYPES = frozenset({
     "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 })  # fmt: skip
 """Types of GGUF files whose codes and scales a packed weight has (`moonpool.models.packed_files`)."""
-_EXACT_METHODS = frozenset({"packed", "gptq", "awq", "fp4", "bnb_int8"})
+_EXACT_METHODS = frozenset({"packed", "gptq", "awq", "fp4", "bnb_int8", "bnb_4bit"})
+_EXACT_BYTES = frozenset({"I8", "F8_E4M3", "F8_E5M2"})
 _INPUTS = 32
 """Products with packed weights take a multiple of so many inputs."""
 
@@ -103,7 +104,7 @@ class TensorInfo:
             return False
         if self.quantised is None:
             return self.dtype in _EXACT_TYPES
-        return method in _EXACT_METHODS or (method == "scaled" and self.dtype == "I8")
+        return method in _EXACT_METHODS or (method == "scaled" and self.dtype in _EXACT_BYTES)
 
     @property
     def stored_type(self) -> str:

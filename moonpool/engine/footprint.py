@@ -192,9 +192,9 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
 
 
 def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
-    """Rows of the widest product in bytes (`kernels/native/packed.cpp`); in torch also what is dequantised."""
+    """Rows of the widest product (`kernels/native/packed_floats.cpp`); in torch also what is dequantised."""
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-    return rows * widest * 3 if native else (rows + 3 * _DEQUANTISED_OUTPUTS) * widest * 4
+    return rows * widest * 4 if native else (rows + 3 * _DEQUANTISED_OUTPUTS) * widest * 4
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:

@@ -112,7 +112,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     quantization: Quantization = Field(
         "auto",
         description="auto = quantised weights keep the file's codes if the numbers stay the same, on a CPU; file = "
-        "also if they become the nearest bytes; int8 or int4 = weights are packed so at load, the output head in "
+        "also on a GPU; int8 or int4 = weights are packed so at load, the output head in "
         "8 bits: less memory, more tokens a second, slightly other answers (docs/models.md); none = all weights in "
         "--dtype; the same on all instances",
     )
@@ -398,7 +398,8 @@ def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
     """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
     if spec.quantization != "none":
         importance = blake3(Path(spec.imatrix).read_bytes()).digest() if spec.imatrix else b""
-        parts = (b"moonpool packed weights v2", spec.quantization.encode(), importance, fingerprint)
+        kind = "auto" if spec.quantization == "file" else spec.quantization
+        parts = (b"moonpool packed weights v3", kind.encode(), importance, fingerprint)
         fingerprint = blake3(b"\0".join(parts)).digest()
     if not spec.layout.scaled:
         return fingerprint

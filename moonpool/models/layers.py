@@ -70,8 +70,8 @@ class Linear:
     """x [rows, inputs] to x @ weight.T + bias [rows, outputs], in the weight's element type.
 
     `gated`: the outputs are gates, then as many ups, and the result is silu(gates) * ups, [rows, outputs / 2]. The
-    weight is kept only in arranged form, in memory from `arena`. A packed weight multiplies rows of `dtype` in bytes
-    (`kernels.packed`), if products take the weight; else the weight becomes dense.
+    weight is kept only in arranged form, in memory from `arena`. A packed weight multiplies rows of `dtype` in bytes,
+    or as they are if codes stand for floats (`kernels.packed`). If products do not take the weight, it becomes dense.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Linear:
         if isinstance(weight, PackedWeight):
             assert dtype is not None
             self.dtype, self.device = dtype, weight.codes.device
-            packed = weight.for_products() or weight.rounded()
+            packed = weight.for_products()
             weight = weight.dequantise().to(dtype) if packed is None else packed
         if isinstance(weight, PackedWeight):
             self.panels = arrange_packed(weight, bias, self.dtype, gated=gated, arena=arena)
@@ -163,8 +163,10 @@ class Linear:
     def _packed_product(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if choose("linear", x.device, x.dtype) == "triton":
             return ops.packed_linear(x, weight, self.bias)
-        numbers, scales = bytes_of_rows(x)
-        rows = numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
+        rows = x.float()
+        if not weight.floats:
+            numbers, scales = bytes_of_rows(x)
+            rows = numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
         parts = []
         for begin in range(0, weight.outputs, _DEQUANTISED_OUTPUTS):
             outputs = slice(begin, begin + _DEQUANTISED_OUTPUTS)

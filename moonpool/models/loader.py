@@ -222,8 +222,8 @@ class KeptWeights:
     """How a stage keeps weights in memory.
 
     Attributes:
-        quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "auto" keeps the codes
-            of quantised weights if products take these numbers; "file" also keeps the nearest bytes.
+        quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "auto" and
+            "file" keep the codes of quantised weights if products take these numbers.
         int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
         imatrix: with "int4", a file that says how much each input counts (`moonpool.models.imatrix`).
         file: the file that holds the weights which native kernels take, shared by all that load the same: a folder, and
@@ -759,12 +759,7 @@ class _TensorReader:
     def packed(self, *wanted: Stored) -> PackedWeight | None:
         """Return the tensors as `read` does, in the codes of the checkpoint; None: they are dense."""
         packed = self._packed(wanted) if self.kept.codes else None
-        if packed is None or packed.for_products() is not None:
-            return packed
-        if self.kept.quantization == "auto":
-            return None
-        self._note(wanted, "dense" if packed.rounded() is None else "the nearest bytes")
-        return packed
+        return None if packed is None or packed.for_products() is None else packed
 
     def counts(self, wanted: Stored) -> Tensor | None:
         """Return what the errors of a weight's inputs count, by the importance matrix; None: all the same.

@@ -8,17 +8,18 @@ stands for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kernels.packed import CHUNK, byte_codes, in_units
+from kernels.packed import CHUNK, byte_codes, float8_of, in_units, reads_bytes
 
 _PIECE_GROUPS = 1 << 12  # groups that are packed at a time stay in the cache
 _SCALE_TYPES = (torch.float16, torch.float32)
 _SHRUNK = tuple(1 - 0.025 * step for step in range(13))  # parts of a group's range that a search tries
 _LEAST = 1e-3  # what an input's error counts at least, of the mean
+_NOT_FINITE = {torch.float8_e4m3fn: 127, torch.float8_e5m2: 124}  # codes without a sign, from which on none is
 _REFINED = 2  # least squares and codes in turn, so many times for each start
 
 
@@ -51,8 +52,11 @@ class PackedWeight:
     """float16 [outputs, blocks], what 1 stands for in `scales`; a block is some groups."""
     offset_units: Tensor | None = None
     """float16 [outputs, blocks], what 1 stands for in `offsets`."""
+    floats: bool = field(init=False)
+    """Whether codes stand for floats, which multiply rows as they are: a table of numbers that are no bytes."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "floats", not reads_bytes(self.values))
         if self.bits not in (4, 5, 6, 8):
             raise ValueError(f"bits: must be 4, 5, 6 or 8, not {self.bits}")
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
@@ -145,40 +149,41 @@ class PackedWeight:
     def for_products(self) -> PackedWeight | None:
         """Return the same numbers in a form that products take, or None if no such form holds them exactly.
 
-        Products take whole numbers as codes, or a table of 16 whole numbers that are bytes.
+        Products take whole numbers as codes, a table of 16 numbers, or floats of 8 bits that are finite. A table of
+        whole or half numbers becomes one of bytes, for which rows are bytes, too; other rows stay as they are.
         """
         if not self._fits_products():
             return None
         weight = replace(self, bits=6) if self.bits == 5 and self.group % CHUNK else self
         if weight.values is None:
             return weight
-        for doublings in range(4) if self.bits == 4 else ():
-            numbers = weight.values * 2**doublings
-            if bool((numbers == numbers.round()).all()) and float(numbers.min()) >= -128 and float(numbers.max()) < 128:
-                return _divided(replace(weight, values=numbers), 2**doublings)
-        return None
-
-    def rounded(self) -> PackedWeight | None:
-        """Return the nearest numbers in a form that products take, or None if inputs or groups do not fit products.
-
-        The values of a table of 16 become the nearest bytes; other tables become bytes with new scales.
-        """
-        if not self._fits_products():
+        if weight.bits == 4:
+            return weight._with_byte_table() or (_plain_scales(weight) if weight.offsets is None else None)
+        dtype = float8_of(weight.values)
+        if dtype is None or weight.offsets is not None or bool((weight.codes & 127 >= _NOT_FINITE[dtype]).any()):
             return None
-        if self.values is None or self.bits != 4:
-            return pack_int8(self.dequantise())
-        most = float(self.values.abs().max()) or 1.0
-        scales = in_units(self.scales, self.units) * (most / 127)
-        return replace(self, values=(self.values * (127 / most)).round(), scales=scales, units=None)
+        return _plain_scales(weight)
+
+    def _with_byte_table(self) -> PackedWeight | None:
+        """Return the same numbers with a table of bytes; None: there is none."""
+        assert self.values is not None
+        for doublings in range(4):
+            numbers = self.values * 2**doublings
+            if reads_bytes(numbers):
+                return _divided(replace(self, values=numbers), 2**doublings)
+        return None
 
     def _fits_products(self) -> bool:
         return not self.inputs % CHUNK and (self.group == CHUNK // 2 or not self.group % CHUNK)
 
     def without_table(self) -> PackedWeight | None:
         """Return the same numbers as bytes without a table of values; None: no bytes hold them exactly."""
-        whole = self if self.values is None else self.for_products()
-        if whole is None or whole.values is None:
-            return whole
+        if self.values is None:
+            return self
+        whole = self._with_byte_table() if self.bits == 4 else None
+        if whole is None:
+            return None
+        assert whole.values is not None
         codes = (whole.values + 128).to(torch.uint8)[byte_codes(self).long()]
         return replace(whole, codes=codes, bits=8, zero=128, values=None)
 

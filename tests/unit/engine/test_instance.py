@@ -125,7 +125,8 @@ def test_codes_of_a_file_are_kept_on_a_cpu(tmp_path: Path) -> None:
     file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", "Q4_0")
     plans = {how: engine_setup(config(file, quantization=how)) for how in ("auto", "none", "file", "int8", "int4")}
     assert [plan.spec.quantization for plan in plans.values()] == list(plans)
-    assert len({plan.namespace for plan in plans.values()}) == 5
+    assert len({plan.namespace for plan in plans.values()}) == 4
+    assert plans["auto"].namespace == plans["file"].namespace  # the same numbers
     gpu = engine_setup(config(file, device="cuda"))
     assert gpu.spec.quantization == "none"
     assert gpu.namespace == plans["none"].namespace

@@ -12,7 +12,7 @@ from kernels.choice import DTYPES
 from kernels.memory import WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
-from kernels.packed import byte_codes, bytes_of_rows, in_units, packed_linear
+from kernels.packed import byte_codes, bytes_of_rows, float8_table, in_units, packed_linear, reads_bytes
 from tests.examples import each, pairs
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
@@ -38,6 +38,10 @@ class Packed:
     def shape(self) -> torch.Size:
         return torch.Size((self.codes.shape[0], self.codes.shape[1] * (2 if self.bits == 4 else 1)))
 
+    @property
+    def floats(self) -> bool:
+        return not reads_bytes(self.values)
+
     def dense(self) -> Tensor:
         codes = byte_codes(self)
         whole = codes.float() - self.zero if self.values is None else self.values[codes.long()]
@@ -56,6 +60,7 @@ class Kind:
     offsets: bool = False
     scales: str = "half"  # or wide: float32; units: whole numbers
     table: bool = False
+    floats: str = ""  # table, or a float of 8 bits
 
 
 def packed(outputs: int, inputs: int, kind: Kind) -> Packed:
@@ -77,7 +82,12 @@ def packed(outputs: int, inputs: int, kind: Kind) -> Packed:
     if kind.offsets:
         offsets, offset_units = scaled(torch.randn(outputs, inputs // group, generator=generator) / 10)
     values = torch.randint(-128, 128, (16,), generator=generator).float() if kind.table else None
-    zero = 0 if kind.offsets or kind.table else 1 << (bits - 1)
+    if kind.floats == "table":
+        values = torch.randn(16, generator=generator)
+    elif kind.floats:
+        values = float8_table(getattr(torch, kind.floats))
+        codes[~torch.isfinite(values[codes.long()])] = 1
+    zero = 0 if kind.offsets or values is not None else 1 << (bits - 1)
     return Packed(codes, bits, group, scales, zero, offsets, values, units, offset_units)
 
 
@@ -110,7 +120,18 @@ KINDS = [
     *(Kind(6, 16, offsets, "units") for offsets in (False, True)),
     *(Kind(5, group) for group in (32, 640)),
     *(Kind(4, group, scales=scales, table=True) for group in (16, 32) for scales in ("half", "units")),
+    *(Kind(4, group, scales="wide", floats="table") for group in (16, 64, 640)),
+    *(Kind(8, group, floats="float8_e4m3fn") for group in (16, 128)),
+    *(Kind(8, group, scales="wide", floats="float8_e4m3fn") for group in (32, 640)),
+    Kind(8, 32, floats="float8_e5m2"),
 ]
+
+
+def in_pairs(kind: Kind, dtype: torch.dtype) -> bool:
+    """Whether the machine multiplies such rows as pairs, whose sums no other machine rounds so."""
+    native = library.get()
+    assert native is not None
+    return bool(kind.floats) and dtype == torch.bfloat16 and "bf16" in native.path.name
 
 
 TILES = (1, 2, 3, 5, 7, 14, 16, 33, 48, 63)
@@ -128,6 +149,9 @@ def test_products_are_the_reference_to_the_bit(kind: Kind, threads: int) -> None
         x = rows(64, 640 + 8, dtype)[:, :640]
         want = exactly(x, weight, bias)
         got = panels.product(x)
+        if in_pairs(kind, dtype):
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+            want = got
         assert torch.equal(got, want), dtype
         assert torch.equal(panels.product(x, wide=True), want.float())
         for count in range(1, 64) if dtype == torch.float32 else TILES:
@@ -236,10 +260,18 @@ def test_a_matrix_that_chunks_do_not_fit_stays_as_it_is(inputs: int, group: int)
     assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
 
 
-@pytest.mark.parametrize("values", [torch.linspace(-1, 1, 16), torch.full((16,), 128.0), torch.arange(256) / 2])
-def test_a_table_of_numbers_that_are_no_bytes_is_not_arranged(values: Tensor) -> None:
-    weight = packed(8, 64, Kind(4 if len(values) == 16 else 8, 32, table=True))
-    weight.values = values
+def test_rows_that_floats_multiply_stay_as_they_are() -> None:
+    """Sums are those of the dense weight in float64, as near as float32 comes."""
+    for kind in (its for its in KINDS if its.floats):
+        weight, x = packed(75, 640, kind), rows(8, 640, torch.float32)
+        want = x.double() @ weight.dense().double().t()
+        got = arranged(weight, torch.float32).product(x)
+        assert float((got - want).abs().max()) < 2e-6 * float(want.abs().max())
+
+
+def test_a_table_of_256_numbers_is_not_arranged() -> None:
+    weight = packed(8, 64, Kind(8, 32, floats="float8_e4m3fn"))
+    weight.values = torch.arange(256) / 2
     assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
 
 
@@ -253,6 +285,8 @@ def test_a_table_of_numbers_that_are_no_bytes_is_not_arranged(values: Tensor) ->
         (Kind(4, 32, table=True), 4.5),
         (Kind(4, 32, True, "units"), 4 + 0.5 + 0.5),
         (Kind(6, 16, scales="units"), 6 + 0.5 + 0.5),
+        (Kind(4, 64, scales="wide", floats="table"), 4.5),
+        (Kind(8, 128, floats="float8_e4m3fn"), 8.125),
     ],
     ids=str,
 )

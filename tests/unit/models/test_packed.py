@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.packed import byte_codes
+from kernels.packed import byte_codes, float8_table
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 
 
@@ -83,6 +83,20 @@ def test_a_table_of_whole_or_half_numbers_becomes_bytes() -> None:
     assert exact.bits == 8
     assert torch.equal(exact.dequantise(), weight.dequantise())
     assert packed(values=torch.linspace(-1, 1, 16)).without_table() is None
+
+
+def test_products_take_tables_of_floats_and_finite_floats_of_8_bits() -> None:
+    table = packed(values=torch.linspace(-1, 1, 16))
+    found = table.for_products()
+    assert found is not None
+    assert torch.equal(found.dequantise(), table.dequantise())
+    for dtype, none in ((torch.float8_e4m3fn, 127), (torch.float8_e5m2, 252)):
+        codes = torch.arange(64, dtype=torch.uint8).repeat(4, 1)
+        floats = packed(bits=8, codes=codes, values=float8_table(dtype))
+        assert floats.for_products() is not None
+        codes[2, 5] = none
+        assert floats.for_products() is None
+    assert packed(bits=8, values=torch.arange(256).float()).for_products() is None
 
 
 def test_joining_keeps_every_number() -> None:

@@ -23,6 +23,8 @@ KINDS = (
     Kind(4, 32, offsets=True, scales="units"),
     Kind(6, 16, scales="units"),
     Kind(4, 16, table=True),
+    Kind(4, 16, scales="wide", floats="table"),
+    Kind(8, 128, floats="float8_e4m3fn"),
 )
 OTHERS = (
     Kind(4, 16, offsets=True),

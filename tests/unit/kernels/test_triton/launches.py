@@ -68,11 +68,12 @@ def packed_products(ops: Any, rows: int = 1, form: str = "int4/32") -> None:
     kind, _, size = form.partition("/")
     bits, group = int(kind[-1]), int(size)
     scales = torch.empty((256, 512 // group), dtype=torch.float16)
+    tables = {"table4": torch.zeros(16), "float4": torch.linspace(-1, 1, 16), "float8": torch.linspace(-1, 1, 256)}
     weight = PackedWeight(
         torch.empty((256, 512 * (4 if bits == 4 else 8) // 8), dtype=torch.uint8), bits, group,
         scales if bits != 6 else scales.to(torch.int8),
         offsets=scales if kind == "int4" else None,
-        values=torch.zeros(16) if kind == "table4" else None,
+        values=tables.get(kind),
         units=scales[:, ::16].contiguous() if bits == 6 else None,
     )  # fmt: skip
     x = torch.empty((rows, 512), dtype=torch.bfloat16)
@@ -95,7 +96,7 @@ def experts(ops: Any, rows: int = 1, dtype: torch.dtype = torch.bfloat16, *, bia
     ops.add_weighted(results, tokens.view(rows, 2), torch.empty((rows, 2)), x)
 
 
-PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32")
+PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32", "float4/64", "float8/128")
 OTHERS: list[Callable[[Any], None]] = [
     _write,
     lambda ops: _write(ops, torch.int8),
