@@ -1,7 +1,7 @@
-"""What conductors have told an instance of their tenants, which the instance passes on to the other conductors.
+"""Tenant reports: an instance passes on to each conductor what the other conductors have told of their tenants.
 
-The instance reads nothing but names and versions. Each conductor gets every row once for each version; the first time
-all rows that there are, those of its own earlier starts among them.
+The instance reads names and versions only. Each conductor gets every row once for each version. The first time, a
+conductor gets all rows, also the rows from the conductor's own earlier starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moonpool.scheduling.fair_share import MAX_TENANTS
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 KEPT_S = 120.0
-"""Seconds for which the rows of a conductor are kept that tells no more: a budget has refilled by then."""
+"""Seconds for which a silent conductor's rows are kept: a budget has refilled by then."""
 MAX_ROWS = 512
 """Rows in a report."""
 MAX_STARTS = 16
@@ -25,7 +25,7 @@ MAX_STARTS = 16
 
 
 class _Row(NamedTuple):
-    """A row, when it came, and its place among all rows."""
+    """A row, the row's arrival time, and the row's place among all rows."""
 
     use: conductor_pb2.TenantActivity
     came: float
@@ -34,13 +34,13 @@ class _Row(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Start:
-    """What one start of a conductor has told.
+    """Rows that a conductor has told since one start.
 
     Attributes:
-        heard_at: when it told last.
-        number: of its last message.
+        heard_at: time of the last message.
+        number: number of the last message.
         more: further rows follow.
-        rows: by tenant, the newest last.
+        rows: rows by tenant, the newest last.
     """
 
     heard_at: float
@@ -50,7 +50,7 @@ class _Start:
 
 
 class TenantActivityBoard:
-    """What all conductors have told an instance."""
+    """Rows that all conductors have told an instance."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
@@ -59,7 +59,7 @@ class TenantActivityBoard:
         self._count = 0
 
     def take(self, conductor: kv_pb2.Instance, use: conductor_pb2.ConductorActivity) -> None:
-        """Take what a conductor tells."""
+        """Take a conductor's message."""
         now, name = self._clock(), (conductor.id, conductor.incarnation)
         start = self._starts.setdefault(name, _Start(now))
         if use.number <= start.number:
@@ -75,11 +75,11 @@ class TenantActivityBoard:
             del self._starts[min(self._starts, key=lambda it: self._starts[it].heard_at)]
 
     def news(self, conductor: kv_pb2.Instance, since: int) -> tuple[list[conductor_pb2.ConductorActivity], int]:
-        """What a conductor is told, and the number from which it is told the next time.
+        """Messages for a conductor, and the number to give as `since` in the next call.
 
         Args:
-            conductor: the one that is told; not what its own present start has told.
-            since: number of the last call for this conductor's stream; 0 = none.
+            conductor: receiver; gets no rows that the receiver itself has told since the receiver's last start.
+            since: number from the last call for this conductor's stream; 0 = no call yet.
         """
         now = self._clock()
         for name in [name for name, start in self._starts.items() if now - start.heard_at > KEPT_S]:

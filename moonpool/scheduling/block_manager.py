@@ -8,13 +8,13 @@ Each block is in exactly one state:
     used    referenced, with or without a key
 
 Layers with a window or a recurrent state have window slots of their own. A block with a slot is whole; a block without
-one lacks the slices of such layers. A chain is continued behind a block if the last `window_blocks` blocks up to there
-are whole. Each slot is in exactly one state:
+one lacks those layers' slices. A chain is continued behind a block if the last `window_blocks` blocks up to there are
+whole. Each slot is in exactly one state:
 
     free     no block has the slot
-    needed   somebody refers to the block who may still read these slices
-    passed   all who refer to the block are past its window; taken first, oldest first
-    cached   nobody refers to the block, which has a key; taken next, least recently used first
+    needed   a request refers to the block and may still read these slices
+    passed   all requests that refer to the block are past the block's window; taken first, oldest first
+    cached   no request refers to the block, and the block has a key; taken next, least recently used first
 
 Prefill and decode share the rules here for deleting KV from the pool and for lending blocks to other instances.
 """
@@ -62,9 +62,9 @@ class BlockManager:
     Each block from `allocate` or `acquire` must be given to `release` once.
 
     Args:
-        num_blocks: of the pool.
+        num_blocks: blocks in the pool.
         window_blocks: full blocks that layers with a window need before a token; 0 = no layer has a window.
-        num_slots: window slots of the pool; only if a layer has a window.
+        num_slots: window slots in the pool; only if a layer has a window.
 
     Attributes:
         now: time of the current event, seconds; set by the scheduler that owns the manager.
@@ -77,7 +77,7 @@ class BlockManager:
         self._window_blocks = window_blocks
         self._slot_of = [NO_SLOT if window_blocks else 0] * num_blocks
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._past = [0] * num_blocks  # references of those who are past the block's window
+        self._past = [0] * num_blocks  # references from requests that are past the block's window
         self._passed_slots: OrderedDict[int, None] = OrderedDict()  # by block, first = next to be taken
         self._cached_slots: OrderedDict[int, None] = OrderedDict()
         self._moved_slots: dict[int, int] = {}
@@ -115,9 +115,9 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks of the longest run of leading keys in the pool behind which the chain can be continued.
+        """Blocks for the longest run of leading keys in the pool behind which the chain can be continued.
 
-        The blocks are not acquired: do that before any other call.
+        The blocks are not acquired: call `acquire` before any other method.
         """
         found = self.find(keys)
         del found[self.continuable(found) :]
@@ -145,7 +145,7 @@ class BlockManager:
         return end
 
     def is_partial(self, block: int) -> bool:
-        """Whether a block lacks the slices of layers with a window: it has no window slot."""
+        """Whether a block has no window slot, and so lacks the slices of layers with a window."""
         return self._slot_of[block] == NO_SLOT
 
     def is_lacking(self, blocks: Sequence[int], whole_from: int) -> bool:
@@ -156,20 +156,20 @@ class BlockManager:
 
     @property
     def num_slots_available(self) -> int:
-        """Window slots that `give_slots` could give now: free ones, and those that nobody needs."""
+        """Window slots that `give_slots` could give now: free slots, and slots that no request needs."""
         return len(self._free_slots) + len(self._passed_slots) + len(self._cached_slots)
 
     @property
     def num_slots_idle(self) -> int:
-        """Window slots that hold nothing worth keeping: free ones, and those that all have passed."""
+        """Window slots with nothing worth keeping: free slots, and slots that all requests have passed."""
         return len(self._free_slots) + len(self._passed_slots)
 
     def is_spare(self, block: int) -> bool:
-        """Whether the block has a window slot that nobody needs: acquiring the block makes one slot less available."""
+        """Whether the block has a window slot that no request needs: acquiring the block takes an available slot."""
         return block in self._passed_slots or block in self._cached_slots
 
     def give_slots(self, blocks: Iterable[int]) -> None:
-        """Gives used blocks without key a window slot each, if they have none; takes slots that nobody needs.
+        """Gives each used block without key a window slot if the block lacks a slot; takes slots not needed.
 
         Raises:
             OutOfBlocks: Too few slots are available; nothing changed.
@@ -185,7 +185,7 @@ class BlockManager:
             self._put_slot(block, self._take_slot())
 
     def pass_windows(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
-        """One who refers to the blocks is past their window: from now on it does not read windowed slices there.
+        """Notes that a request is past the blocks' window: the request reads no windowed slices there any more.
 
         `kept`: blocks at places where others may continue; their slots are taken as those of cached blocks.
         """
@@ -228,7 +228,7 @@ class BlockManager:
         return self._free_slots.pop()
 
     def _drop_slot(self, block: int) -> None:
-        """Frees a block's slot, if it has one. What the block is called without was told before."""
+        """Frees the block's slot, if any. The caller has noted what the block is called without the slot."""
         if self._window_blocks and not self.is_partial(block):
             self._passed_slots.pop(block, None)
             self._cached_slots.pop(block, None)
@@ -236,7 +236,7 @@ class BlockManager:
             self._put_slot(block, NO_SLOT)
 
     def _spare_slot(self, block: int, queue: OrderedDict[int, None]) -> None:
-        """Nobody needs the block's windowed slices: without a key, nobody will."""
+        """Notes that no request needs the block's windowed slices; without a key, no request ever will."""
         if self._key_of[block] is None:
             self._drop_slot(block)
         elif not self.is_partial(block) and not self.is_spare(block):
@@ -245,7 +245,7 @@ class BlockManager:
     # --- references ------------------------------------------------------------------------------------------------
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks of the longest run of leading keys in the pool, whole or not. Not acquired."""
+        """Blocks for the longest run of leading keys in the pool, whole or not. Not acquired."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -267,7 +267,7 @@ class BlockManager:
         return self._refs[block]
 
     def acquire(self, blocks: Sequence[int], past: int = 0) -> None:
-        """Adds a reference to blocks that are cached or used (as found by `match`).
+        """Adds a reference to blocks that are cached or used (`match` finds such blocks).
 
         `past`: leading blocks whose window the new reference has passed (`pass_windows`).
         """
@@ -355,7 +355,7 @@ class BlockManager:
                 cached[block] = None
 
     def _release_windows(self, blocks: Sequence[int], past: int) -> None:
-        """Before the references are dropped. The last windows of a chain are those that others continue with."""
+        """To be called before references are dropped. Other requests continue a chain with the chain's last windows."""
         for index, block in enumerate(blocks):
             self._past[block] -= index < past
             assert 0 <= self._past[block] < self._refs[block], f"block {block} was not passed so often"
@@ -423,7 +423,7 @@ class BlockManager:
         return next(iter(self._cached))
 
     def _names(self, key: BlockKey, block: int) -> tuple[BlockKey, ...]:
-        """By which keys a block is told to others."""
+        """Keys by which other instances know a block."""
         return (key, window_key(key)) if self._window_blocks and not self.is_partial(block) else (key,)
 
     def _note(self, key: BlockKey, block: int, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
@@ -493,7 +493,7 @@ class MoveSlots:
 class DeleteKV:
     """Deletes KV from the pool. Answered by `KVDeleted`.
 
-    Requests that compute or hold such KV continue, but none of their blocks is kept, neither now nor later.
+    Requests that compute or hold such KV continue, but the pool keeps none of their blocks, neither now nor later.
 
     Attributes:
         number: names the answer.
@@ -509,7 +509,7 @@ class DeleteKV:
 
 @frozen
 class KVDeleted:
-    """The KV is not found in the pool any more. `blocks`: number of deleted blocks."""
+    """The pool does not find the KV any more. `blocks`: number of deleted blocks."""
 
     number: int
     blocks: int
@@ -533,10 +533,9 @@ def delete_kv(
 
 
 WRITTEN_PART = 4
-"""One in this many window slots may be held by writes to kvstores at once; further blocks are written without windows.
-"""
+"""Writes to kvstores may hold 1 / this number of all window slots; further blocks are written without windows."""
 LENDABLE_PART = 4
-"""One in this many blocks may be lent at once: readers take no more blocks from the requests computed here."""
+"""At most 1 / this number of the blocks are lent at once: readers take no more from requests computed here."""
 
 
 @frozen
@@ -545,8 +544,8 @@ class LendBlocks:
 
     Attributes:
         number: names the answer.
-        keys: of the blocks.
-        windows_from: if all blocks are lent, those before this index may lack the slices of layers with a window.
+        keys: the blocks' keys.
+        windows_from: if all blocks are lent, blocks before this index may lack the slices of layers with a window.
     """
 
     number: int
@@ -556,11 +555,11 @@ class LendBlocks:
 
 @frozen
 class ReturnBlocks:
-    """A reader has finished; ignored if nothing was lent.
+    """A reader has finished; ignored if no block was lent.
 
     Attributes:
         number: the `LendBlocks` number.
-        damaged: keys whose blocks do not match their hashes; they are not found any more.
+        damaged: keys whose blocks do not match their hashes; the pool does not find these keys any more.
     """
 
     number: int
@@ -569,7 +568,7 @@ class ReturnBlocks:
 
 @frozen
 class BlocksLent:
-    """Blocks of the leading keys that may be read; fewer than asked for if blocks are missing or needed here."""
+    """Blocks for the leading keys that may be read; fewer than asked for if blocks are missing or needed here."""
 
     number: int
     blocks: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Drafting by a small model: a second engine guesses how answers go on, for the answers' own model to check.
 
 The small model draws with the seed and the position of the answer's token, so models that nearly agree mostly draw the
-same token. A wrong guess costs time alone. The engine has a pool of its own, whose KV has no keys: no kvstore and no
-other instance sees any. KV of wrong guesses is computed over.
+same token. A wrong guess costs time alone. The second engine has a separate pool, whose KV has no keys: no kvstore and
+no other instance sees this KV. KV for wrong guesses is computed over.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 
 @frozen
 class DraftRequest:
-    """One answer that guesses are wanted for.
+    """An answer that wants guesses.
 
     Attributes:
-        id: of the sequence.
+        id: the sequence's id.
         tokens: prompt and answer.
         sample: how the next token is chosen.
         most: guesses, at least one.
@@ -46,10 +46,10 @@ class _Drafted:
 
 
 class DraftModel:
-    """Guesses next tokens by a small model of the same vocabulary.
+    """Guesses next tokens with a small model that has the same vocabulary.
 
     Args:
-        engine: runs the small model, and nothing else.
+        engine: runs the small model only.
         max_tokens: longest sequence that the small model takes.
     """
 
@@ -63,7 +63,7 @@ class DraftModel:
 
     @property
     def speeds(self) -> Speeds:
-        """The small model's, as measured at start."""
+        """The small model's speeds, as measured at start."""
         return self._engine.speeds
 
     @property
@@ -72,7 +72,7 @@ class DraftModel:
         return len(self._free)
 
     def forget(self, number: int) -> None:
-        """An answer is over."""
+        """Drops an answer that has ended."""
         if (answer := self._answers.pop(number, None)) is not None:
             self._free += answer.table
 
@@ -83,7 +83,7 @@ class DraftModel:
             Unavailable: the engine has failed.
         """
         steps, kept = max(it.most for it in wanted), {it.id for it in wanted}
-        # An answer may end meanwhile. Its blocks are free then, and given away by the next call.
+        # An answer may end meanwhile. An ended answer's blocks are free, and given away by the next call.
         held = [(it, answer) for it in wanted if (answer := self._hold(it, steps, kept)) is not None]
         if not held:
             return [[] for _ in wanted]
@@ -102,7 +102,7 @@ class DraftModel:
         return [found.get(it.id, []) for it in wanted]
 
     def _hold(self, request: DraftRequest, steps: int, kept: set[int]) -> _Drafted | None:
-        """Gives an answer blocks for its tokens and guesses, or forgets it; answers that are not `kept` make room."""
+        """Gives an answer blocks for tokens and guesses, or drops the answer; answers that are not `kept` make room."""
         count = len(request.tokens)
         answer = self._answers.pop(request.id, None) or _Drafted()
         self._answers[request.id] = answer

@@ -1,14 +1,14 @@
 """Speculative decoding: guesses how answers go on, and decides which guesses a step checks.
 
-A guess is what followed an answer's last tokens at their last earlier place, in the prompt or in the answer itself
-(prompt look-up). A step checks a guess by computing a row for each guessed token beside the rows of all answers. An
-answer goes on with the guesses that equal what is sampled there.
+Prompt look-up: find the answer's last tokens at their last earlier place, in the prompt or in the answer, and guess the
+tokens that followed there. A step checks a guess by computing a row for each guessed token beside the rows of all
+answers. An answer goes on with the guesses that equal the sampled tokens.
 
-Guesses are also compared with the tokens that come anyway. So it is known how often they are right before any is
-checked, and text that does not repeat costs nothing.
+Guesses are also compared with the tokens that come anyway. So the share of right guesses is known before a step checks
+any guess, and text that does not repeat costs nothing.
 
-A small model may guess, too, where the text does not repeat (`services.decode.draft_model`). Its guesses take time
-before they are checked, so they are asked for only where they are expected to pay.
+If the text does not repeat, a small model may guess (`services.decode.draft_model`). The small model's guesses take
+time before a step checks them, so the small model is asked only if the guesses are expected to pay.
 """
 
 from array import array
@@ -27,7 +27,7 @@ MOST_MATCHED = 32
 MOST_PLACES = 1 << 16
 """Places that are remembered for an answer, at most."""
 READ_SINGLY = 64
-"""More new tokens than this are read together, as a prompt's."""
+"""More new tokens than this number are read together, for example a prompt's tokens."""
 FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 LOW_BITS = 0xFFFFFFFF
 FIRST_RATES = (0.3, 0.3, 0.5, 0.6, 0.8, 0.9)
@@ -35,22 +35,22 @@ FIRST_RATES = (0.3, 0.3, 0.5, 0.6, 0.8, 0.9)
 FIRST_WEIGHT = 4.0
 """Guesses that an assumed share counts as."""
 KEPT, KEPT_IN_COMMON = 0.95, 0.99
-"""What an earlier guess counts after one more in its class: of one answer, and of all."""
+"""Factor by which an earlier guess counts less after each guess in the class: for one answer, for all answers."""
 LEAST_GAIN = 1.1
 """Guesses are checked if tokens a second are predicted to grow by this factor at least."""
 OVERHEAD_WEIGHT = 0.1
 FIRST_MODEL_RATE = 0.7
-"""Assumed share of a small model's guesses that are right, behind right ones."""
+"""Assumed share of right guesses by a small model, each behind right guesses."""
 FORGOTTEN = 0.98
-"""What earlier guesses of the small model count after a run without any: so they are tried again some time."""
+"""Factor by which a small model's earlier guesses count less after a run without any, so the model is tried again."""
 
 
 class RightGuesses:
-    """How often guesses are right, in classes: by how many tokens agreed before (0, 1, 2 and 3, 4 to 7, ...).
+    """Share of right guesses, in classes by the number of agreeing tokens before (0, 1, 2 and 3, 4 to 7, ...).
 
     Args:
-        kept: what an earlier guess counts after one more.
-        common: of all answers, from which a class without guesses begins; None: from `FIRST_RATES`.
+        kept: factor by which an earlier guess counts less after each further guess.
+        common: rates over all answers, where a class without guesses begins; None: begins at `FIRST_RATES`.
     """
 
     def __init__(self, kept: float, common: Self | None = None) -> None:
@@ -77,26 +77,26 @@ def _class_of(matched: int) -> int:
 
 
 class NgramDrafter:
-    """Guesses one answer's next tokens from its own text. Each new token costs the same, however long the text is.
+    """Guesses an answer's next tokens from the answer's text. Each new token costs the same, however long the text is.
 
     Args:
-        tokens: prompt and answer; the answer's owner appends to it.
-        most_tokens: longest that the array gets.
-        common: how often guesses of all answers are right.
+        tokens: prompt and answer; the answer's owner appends new tokens.
+        most_tokens: greatest length of `tokens`.
+        common: share of right guesses over all answers.
     """
 
     def __init__(self, tokens: "array[int]", most_tokens: int, common: RightGuesses) -> None:
         self._tokens, self._read = tokens, 0
         self._bits = (min(2 * most_tokens, MOST_PLACES) - 1).bit_length()
         self._places = np.zeros(1 << self._bits, np.int32)
-        """By hash of some tokens, the place behind their last occurrence."""
+        """By the hash of `GRAM` tokens: the place behind their last occurrence."""
         self._place_at = self._places.data
         self._source, self._matched = -1, 0
         """Place of the guessed next token, or -1; and agreeing tokens before."""
         self._right = RightGuesses(KEPT, common)
 
     def guess(self, most: int) -> list[tuple[int, float]]:
-        """Up to `most` next tokens, each with the probability that it and all before it are right."""
+        """Up to `most` next tokens, each with the probability that this token and all before are right."""
         self._read_new()
         if self._source < 0:
             return []
@@ -155,7 +155,7 @@ class NgramDrafter:
 
 
 class _ModelGuesses:
-    """How often a small model's guesses are right, and how much longer they take than its speeds say."""
+    """Share of a small model's guesses that are right, and how much longer guesses take than the model's speeds say."""
 
     def __init__(self) -> None:
         self._guesses = self._right = 0.0
@@ -163,7 +163,7 @@ class _ModelGuesses:
 
     @property
     def rate(self) -> float:
-        """Expected share of right guesses, each behind right ones."""
+        """Expected share of right guesses, each behind right guesses."""
         return (self._right + FIRST_WEIGHT * FIRST_MODEL_RATE) / (self._guesses + FIRST_WEIGHT)
 
     def observe(self, checked: int, right: int, dearer: float) -> None:
@@ -181,7 +181,7 @@ class DraftingSequence:
     """One sequence of a step, for `DraftPlanner`.
 
     Attributes:
-        drafter: guesses for the sequence; None = nothing is guessed.
+        drafter: guesses for the sequence; None = no guesses.
         context: tokens of the sequence.
         most: guesses that the sequence has blocks for, and may take.
     """
@@ -192,13 +192,13 @@ class DraftingSequence:
 
 
 class DraftPlanner:
-    """Decides which guesses a step checks: as many as make tokens a second grow most, by the engine's speeds.
+    """Decides which guesses a step checks: the number that makes tokens per second grow most, by the engine's speeds.
 
-    A guess costs as much as one more sequence. Steps that check guesses are ordered one by one: what that costs is
-    measured.
+    A guess costs as much as one more sequence. Steps that check guesses are ordered one by one; the planner learns what
+    ordering costs (`observe_overhead`).
 
     Args:
-        most: guesses of one sequence, at most.
+        most: most guesses for one sequence.
         always: guesses are checked whatever they cost.
         ngram: guesses are looked up in prompt and answer.
         speeds: the engine's.
@@ -215,15 +215,15 @@ class DraftPlanner:
         return NgramDrafter(tokens, most_tokens, self._common)
 
     def observe_overhead(self, seconds: float) -> None:
-        """Learns what a step with guesses takes beside the engine's own seconds."""
+        """Learns how many seconds a step with guesses takes besides the engine's own seconds."""
         self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
 
     def model_guesses(self, sequences: int, context: int, draft: Speeds) -> int:
-        """Guesses of each sequence that a small model is asked for; 0 = they would not pay.
+        """How many guesses per sequence to ask a small model for; 0 = guesses would not pay.
 
         Args:
-            sequences: of the step.
-            context: tokens of all together.
+            sequences: number of sequences in the step.
+            context: tokens of all sequences together.
             draft: the small model's speeds.
         """
         if self._always:
@@ -243,18 +243,18 @@ class DraftPlanner:
         return best
 
     def observe_model(self, checked: int, right: int, seconds: float, expected_s: float) -> None:
-        """Learns of a small model's guesses for a step.
+        """Learns from a small model's guesses for a step.
 
         Args:
-            checked: guesses up to the first wrong one of each sequence.
-            right: right ones among them.
-            seconds: that the small model took.
-            expected_s: the same by its speeds.
+            checked: guesses up to each sequence's first wrong guess, that guess included.
+            right: checked guesses that were right.
+            seconds: time that the small model took.
+            expected_s: time predicted by the small model's speeds.
         """
         self._model.observe(checked, right, seconds / expected_s if expected_s > 0 else 1.0)
 
     def may_pay(self, sequences: int, context: int) -> bool:
-        """Whether looked-up guesses would pay if all were right, in a step of so many sequences and tokens."""
+        """Whether looked-up guesses would pay if all were right, in a step with so many sequences and tokens."""
         if not self._ngram:
             return False
         speeds = self._speeds()
@@ -264,7 +264,7 @@ class DraftPlanner:
         return self._always or best >= LEAST_GAIN * (plain_s + self._overhead_s + self._most * rows_s)
 
     def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
-        """For each sequence of the next step the guesses to be checked; `most`: of all together."""
+        """The guesses to check for each sequence in the next step; `most`: limit for all sequences together."""
         speeds = self._speeds()
         costs = [decode_step_seconds(speeds, 1, it.context) - speeds.decode_base_s for it in sequences]
         plain_s = speeds.decode_base_s + sum(costs)
@@ -277,7 +277,7 @@ class DraftPlanner:
     def _counts(
         self, guesses: Sequence[Sequence[tuple[int, float]]], costs: Sequence[float], plain_s: float, most: int
     ) -> list[int]:
-        """How many guesses of each sequence are checked."""
+        """How many guesses are checked for each sequence."""
         tokens, seconds, counts = float(len(guesses)), plain_s + self._overhead_s, [0] * len(guesses)
         each = [(likely, index) for index, its in enumerate(guesses) for _, likely in its]
         each.sort(key=lambda it: -it[0] / costs[it[1]] if costs[it[1]] else -it[0])

@@ -22,7 +22,7 @@ class RequestForecast(NamedTuple):
         begins: first step, counted from now.
         ends: last step.
         sequences: number of sequences.
-        context: tokens in all sequences at the first step; each has one more in each further step.
+        context: tokens in all sequences at the first step; each further step adds a token to each sequence.
     """
 
     begins: float
@@ -68,8 +68,8 @@ class DecodeAdmission:
     def predicted_tbt_s(self, event: ReserveBlocks, others: Collection[DecodeRequest]) -> float:
         """Seconds per step with this request and all others, running or promised, in the batch.
 
-        If the request says when it starts: with the requests expected to be here then. Or, if longer, with promised
-        requests that start later and are expected to overlap.
+        If the request says when it starts, only the requests expected to be here at that time count. If promised
+        requests start later and overlap, the longest step of these times counts.
         """
         batch, now = self._planner.batch, self._state.now
         running = RequestStatus.RUNNING  # a local name: most of many requests are in the batch
@@ -87,7 +87,7 @@ class DecodeAdmission:
         return max([self._step_at(at, others, (sequences, context), step_s) for at in (starts_at, *times)])
 
     def _step_at(self, at: float, others: Collection[DecodeRequest], total: tuple[int, int], step_s: float) -> float:
-        """Seconds per step at a time, over the part of `total` sequences and tokens expected to be here then."""
+        """Seconds per step at time `at`, for those of the `total` sequences and tokens that are expected to be here."""
         batch, (sequences, context) = self._planner.batch, total
         away = [request for request in others if self._is_away(request, at, step_s)]
         sequences -= sum([request.slots for request in away])
@@ -97,7 +97,7 @@ class DecodeAdmission:
         return decode_step_seconds(self._state.tracker.speeds, min(sequences, self._state.settings.max_batch), context)
 
     def _is_away(self, request: DecodeRequest, at: float, step_s: float) -> bool:
-        """Whether a request has not started by a time, or its only sequence is expected to have ended by then."""
+        """Whether a request has not started by time `at`, or the request's only sequence is expected to have ended."""
         now = self._state.now
         starts_at = now if request.is_started else max(request.starts_at, now)
         if at < starts_at or request.spec.width > 1:
@@ -113,14 +113,14 @@ class DecodeAdmission:
     def refuse(
         self, event: ReserveBlocks, request: DecodeRequest, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
-        """Promises blocks for the prompt and returns None; or returns why not, as a reason and in words."""
+        """Promises blocks for the prompt and returns None; if refused, returns a reason and a sentence."""
         breaks = self._breaks_tbt(event, tbt_s, others) if event.tbt_slo_s else None
         return breaks or self._admit(request, others)
 
     def _breaks_tbt(
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
-        """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
+        """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
         taken, slots = (
             self._planner.slots_taken + sum(self._planner.slots_kept.values()),
             self._state.settings.max_batch,
@@ -156,7 +156,7 @@ class DecodeAdmission:
         return max(0, min(most, self._lengths.expected(made) - made) - 1)
 
     def _admit(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> tuple[str, str] | None:
-        """Promises blocks for the prompt if the blocks expected to be needed later fit as well; else says why not."""
+        """Promises blocks for the prompt if the blocks expected later fit, too; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
         settings, whole_from = self._state.settings, self._state.settings.first_windowed_block(sequence.tokens)
         held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_tokens)
@@ -179,7 +179,7 @@ class DecodeAdmission:
         return None
 
     def _lacking_slots(self, request: DecodeRequest, whole_from: int, others: Collection[DecodeRequest]) -> int:
-        """Window slots that lack for a prompt, and for what it and others are expected to need later."""
+        """Missing window slots: for a prompt, and for what this request and others are expected to need later."""
         settings, budget = self._state.settings, self._state.budget
         if not settings.window_blocks:
             return 0
@@ -193,11 +193,11 @@ class DecodeAdmission:
         return needed - budget.slots
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
-        """Blocks expected to be needed later that an admission leaves free.
+        """Blocks that an admission leaves free, because requests are expected to need the blocks later.
 
-        If the request's tenant stays within its share of the pool, those that another tenant expects beyond the share
-        of that tenant do not count. A tenant without blocks is left those of its largest preempted request: others
-        that keep to their shares would never leave as many.
+        If the request's tenant stays within the tenant's pool share, blocks that another tenant expects beyond that
+        other tenant's share do not count. A tenant without blocks is left as many blocks as the tenant's largest
+        preempted request needs: tenants that keep to their shares would never leave as many.
         """
         budget, requests = self._state.budget, [*others, request]
         if not several_tenants(requests):

@@ -1,10 +1,10 @@
-"""Turns of preempted requests that waited long beside other tenants: one at a time is restored at the cost of others.
+"""Turns: a preempted request that waited long beside other tenants is restored at the cost of others, one at a time.
 
-Other rules say who is restored first; none of them bounds the wait, because a stream of others can take each block and
-each place that becomes free. A turn bounds the wait: its holder gets blocks and places of others, and keeps them for
-some steps. A turn makes tokens, which preemption does not lose, so each turn brings all requests nearer to their end.
-Tenants hold turns one after the other. So a tenant's first request waits for its patience, and for a turn of each other
-tenant.
+Other rules say which request is restored first. No other rule bounds the wait, because a stream of other requests can
+take each block and each place that becomes free. A turn bounds the wait: the holder gets blocks and places from others,
+and keeps them for some steps. A turn makes tokens, which preemption does not lose, so each turn brings all requests
+nearer to their end. Tenants hold turns one after the other. So a tenant's first request waits for the request's
+patience (`patience_steps`, longer if the request needs much), and for a turn of each other tenant.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from services.decode.core.state import DecodeState
 from services.decode.core.tenant_shares import TenantUse, by_tenant
 
 MOST_PATIENCE = 8.0
-"""A request that needs many times its tenant's share of the blocks waits at most so many times as long as others."""
+"""Factor by which a request that needs many times the tenant's block share waits longer than others, at most."""
 
 _OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
 
@@ -25,7 +25,8 @@ _OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
 class OverdueTurns:
     """Gives turns to preempted requests.
 
-    Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant do not, either.
+    Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant never give way,
+    either.
 
     Args:
         state: shared state of the scheduler.
@@ -43,11 +44,11 @@ class OverdueTurns:
         self._last: dict[str, int] = {}  # by tenant, when its last turn began
 
     def choose(self, active: list[DecodeRequest], waiting: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Requests that may hold the turn now, best first: the holder, or one of each tenant with overdue requests.
+        """Requests that may hold the turn now, best first: the holder, or one for each tenant with overdue requests.
 
         Args:
             active: requests that run or could run.
-            waiting: those of them that wait for a place.
+            waiting: active requests that wait for a place.
         """
         if self.holder is not None and (self._left <= 0 or self.holder.status in _OVER):
             self.holder = None
@@ -65,7 +66,7 @@ class OverdueTurns:
         return sorted(firsts, key=lambda it: (self._last.get(it.spec.tenant, -1), it.preemption.since, it.order_key))
 
     def _waited(self, request: DecodeRequest) -> int:
-        """Steps since a request was preempted; -1 if it was not, or ran since."""
+        """Steps since a request was preempted; -1 if the request was never preempted, or has run since."""
         since = request.preemption.since
         return self._preempted.steps - since if since is not None else -1
 
@@ -74,7 +75,7 @@ class OverdueTurns:
         return self._waited(request) >= self._settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
 
     def give(self, request: DecodeRequest | None) -> None:
-        """Gives the turn to a request, or to none."""
+        """Gives the turn to a request; None = no request has the turn."""
         if request is not self.holder:
             self.holder, self._left = request, self._settings.turn_steps
 
@@ -85,7 +86,7 @@ class OverdueTurns:
             self._last[self.holder.spec.tenant] = self._preempted.steps
 
     def giving_way(self, holder: DecodeRequest, requests: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Of some requests, those that give way to one with the turn."""
+        """Selects the requests that give way to the holder."""
         return [
             request
             for request in requests
@@ -96,7 +97,7 @@ class OverdueTurns:
     def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
         """Blocks, or window slots, that a preempted request lacks now.
 
-        None if it lacked some though all of `giving` gave theirs.
+        None if the holder lacked blocks even after all of `giving` gave theirs.
         """
         blocks, budget = self._state.blocks, self._state.budget
         held, new = self._preempted.blocks_to_restore(holder)
@@ -110,7 +111,7 @@ class OverdueTurns:
         return max(0, budget.cost(held, new) - budget.available, slots)
 
     def digest(self) -> tuple[object, ...]:
-        """Hash input: the turn, and the tenants' last ones."""
+        """Hash input: the turn, and each tenant's last turn."""
         return self.holder.id if self.holder is not None else None, self._left, list(self._last.items())
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:

@@ -1,8 +1,8 @@
-"""Shares of tenants in one decode instance, where the requests of all conductors meet.
+"""Tenants' shares in one decode instance, where requests from all conductors meet.
 
-Each request carries its tenant's weight. What a tenant takes, over its weight, says how much of its share it has: the
-tenant with most gives up places, blocks and step time first, the one with least gets them first. With one tenant, all
-requests go by order.
+Each request carries the tenant's weight. A tenant's use divided by the tenant's weight says how much of the share the
+tenant has. The tenant with most use per weight gives up places, blocks and step time first; the tenant with least use
+per weight gets them first. With one tenant, all requests go by order.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,27 +11,27 @@ from moonpool.frozen import frozen
 from services.decode.core.request import DecodeRequest
 
 _ROUNDING = 1e-9
-"""Relative error of a sum over requests: 48 of 64 places are the share of weight 3 beside 1, exactly."""
+"""Relative rounding error in a sum over requests: weight 3 beside weight 1 has exactly 48 out of 64 places."""
 
 
 @frozen
 class TenantUse:
-    """What tenants take of one resource.
+    """Tenants' use of one resource.
 
     Attributes:
-        taken: by tenant, over its weight.
-        level: what each would take, over its weight, if all of the resource were shared by weights.
+        taken: each tenant's use divided by the tenant's weight.
+        level: use divided by weight, the same for each tenant, if tenants shared the whole resource by weights.
     """
 
     taken: dict[str, float]
     level: float = 0.0
 
     def of(self, request: DecodeRequest) -> float:
-        """What the request's tenant takes."""
+        """The use of the request's tenant, divided by the tenant's weight."""
         return self.taken.get(request.spec.tenant, 0.0)
 
     def order(self, request: DecodeRequest) -> tuple[float, tuple[float, int]]:
-        """Orders requests of all tenants: the lowest is served first, the highest gives up first."""
+        """Sort key over all tenants' requests: the lowest is served first, the highest gives up first."""
         return self.of(request), request.order_key
 
 
@@ -42,13 +42,13 @@ def tenant_use(
     total: float = 0.0,
     others: Iterable[DecodeRequest] = (),
 ) -> TenantUse:
-    """What the tenants of some requests take.
+    """Computes what the requests' tenants take.
 
     Args:
         taking: requests that take something.
         amount: what a request takes.
         total: size of the resource.
-        others: requests that take nothing; their tenants have a share, too.
+        others: requests that take none of the resource; their tenants have a share, too.
     """
     taken: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -78,16 +78,16 @@ def by_tenant(requests: Iterable[DecodeRequest]) -> dict[str, list[DecodeRequest
 def leave_for_share(
     running: list[DecodeRequest], request: DecodeRequest, lacking: int, use: TenantUse
 ) -> list[DecodeRequest]:
-    """Requests that leave the batch so that a request has places within its tenant's share.
+    """Requests that leave the batch so that `request` gets places within the tenant's share.
 
-    No tenant falls below its share. The last request of the tenant with most places for its weight leaves first. A
-    promised time between tokens is kept, so a request with a promise stays.
+    No tenant falls below the tenant's share. The tenant with most places per weight gives up a request first, the last
+    in order. A promised time between tokens is kept, so a request with a promise stays.
 
     Args:
         running: requests in the batch.
         request: wants the places.
         lacking: places to be freed.
-        use: places of the tenants.
+        use: the tenants' places.
 
     Returns: The requests; none if they would free too few places.
     """
@@ -110,13 +110,14 @@ def leave_for_share(
 def leave_for_turn(
     running: list[DecodeRequest], request: DecodeRequest, lacking: int, turns: Mapping[str, float]
 ) -> list[DecodeRequest]:
-    """Requests that leave the batch because it is the turn of another tenant, which has no place.
+    """Requests that leave the batch because another tenant, without a place, has the turn.
 
     Args:
         running: requests in the batch, in the order in which they joined.
         request: wants the places.
         lacking: places to be freed.
-        turns: steps that each tenant had, over its weight. Tenants with fewer than the request's stay.
+        turns: each tenant's steps so far, divided by the tenant's weight. Tenants with fewer than the request's tenant
+            stay.
 
     Returns: The requests; none if they would free too few places.
     """
@@ -137,7 +138,7 @@ def _places(request: DecodeRequest) -> float:
 
 
 def _may_leave(running: list[DecodeRequest], request: DecodeRequest) -> dict[str, list[DecodeRequest]]:
-    """Requests without a promise of other tenants, in order."""
+    """Other tenants' requests without a promise, by tenant and in order."""
     queues = by_tenant(it for it in running if it.spec.tenant != request.spec.tenant and not it.tbt_slo_s)
     for queue in queues.values():
         queue.sort(key=lambda it: it.order_key)
