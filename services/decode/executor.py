@@ -147,13 +147,13 @@ class RunLoop:
     """Gives the engine one run after the other. While a step is computed, the tokens of the step before are sent.
 
     Args:
-        parts: the engine and the like.
+        parts: engine, write-back, journal and the like.
         live: the sequences.
         max_tokens: longest sequence the model takes.
         post: tells the scheduler.
         abort: ends a request early.
-        drafts: decides which guesses steps check, as far as the scheduler allows any.
-        model: guesses where the text does not repeat; None = nothing does.
+        drafts: decides which guesses steps check, as far as the scheduler allows guesses.
+        model: guesses if the text does not repeat; None = no small model.
 
     Attributes:
         steps: so far.
@@ -335,7 +335,7 @@ class RunLoop:
     def _over(
         self, run: StartRun, sequences: list[LiveSequence], result: StepResult, guesses: Sequence[Sequence[int]] = ()
     ) -> list[CheckedDraft]:
-        """The run's last step has ended; returns which guesses it checked."""
+        """Ends the run after its last step; returns which guesses that step checked."""
         if result.earlier:
             self._took_steps(run, sequences, result.earlier)
         told, index = _RunEnd(), 0
@@ -407,9 +407,9 @@ class Drafting:
     """Which guesses of next tokens are made.
 
     Attributes:
-        always: guesses are checked whatever they cost.
+        always: guesses are checked at any cost.
         ngram: guesses are looked up in prompt and answer.
-        model: a small model guesses, where nothing was found; None = none does.
+        model: a small model that guesses if prompt look-up found no guess; None = no small model.
     """
 
     always: bool = False
@@ -429,12 +429,12 @@ class DecodeExecutor:
         core: the scheduler.
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
-        open_reader: makes a client for the kvstore at an address, from which preempted requests' blocks are loaded.
+        open_reader: makes a client for a kvstore, given the address; loads preempted requests' blocks.
         drafting: which guesses are made.
 
     Attributes:
         taken: reservations granted so far.
-        pool: reads and deletions that others ask of the pool.
+        pool: reads and deletions in the pool that others ask for.
         log: output of ended and parked requests.
         running: gives the engine runs.
         io: moves blocks out of the pool and back.

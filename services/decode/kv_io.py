@@ -37,7 +37,7 @@ class SwapSpace:
         return sum(map(len, self._saved.values()))
 
     def save(self, number: int, blocks: Sequence[int]) -> None:
-        """Copies a sequence's blocks, part-filled ones as they are."""
+        """Copies a sequence's blocks; part-filled blocks are copied as they are."""
         self._saved[number] = [[self._read(layer, block) for layer in self._layers] for block in blocks]
 
     def restore(self, number: int, first: int, blocks: Sequence[int]) -> None:
@@ -49,11 +49,11 @@ class SwapSpace:
                     self._pool.write(layer, block, memoryview(data), value)
 
     def drop(self, number: int) -> None:
-        """Forgets a sequence; unknown ones are fine."""
+        """Forgets a sequence; unknown sequences are ignored."""
         self._saved.pop(number, None)
 
     def _read(self, layer: int, block: int) -> tuple[bytes, int] | None:
-        found = self._pool.find(layer, block)  # a slot that nobody needs may be taken meanwhile
+        found = self._pool.find(layer, block)  # a slot that no request needs may be taken meanwhile
         return None if found is None else (bytes(found[0]), found[1])
 
 
@@ -142,7 +142,7 @@ class StoreLoads:
     async def _read(
         self, action: LoadStoredBlocks, store: kv_pb2.Instance, keys: Sequence[BlockKey], tenant: str
     ) -> int:
-        """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `read_prefix`."""
+        """Reads a tenant's blocks; returns how many leading blocks the store had. Raises as `read_prefix`."""
         reader = await self._stores.get(store)
         target = PoolTarget(self._pool, action.blocks)
         return await reader.read_prefix(

@@ -37,7 +37,7 @@ class AnswerOutput:
         tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
         prompt_tokens: tokens of the prompt in `tokens`.
         finish: why the answer has ended normally; unspecified while the answer continues.
-        score: a search hypothesis's score.
+        score: the score, if the answer is a search hypothesis.
         logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
     """
 
@@ -75,7 +75,7 @@ class RequestOutput:
     Attributes:
         request_id: id at the conductor.
         generation: the transfer's generation.
-        secret: a conductor that knows the secret may take the request over; b"" = none may.
+        secret: a conductor that knows the secret may take the request over; b"" = no conductor may.
         chain_root: root of the tenant's keys.
         answers: output of each answer. A search has no output before the end.
         why: why the request has ended early; "" = not failed.
@@ -189,7 +189,7 @@ class LiveSequence:
         return self.output.finish
 
     def set_table(self, blocks: tuple[int, ...]) -> None:
-        """Sets the block table; the first one also binds the transfer."""
+        """Sets the block table; the first block table also binds the transfer."""
         self.table, transfer = blocks, self.request.transfer
         if transfer.state is TransferState.PROMISED:
             transfer.bind(blocks)
@@ -217,7 +217,7 @@ class LiveSequence:
         return [(self.id, key)]
 
     def add_keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
-        """Adds the keys of all blocks that are full without the last token; returns the new ones."""
+        """Adds the keys of all blocks that are full without the last token; returns the new keys."""
         there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
         tokens = self.tokens[there * block_tokens : full * block_tokens]
         new = tuple(block_keys(self.parent(there), tokens, block_tokens))

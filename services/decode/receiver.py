@@ -98,7 +98,7 @@ class TransferReceiver:
             self._post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def broken(self) -> None:
-        """Ends the requests whose KV was incomplete at the stream's end."""
+        """Ends requests if their KV was incomplete at the stream's end."""
         self.send_queue.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
             self._executor.abort(request, "the sender's stream broke")
@@ -155,7 +155,7 @@ class TransferReceiver:
         )
 
     def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
-        """The request whose KV a frame brings.
+        """The request to which a frame's KV belongs.
 
         None after the transfer has ended, as the blocks may be another request's by now.
         """

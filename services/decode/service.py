@@ -67,7 +67,7 @@ class DecodeInstance:
         deletion: deletes KV.
         deletions: deletions carried out here.
         loras: LoRA adapters in the engine.
-        reads: reads of other instances.
+        reads: reads by other instances.
         request_reader: reads and checks requests.
         beside: threads for work that would delay the event loop.
         subscribers: conductors on a Steps stream.
@@ -441,7 +441,7 @@ class DecodeServicer:
     async def UnloadLora(  # noqa: N802
         self, request: kv_pb2.UnloadLoraRequest, context: Context
     ) -> kv_pb2.UnloadLoraResponse:
-        """Drops a LoRA adapter once no request uses it."""
+        """Drops a LoRA adapter once no request uses the adapter."""
         return self._instance.loras.unload(request)
 
     async def DecodeStats(  # noqa: N802

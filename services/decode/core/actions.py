@@ -55,9 +55,9 @@ class Chunk:
     """One sequence's tokens that a step computes, or computes again.
 
     Attributes:
-        sample: they are the last ones: the next token is sampled.
-        full_hit: the chunk ends a prompt that has all its KV: nothing is written. It is the last token, or the last
-            block where layers have a recurrent state.
+        sample: the chunk ends the tokens to compute: the next token is sampled.
+        full_hit: the chunk ends a prompt whose KV is all there: no KV is written. The chunk is the last token, or the
+            last block if layers have a recurrent state.
     """
 
     id: int
@@ -171,7 +171,7 @@ class DropOutputLog:
 
 @frozen
 class RequestAdopted:
-    """The stream has the request now: send each answer's tokens from a position on, and the end if it has ended."""
+    """The stream has the request now: send each answer's tokens from a position on, and the end, if any."""
 
     id: int
     stream: int

@@ -1,4 +1,4 @@
-"""The running batch, and how one request's sequences share KV blocks: forks, copy on write, restoring.
+"""Running batch, and how one request's sequences share KV blocks: forks, copy on write, restoring.
 
 All running sequences advance by one token per step; a step in which no sequence needs a block costs O(1) here.
 """
@@ -24,7 +24,7 @@ class RunningBatch:
 
     Attributes:
         ticks: steps so far.
-        context: tokens of all sequences.
+        context: tokens in all sequences.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -74,7 +74,7 @@ class RunningBatch:
         return sequence.tokens + self.ticks if sequence.id in self._sequences else sequence.tokens
 
     def context_of(self, request: DecodeRequest) -> int:
-        """Tokens in all a request's sequences, in the batch or not, or in those that the request will begin with."""
+        """Tokens in a request's sequences, in the batch or not; before the start, in the sequences to come."""
         if request.spec.width == 1:
             return self.tokens_of(request.sequences[0])
         tokens = sum(map(self.tokens_of, request.sequences))
@@ -111,12 +111,12 @@ class RunningBatch:
         self.context -= sequence.tokens
 
     def advance(self, steps: int = 1) -> None:
-        """Each sequence has one more token for each step."""
+        """Adds a token to each sequence for each step."""
         self.ticks += steps
         self.context += steps * len(self._sequences)
 
     def gained(self, sequence: RequestSequence, tokens: int) -> None:
-        """A sequence has got so many more tokens in the last step than the one that `advance` counts; -1 = none."""
+        """Notes a sequence's tokens in the last step beyond the token that `advance` counts; -1 = no token."""
         if sequence.id in self._sequences:
             sequence.tokens += tokens
             self.context += tokens
@@ -217,7 +217,7 @@ def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
 
 
 def take_known_tokens(request: DecodeRequest) -> bool:
-    """Adds the tokens known behind the first ones to the sequences; returns whether there are any."""
+    """Adds the tokens known behind the first tokens to the sequences; returns whether there are any."""
     known = request.takeover
     for sequence, tokens, keys in zip(request.sequences, known.known_tokens, known.known_keys, strict=False):
         sequence.tokens += tokens
@@ -244,7 +244,7 @@ def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSetting
 
 
 def count_lacking_slots(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
-    """Window slots lacking for the KV of the last tokens, beside those for lacking blocks; as `writes` below."""
+    """Window slots missing for the last tokens' KV, besides slots for missing blocks; `writes` as below."""
     if not manager.num_slots:
         return 0
     return sum(index < len(sequence.table) and manager.is_partial(sequence.table[index]) for sequence, index in writes)
@@ -262,7 +262,7 @@ def slots_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
 
 
 def expected_slots(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Window slots that a request is expected to need beyond its own, and beyond those promised."""
+    """Window slots that a request is expected to need beyond slots held and slots promised."""
     if not settings.window_blocks:
         return 0
     have = sum(len(sequence.table) - sequence.past for sequence in request.sequences) + request.promised_slots
@@ -273,7 +273,7 @@ def expected_slots(request: DecodeRequest, settings: DecodeSettings) -> int:
 
 
 def count_lacking_blocks(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
-    """Blocks lacking for the KV of the last tokens; `writes` are sequences and the index of the block written to."""
+    """Blocks missing for the last tokens' KV; `writes`: sequences, each with the index of the block written to."""
     count, shared = 0, set[int]()
     for sequence, index in writes:
         if index == len(sequence.table):
@@ -298,9 +298,9 @@ def copy_on_write(
 
 
 def undo_copy_on_write(state: DecodeState, copied: BlockCopy) -> None:
-    """Takes back a copy that was not made.
+    """Undoes a copy that was not made.
 
-    The source is there: another sequence in the request refers to the source.
+    The source still exists: another sequence in the request refers to the source.
     """
     state.blocks.acquire([copied.source])
     _replace_block(state, copied.sequence, copied.index, copied.source)
@@ -313,7 +313,7 @@ def _replace_block(state: DecodeState, sequence: RequestSequence, index: int, bl
 
 
 def advance_search(state: DecodeState, request: DecodeRequest, candidates: Sequence[Candidates]) -> bool:
-    """Advances a request's search; sequences fork by reference, and those that are dropped release their blocks.
+    """Advances a request's search; sequences fork by reference, and dropped sequences release their blocks.
 
     Returns:
         Whether the search is over; the sequences are then as before.
@@ -379,7 +379,7 @@ def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings
 
 
 def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[int, int]:
-    """Blocks of a request that the pool still has, by their index in its `BlockSharing`. Not acquired.
+    """A request's blocks that the pool still has, by index in the request's `BlockSharing`. Not acquired.
 
     Sequences of a group may continue behind any block that they share: all must be whole.
     """
@@ -401,8 +401,8 @@ def rebuild_tables(
     Args:
         request: preempted, without blocks.
         held: cached blocks, from `find_cached_blocks`.
-        settings: the instance's.
-        manager: the pool's.
+        settings: the instance's settings.
+        manager: the pool's block manager.
 
     Returns:
         The `BlockSharing`'s blocks, in order.
@@ -471,7 +471,8 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
 def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings, manager: BlockManager) -> None:
     """Lets a request compute the prompt behind the first `held` blocks, as after preemption.
 
-    If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk.
+    If the request holds the whole prompt in full blocks, which may not be written again, the request computes the last
+    token as a chunk.
     """
     [sequence] = request.sequences
     # A full last block gets a key on being computed, as an answer's block does.
@@ -510,10 +511,10 @@ def is_recomputed(request: DecodeRequest) -> bool:
 
 
 def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
-    """Chunks of up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
+    """Chunks with up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
 
-    Their blocks get window slots; without enough of those, chunks are shorter. A chunk of tokens whose KV is held is a
-    full hit, even if its block is not found by key any more.
+    The chunks' blocks get window slots; if slots are missing, chunks are shorter. If a chunk's KV is held, the chunk is
+    a full hit, even if the pool does not find the block by key any more.
     """
     found = []
     for request in recomputing:
@@ -530,10 +531,10 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
 
 
 def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
-    """Gives the blocks of a sequence's next `count` tokens their window slots; for how many tokens those suffice.
+    """Gives window slots to the blocks of a sequence's next `count` tokens; returns how many tokens have slots.
 
-    KV of layers with a window is written in each block. States are written behind the chunk and where the request's
-    other sequences begin; behind the sequence's last full block if there is a slot.
+    Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
+    other sequences begin; also behind the sequence's last full block if there is a slot.
     """
     settings, manager, size = state.settings, state.blocks, state.settings.block_tokens
     if not settings.window_blocks:
@@ -566,7 +567,7 @@ def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
 def take_computed_chunk(
     request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
 ) -> RequestSequence:
-    """Counts a computed chunk and registers the keys of blocks that are full now; returns the chunk's sequence."""
+    """Counts a computed chunk and registers keys for blocks that are full now; returns the chunk's sequence."""
     sequence, size = request.find(chunk.id), settings.block_tokens
     assert sequence is not None, "sequences end in the batch only"
     sequence.computed = chunk.start + chunk.count

@@ -40,7 +40,7 @@ MEDIAN_PERCENTILE = 50
 
 
 class OutputLengths:
-    """A running quantile over the last answers' lengths, in tokens.
+    """Running quantile over the last answers' lengths, in tokens.
 
     Args:
         assumed: expected length until enough answers have ended.
@@ -61,7 +61,7 @@ class OutputLengths:
     def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
         """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
 
-        Of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
+        Out of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
         """
         if len(self._sorted) < FEW_LENGTHS:
             return max(self._assumed, 2 * so_far)
@@ -70,7 +70,7 @@ class OutputLengths:
         return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
 
     def digest(self) -> bytes:
-        """Hash input: the recent lengths, from which the sorted ones follow."""
+        """Hash input: the recent lengths, from which the sorted lengths follow."""
         return b"".join(tokens.to_bytes(8, "little") for tokens in self._recent)
 
 
@@ -121,8 +121,8 @@ class TbtLimiter:
     def next_to_leave(self) -> DecodeRequest | None:
         """The request that leaves the batch because the step is too long; None if none need leave.
 
-        Requests without promise leave first, then those with one; each time the last of the tenant whose requests take
-        most of the step for its weight.
+        Requests without promise leave first, then requests with a promise. Each time, the tenant whose requests take
+        most step time per weight gives up the last request.
         """
         strictest = self._batch.tbt_slo_s
         if not strictest or self._now_s <= strictest:
@@ -171,10 +171,10 @@ class RunInFlight:
     """The run that the engine executes.
 
     Attributes:
-        context: tokens of the batch in the step being computed.
+        context: the batch's tokens in the step being computed.
         began: start of the step being computed, or report of the step before, seconds.
         copies: block copies made before the run.
-        left: steps of the run that have not ended.
+        left: steps in the run that have not ended.
         is_stopped: the run was told to end with this step.
         is_hurried: the run was told not to yield to other work any more.
     """
@@ -269,7 +269,7 @@ def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: R
 
 
 class BatchPlanner:
-    """Plans the requests that have started, or compute their prompt here.
+    """Plans requests that have started, or that compute their prompt here.
 
     Args:
         state: shared state of the scheduler.
@@ -286,9 +286,9 @@ class BatchPlanner:
         overdue: turns of preempted requests that waited long.
         slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
         steps: runs so far.
-        recomputed_tokens: so far.
+        recomputed_tokens: tokens recomputed so far.
         drafted_tokens: guessed tokens that were checked so far.
-        accepted_tokens: those of them that were right, and whose answers went on with them.
+        accepted_tokens: checked tokens that were right and became part of the answer.
         prompts: prompts computed here so far.
     """
 
@@ -485,10 +485,10 @@ class BatchPlanner:
             self.slots_kept[request.id] = request.slots
 
     def _fill_slots(self) -> None:
-        """Lets waiting requests join: in turn the first of the tenant with fewest places for its weight.
+        """Lets waiting requests join: each time the first request of the tenant with fewest places per weight.
 
-        A request that does not fit, preempted or not, blocks later ones. If its tenant has no place, others take the
-        free places, and `_make_way` gives the tenant its turn.
+        A request that does not fit, preempted or not, blocks later requests. If the request's tenant has no place,
+        other tenants take the free places, and `_make_way` gives this tenant a turn.
         """
         queues = by_tenant(it for it in self.waiting if it is not self.overdue.holder)
         use, first, changed = TenantUse({}), None, True
@@ -524,7 +524,7 @@ class BatchPlanner:
         return [*self.batch.requests, *self.waiting, *self.recomputing]
 
     def _place_use(self) -> TenantUse:
-        """Places that tenants take; nothing if all requests are of one tenant."""
+        """Places that tenants take; empty if all requests have one tenant."""
         taking = [*self.batch.requests, *self.recomputing]
         others = [*self.waiting, *self._preempted.queue]
         if not several_tenants([*taking, *others]):
@@ -532,13 +532,13 @@ class BatchPlanner:
         return tenant_use(taking, lambda it: len(it.sequences), total=self._settings.max_batch, others=others)
 
     def _make_way(self, request: DecodeRequest, use: TenantUse) -> bool:
-        """Lets requests of other tenants wait, so that a request has the places that are due to its tenant.
+        """Lets other tenants' requests wait, so that the request has the places due to the request's tenant.
 
-        A tenant without a place takes turns with the others, even if its request needs more than its share: the tenants
-        that had as many steps for their weights, or more, leave.
+        A tenant without a place takes turns with the others, even if the request needs more than the tenant's share:
+        tenants that had as many steps per weight, or more, leave.
 
         Returns:
-            Whether the request has its places now.
+            Whether the request has all places now.
         """
         is_waiting = request.status is RequestStatus.WAITING  # not preempted for a request that joined before
         if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
@@ -557,7 +557,7 @@ class BatchPlanner:
         return self._turns.get(request.spec.tenant, 0.0)
 
     def _note_turns(self) -> None:
-        """Begins to count steps when a tenant waits without a place, and ends when none does."""
+        """Begins to count steps when a tenant waits without a place, and ends when no tenant does."""
         if not self.waiting:
             self._turns = {}
             return
@@ -611,7 +611,8 @@ class BatchPlanner:
     def _serve_overdue(self) -> None:
         """Restores the request with the turn, and lets it join, at the cost of others.
 
-        What the request still lacks is kept for it, if others can give enough; if not, another one gets the turn.
+        If others can give enough, what the request still lacks is kept for the request; if not, another request gets
+        the turn.
         """
         self._places_due = self._blocks_due = 0
         candidates = self.overdue.choose(self._active, self.waiting)
@@ -632,7 +633,7 @@ class BatchPlanner:
             self._places_due = len(holder.sequences)
 
     def _can_serve(self, holder: DecodeRequest) -> bool:
-        """Whether a request with the turn can have what it lacks, from others or soon from the copies under way."""
+        """Whether the request with the turn can get what is missing, from others or soon from copies under way."""
         if holder.status not in (RequestStatus.PREEMPTED, RequestStatus.WAITING):
             return True
         giving = self.overdue.giving_way(holder, self.batch.requests)
@@ -660,7 +661,7 @@ class BatchPlanner:
         return min(lacking, self.slots_taken)  # one must run, whatever is kept for others
 
     def _free_places(self, holder: DecodeRequest) -> None:
-        """Lets others wait until a request with the turn has its places."""
+        """Lets others wait until the request with the turn has all places."""
         lacking, use = self._lacking_places(holder), self._place_use()
         for victim in sorted(self.overdue.giving_way(holder, self.batch.requests), key=use.order, reverse=True):
             if lacking > 0:
@@ -784,7 +785,7 @@ class BatchPlanner:
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Chunks computed beside the batch. If nothing else could free the window slots for one, requests give up."""
+        """Chunks computed beside the batch. If only giving up can free a chunk's window slots, requests give up."""
         while self.recomputing:
             chunks = batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
             stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed

@@ -34,11 +34,11 @@ class BeamSearch:
 
     Attributes:
         width: number of beams.
-        longest: most tokens of an answer.
+        longest: most tokens in an answer.
         rules: length penalty and early stopping.
         first_candidates: tokens that may follow the prompt; set when the request starts.
         length: tokens of each beam's answer.
-        scores: sum of log probabilities for each beam, best first.
+        scores: each beam's sum of log probabilities, best first.
         kept: the best hypotheses so far, best first; at most `width`.
         ended: hypotheses found so far, kept or not.
         over: whether the search has ended.
@@ -90,7 +90,7 @@ class BeamSearch:
         return [(beam, index) for _, beam, index, _ in live], ended
 
     def _end(self, found: list[tuple[float, int, int, bool]]) -> list[tuple[int, int, int]]:
-        """Keeps the best hypotheses; returns the new ones among them."""
+        """Keeps the best hypotheses; returns the new hypotheses that are kept."""
         new = {}
         for negative, beam, index, _ in found:
             self.kept.append(Hypothesis(self.ended, self._score(-negative, self.length)))

@@ -62,7 +62,7 @@ class BlockBudget:
         return new + sum(self.blocks.is_cached(block) for block in held)
 
     def exclusive_blocks(self, request: DecodeRequest) -> int:
-        """Blocks that only this request references (freed on preemption). Others share leading ones only."""
+        """Blocks that only this request references (freed on preemption). Other sequences share leading blocks only."""
         if request.spec.width > 1:
             return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
         table = request.blocks
@@ -102,11 +102,11 @@ class BlockBudget:
         request.promised = request.promised_slots = 0
 
     def keep_continuable(self, request: DecodeRequest, most: int, window_blocks: int) -> bool:
-        """Gives back matched blocks behind which the prompt cannot be continued here, for a promise of new ones.
+        """Gives back matched blocks behind which the prompt cannot be continued here, and promises new blocks instead.
 
         Args:
             request: has no more than its promise and the matched blocks.
-            most: blocks behind which it may be continued, at most.
+            most: most blocks behind which the prompt may be continued.
             window_blocks: full blocks that layers with a window need before a token.
 
         Returns:

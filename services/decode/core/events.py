@@ -31,12 +31,12 @@ class ReserveBlocks:
         id: grows from request to request. A group's sequences have this id and the following ids; the next request's id
             is higher than all of them.
         request: what is asked for.
-        total_tokens: most tokens of a sequence; more than the request's `tokens`.
+        total_tokens: most tokens in a sequence; more than the request's `tokens`.
         tbt_slo_s: longest time between tokens, seconds; 0 = no limit.
         conductor: identity of the conductor; "" = unknown.
-        stores: kvstores that each full block of the answer is written to.
+        stores: kvstores that get each full block of the answer.
         starts_in_s: seconds until the request is expected to start; the time between tokens is kept from then on.
-        search: the rules if candidates are chosen together; None = independent sequences.
+        search: rules if candidates are chosen together; None = independent sequences.
         resumable: another conductor may take the request over (`AdoptRequest`): the request outlives the conductor, and
             the output is kept for a while after the end.
         fence: how often the client has resumed the request.
@@ -87,9 +87,9 @@ class StartDecoding:
     Attributes:
         stream: the conductor's stream.
         finish: why the sequence has ended with the first token; 0 = continues.
-        others: the same for the further sequences of a group.
-        candidates: for a search, tokens that may follow the prompt; there is no first token then.
-        known: for each sequence, tokens known behind the first token; empty if there are none. Not for a search.
+        others: the same for a group's further sequences.
+        candidates: for a search, tokens that may follow the prompt, in place of a first token.
+        known: for each sequence, tokens known behind the first token; empty if no tokens are known. Not for a search.
         known_keys: keys of the blocks that these tokens fill, without the last token.
         patient: no client waits for single tokens.
     """
@@ -190,7 +190,7 @@ class RunProgress:
         step: number of the run.
         seconds: seconds for all these steps.
         filled: sequences with a block that became full, with the block's key, in order.
-        waited_s: seconds before these, in which patient steps yielded to other work of the host.
+        waited_s: seconds before these steps, in which patient steps yielded to other work on the host.
     """
 
     step: int
@@ -209,10 +209,10 @@ class RunDone:
         aborted: no token was computed.
         ended: sequences that ended with the token of the last step, with the reason.
         filled: sequences whose last block became full, with the block's key.
-        steps: steps that took `seconds`: those not reported by `RunProgress`.
-        candidates: tokens that may follow each sequence of a search.
+        steps: steps that took `seconds`: steps not reported by `RunProgress`.
+        candidates: tokens that may follow each sequence in a search.
         waited_s: as in `RunProgress`.
-        late: sequences of the batch that got no token in the last step; they ask again.
+        late: running sequences that got no token in the last step; they ask again.
         drafts: guesses that the step checked.
     """
 
@@ -253,7 +253,7 @@ class LoadEnd:
 
     Attributes:
         blocks: leading blocks that have arrived whole; fewer than asked for is a miss.
-        seconds: since the load began, also if others were in flight.
+        seconds: seconds since the load began, also if other loads were in flight.
         failed: for another reason than missing blocks: the request does not use this store again.
     """
 

@@ -29,7 +29,7 @@ class StoredCopy:
 
 
 def recompute_seconds(state: DecodeState, tokens: int, there: int) -> float:
-    """Predicted seconds of computing `tokens` tokens behind `there` tokens, in steps as decode computes them."""
+    """Predicted seconds for computing `tokens` tokens behind `there` tokens, in steps of decode's size."""
     steps = steps_of(tokens, state.settings.step_tokens)
     return prefill_seconds(state.tracker.speeds, tokens, there, steps=steps)
 
@@ -40,8 +40,8 @@ class StoredBlocks:
     A store's content is a belief: prefill has written the prompt's blocks to the same stores, and a store may lose any
     block at any time. If the belief is wrong, fewer blocks are loaded and the rest is computed.
 
-    Blocks of answers are written when they are full, without slices of layers with a window. These are written of the
-    last blocks only: where a sequence ends, or is preempted to come back from the store.
+    An answer's blocks are written when they are full, without the slices of layers with a window. These slices are
+    written for the last blocks only: where a sequence ends, or is preempted to come back from the store.
 
     Attributes:
         loading: slots of requests that are being loaded.
@@ -64,8 +64,8 @@ class StoredBlocks:
     ) -> None:
         """Writes a full block to one of the request's kvstores; the pool keeps the block until the write ends.
 
-        Does nothing if the request's blocks may not be kept. `windowed`: with the slices of layers with a window, which
-        the block has; without such layers, a block is always written whole.
+        Returns at once if the request's blocks may not be kept. `windowed`: also writes the slices of layers with a
+        window, which the block must have; without such layers, a block is always written whole.
         """
         if request.owner.transient:
             return
@@ -81,7 +81,7 @@ class StoredBlocks:
     def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
         """Writes the window behind which a sequence's full blocks are continued, to the stores that have the blocks.
 
-        Nothing is written if a slice is missing, or if writes already hold their share of the window slots.
+        Writes no block if a slice is missing, or if writes already hold their share of the window slots.
         """
         blocks, end = self._state.blocks, len(sequence.keys)
         if not blocks.num_slots or request.owner.transient:
@@ -126,7 +126,7 @@ class StoredBlocks:
             self.write_window(request, sequence)
 
     def write_prompt(self, request: DecodeRequest) -> None:
-        """Writes the full blocks of a prompt that is computed here; prefill writes those of other prompts."""
+        """Writes a prompt's full blocks if the prompt is computed here; prefill writes other prompts' blocks."""
         if not request.prompt_here:
             return
         for sequence in request.sequences:
@@ -149,7 +149,7 @@ class StoredBlocks:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def source(self, request: DecodeRequest) -> StoredCopy | None:
-        """The kvstore from which most can be loaded; None if the request has no kvstore."""
+        """The kvstore from which most blocks can be loaded; None if the request has no kvstore."""
         sequence = request.sequences[0]
         loadable = sequence.stored
         if self._settings.window_blocks:  # where the window is there, too; of a group, behind blocks that all share
@@ -159,7 +159,7 @@ class StoredBlocks:
         return None if most is None else StoredCopy(loadable.index(most), most)
 
     def restore_s(self, request: DecodeRequest) -> float:
-        """Predicted seconds of loading what the stores hold and computing the rest; without a store, of computing."""
+        """Predicted seconds for loading what the stores hold and computing the rest, or all without a store."""
         source, sequence = self.source(request), request.sequences[0]
         loaded = source.blocks if source is not None else 0
         if len(request.sequences) == 1:  # the window is written on being preempted
@@ -181,7 +181,7 @@ class StoredBlocks:
         return {} if loads else held
 
     def load(self, request: DecodeRequest, held: frozenset[int]) -> bool:
-        """Begins to load the first sequence's blocks behind those in `held`, if a store holds some and loading pays.
+        """Begins to load the first sequence's blocks behind `held`, if a store holds some and loading pays.
 
         Blocks that only further sequences have are computed. With windows, all sequences of a group continue where the
         loaded blocks end.
@@ -220,7 +220,7 @@ class StoredBlocks:
         batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings, self._state.blocks)
 
     def _load_s(self, blocks: int) -> float:
-        """Seconds of loading alone. A load that waits for the link does not delay the batch; a chunk does."""
+        """Seconds for loading alone. A load that waits for the link does not delay the batch; a chunk does."""
         return load_seconds(self._state.tracker.speeds, self._settings.moved_bytes(blocks))
 
     def _pays(self, request: DecodeRequest, held: int, source: StoredCopy) -> bool:
@@ -266,7 +266,7 @@ class StoredBlocks:
 
 
 PROTECTED_AFTER_PREEMPTIONS = 2
-"""A request preempted this often is spared if another one can be preempted."""
+"""A request preempted this often is spared if another request can be preempted."""
 SWAP_BYTES_PER_S = 4e9
 """Assumed rate for copies to DRAM and back before the first measurement."""
 SWAP_WEIGHT = 0.2
@@ -278,8 +278,8 @@ def choose_victim(
 ) -> DecodeRequest | None:
     """Chooses the request to preempt so that `wanting` gets a block.
 
-    The tenant with most blocks for its weight gives up its last request in order. The first request of the tenant with
-    fewest is never chosen, so this request can always finish. Requests preempted twice are spared if possible.
+    The tenant with most blocks per weight gives up its last request in order. The tenant with fewest blocks never gives
+    up its first request, so this request can always finish. Requests preempted twice are spared if possible.
 
     Args:
         active: requests that run or could run.
@@ -300,7 +300,7 @@ def choose_victim(
 
 
 def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
-    """Blocks that tenants have, or were promised, of `total`."""
+    """Blocks out of `total` that tenants have or were promised."""
     return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
 
 
@@ -308,20 +308,20 @@ class PreemptedRequests:
     """The preempted requests.
 
     Attributes:
-        queue: requests without blocks, in the order in which one tenant's are restored: longest waiting first.
+        queue: requests without blocks, in the order in which a tenant's requests are restored: longest waiting first.
         blocks_being_freed: blocks that become free when the copies out of the pool end.
         swapped_blocks: blocks swapped out, or being copied.
         swap_bytes_per_s: measured rate of copies.
-        preemptions: so far.
+        preemptions: preemptions so far.
         swaps: requests swapped out so far.
-        steps: of the engine so far.
+        steps: engine steps so far.
     """
 
     def __init__(self, state: DecodeState, stored_blocks: StoredBlocks) -> None:
         self._state, self._settings, self._budget = state, state.settings, state.budget
         self._stored_blocks = stored_blocks
         self.queue: list[DecodeRequest] = []
-        self._refused: tuple[int, int, int, int] | None = None  # what there was when the first one did not fit
+        self._refused: tuple[int, int, int, int] | None = None  # what there was when the first request did not fit
         self.blocks_being_freed = 0
         self.swapped_blocks = 0
         self.swap_bytes_per_s = SWAP_BYTES_PER_S
@@ -337,7 +337,7 @@ class PreemptedRequests:
     # --- giving up blocks ------------------------------------------------------------------------------------------
 
     def preempt(self, request: DecodeRequest) -> None:
-        """Takes the blocks of a request that is in no list and no step any more."""
+        """Takes the blocks from a request that is in no list and no step any more."""
         request.preemption.count += 1
         self.preemptions += 1
         self._note_wait(request)
@@ -404,18 +404,18 @@ class PreemptedRequests:
     # --- restoring -------------------------------------------------------------------------------------------------
 
     def next_in_turn(self, active: list[DecodeRequest]) -> DecodeRequest | None:
-        """The request that is restored next: the first of the tenant with fewest blocks for its weight."""
+        """The request that is restored next: the first request of the tenant with fewest blocks per weight."""
         if not several_tenants(self.queue):
             return self.queue[0] if self.queue else None
         return min(self.queue, key=block_use(active).of)
 
     def blocks_to_restore(self, request: DecodeRequest) -> tuple[list[int], int]:
-        """Cached blocks of a request of the queue, and how many new ones the request needs to be restored."""
+        """A queued request's cached blocks, and how many new blocks the request needs to be restored."""
         held = list(self._stored_blocks.cached_blocks(request).values())
         return held, batch.blocks_to_resume(request, self._settings) - len(held)
 
     def restore(self, request: DecodeRequest, active: list[DecodeRequest], kept: int = 0) -> bool:
-        """Restores a request of the queue if its blocks fit now, and all blocks as the requests grow and end.
+        """Restores a queued request if the request's blocks fit now, and all blocks fit as requests grow and end.
 
         Args:
             request: `next_in_turn`; WAITING, RECOMPUTING, SWAPPING_IN or LOADING afterwards.
@@ -448,7 +448,7 @@ class PreemptedRequests:
         return True
 
     def _needed(self, active: list[DecodeRequest], growth: int, new: int) -> int:
-        """Blocks that all requests will need beyond theirs, if one more comes with these new blocks and growth."""
+        """Blocks that all requests will need beyond their own, if a request with these new blocks and growth joins."""
         known = sum(request.expected_growth for request in (*active, *self.queue))
         ends = [(request.expected_growth, self._budget.exclusive_blocks(request)) for request in active]
         return self._budget.expected - known + peak_blocks([*ends, (growth, new)])
@@ -522,7 +522,7 @@ class PreemptedRequests:
         return digest_of(waiting, self._refused, counts)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that the queue and the counters are those of the requests."""
+        """Asserts that queue and counters match the requests."""
         preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         assert sorted(r.id for r in self.queue) == sorted(request.id for request in preempted)
         assert not any(request.blocks for request in preempted)

@@ -61,7 +61,7 @@ TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.FINISHING: frozenset(),
     _S.PARKED: frozenset({_S.PREEMPTED}),
 }
-"""For each status the ones that may follow. A request begins as PROMISED."""
+"""Statuses that may follow each status. A request begins as PROMISED."""
 TRANSFERRING = (RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.RECEIVED)
 """The request has not started: there is only one sequence, and a lease."""
 PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING)
@@ -74,7 +74,7 @@ NO_STREAM = 0
 
 @frozen
 class BlockSharing:
-    """How the sequences of a request share blocks, whatever the block ids are.
+    """How a request's sequences share blocks, independent of block ids.
 
     Attributes:
         blocks: number of blocks. How a request's sequences share blocks, whatever the block ids are. The first sequence
@@ -87,11 +87,11 @@ class BlockSharing:
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """One of a request's sequences.
+    """One sequence in a request.
 
     Attributes:
         id: the request's id, or an id that follows.
-        keys: keys of the full blocks: the prompt's, then the answer's.
+        keys: keys of full blocks: the prompt's, then the answer's.
         tokens: prompt and answer so far, with the first sampled token once started. In the batch: less
             `RunningBatch.ticks`.
         table: block table; each block is referenced once.
@@ -136,8 +136,8 @@ class PreemptionState:
         count: preemptions so far.
         sharing: how the sequences shared blocks; None before the first preemption.
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
-        recompute: all its KV is to be computed again.
-        since: step of the first preemption since the request last was in the batch; None if there was none.
+        recompute: all the request's KV is to be computed again.
+        since: step of the first preemption since the request last was in the batch; None if there was no preemption.
     """
 
     count: int = 0
@@ -164,7 +164,7 @@ class DecodeRequest:
     Attributes:
         asked: what the conductor asked for.
         sequences: one until the request starts, then all that have not ended, at most the width.
-        tbt_slo_s: promised seconds between tokens; 0 = none, or none any more.
+        tbt_slo_s: promised seconds between tokens; 0 = no promise, or no promise any more.
         conductor: identity of the conductor that has the request now; "" = unknown.
         rank: time of arrival, later for a lower priority (`moonpool.scheduling.fair_share.priority_rank`).
         owner: the KV's tenant, and whether blocks may be kept.
@@ -172,13 +172,13 @@ class DecodeRequest:
         until: when the promise ends, however often the lease is renewed, seconds.
         status: set by `set_status` only.
         promised: blocks promised and not bound.
-        promised_slots: window slots, alike.
+        promised_slots: window slots promised and not bound.
         expected_blocks: blocks expected at the end.
         expected_growth: part of `expected_blocks` neither present nor promised.
         stream: stream of the conductor that started the request or took the request over; None before.
-        finishes: for each sequence why the sequence ends with the first token; 0 = continues.
+        finishes: for each sequence, why the sequence ends with the first token; 0 = continues.
         patient: no client waits for single tokens, and no time between tokens was promised.
-        ended_tokens: tokens of answers that have ended while others continue.
+        ended_tokens: tokens in answers that have ended while others continue.
         prompt_here: the prompt, or known tokens behind the prompt, are computed here; no other instance writes these to
             the kvstores.
         search: chooses which sequences fork; None = each sequence continues alone.
@@ -230,7 +230,7 @@ class DecodeRequest:
 
     @property
     def id(self) -> int:
-        """Id of the request and the first sequence; further sequences have the ids that follow."""
+        """Id for the request and the first sequence; further sequences have the ids that follow."""
         return self.asked.id
 
     @property
@@ -240,7 +240,7 @@ class DecodeRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Most tokens of a sequence."""
+        """Most tokens in a sequence."""
         return self.asked.total_tokens
 
     @property
@@ -279,7 +279,7 @@ class DecodeRequest:
 
     @property
     def blocks(self) -> list[int]:
-        """The request's blocks, each once: the first sequence's in order, then those of further sequences only."""
+        """The request's blocks, each once: the first sequence's in order, then blocks of further sequences only."""
         if len(self.sequences) == 1:
             return self.sequences[0].table
         return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table))
@@ -350,11 +350,11 @@ class RequestTable:
             del self._by_sequence[number]
 
     def of(self, number: int) -> DecodeRequest:
-        """The request of a sequence, which may have ended."""
+        """The request to which a sequence belongs; the sequence may have ended."""
         return self._by_sequence[number]
 
     def get(self, number: int) -> DecodeRequest | None:
-        """The request of a sequence; None if the request is not in the table."""
+        """The request to which a sequence belongs; None if the request is not in the table."""
         return self._by_sequence.get(number)
 
     def find(self, number: int) -> RequestSequence | None:

@@ -270,7 +270,7 @@ class OrphanedRequests:
         return aborted
 
     def _park(self, request: DecodeRequest) -> None:
-        """Takes all blocks of a request. Full ones stay in the pool as cache until they are needed."""
+        """Takes all blocks of a request. Full blocks stay in the pool as cache until they are needed."""
         self._planner.take_out(request)
         self._planner.slots_kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
@@ -353,7 +353,7 @@ class DecodeScheduler:
     """One decode instance's decisions. A `moonpool.scheduling.state_machine.Core`.
 
     Attributes:
-        settings: the instance's.
+        settings: the instance's settings.
         blocks: the pool's block manager.
         budget: available, promised and expected blocks.
         tracker: measured speeds of the engine.

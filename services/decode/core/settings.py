@@ -13,7 +13,7 @@ class Preemption(Enum):
     AUTO = "auto"
     """The mode with the shortest predicted restore time."""
     CACHE = "cache"
-    """Full blocks stay in the pool as cache until they are needed; missing ones are computed again."""
+    """Full blocks stay in the pool as cache until they are needed; missing blocks are computed again."""
     RECOMPUTE = "recompute"
     """All KV is computed again."""
     SWAP = "swap"
@@ -27,7 +27,7 @@ class DecodeSettings:
     """One decode instance's settings.
 
     Attributes:
-        num_blocks: blocks of the pool.
+        num_blocks: blocks in the pool.
         block_tokens: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
         max_batch: most sequences in a step.
@@ -39,21 +39,21 @@ class DecodeSettings:
         load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
         step_tokens: most tokens recomputed in one step.
         swap_blocks: most blocks swapped out.
-        assumed_answer_tokens: expected length of answers until some have ended.
-        run_steps: most steps of a run (see `StartRun`).
+        assumed_answer_tokens: expected answer length until some answers have ended.
+        run_steps: most steps in a run (see `StartRun`).
         ahead_steps: sequences get surplus blocks for so many steps ahead, so a run need not end where a block does.
         grace_s: seconds for which a request runs on without a conductor, and a promise is kept without a stream.
-        log_ttl_s: seconds for which output of ended and parked requests is kept.
+        log_ttl_s: seconds for which the output of ended and parked requests is kept.
         log_bytes: most bytes of that output.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
-        preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
-        draft_tokens: most guessed tokens of a sequence that a step checks; 0 = none.
+        preempt_every: for diagnosis: every so many steps, a running request is preempted; 0 = never.
+        draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
         patience_steps: steps that a preempted request waits beside other tenants for a turn (`OverdueTurns`). A request
-            that needs more than its tenant's share of the blocks waits longer.
-        turn_steps: steps of a turn.
+            that needs more than the tenant's block share waits longer.
+        turn_steps: steps in a turn.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: of these layers, slots in the pool.
-        window_bytes: of these layers, bytes in one block.
+        window_slots: slots in the pool for windowed layers.
+        window_bytes: bytes of windowed layers in one block.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
 
