@@ -21,10 +21,10 @@ class StreamMethod(Generic[Req, Res]):
     """A bidirectional method of a service.
 
     Attributes:
-        service: name of the service in `moonpool.v1`.
-        name: name of the method.
-        request: class of the messages to the peer.
-        response: class of the peer's messages.
+        service: the service's name in `moonpool.v1`.
+        name: the method's name.
+        request: class for messages to the peer.
+        response: class for the peer's messages.
     """
 
     service: str

@@ -11,7 +11,7 @@ from moonpool.kv.layout import KVLayout
 
 
 class SliceBitmap:
-    """Exact record over (layer, block, head); each may come once, and unexpected ones never.
+    """Exact record over (layer, block, head); each expected part comes once, and no unexpected part is taken.
 
     Per layer one integer is the set of blocks with all heads arrived; head ranges of unfinished blocks lie apart.
     """
@@ -19,14 +19,15 @@ class SliceBitmap:
     def __init__(
         self, layers: range, blocks: int, heads: range, held_blocks: int = 0, unsent: Mapping[int, int] | None = None
     ) -> None:
-        """Expects `heads` of `blocks` blocks in `layers`.
+        """Expects `heads` for `blocks` blocks in `layers`.
 
         Args:
-            layers: of the model.
-            blocks: of the sequence.
-            heads: in shares.
+            layers: layers in the model.
+            blocks: blocks in the sequence.
+            heads: head range, in shares.
             held_blocks: leading blocks that are there already.
-            unsent: layer -> leading blocks that it does not need and does not get; 0 for layers that are left out.
+            unsent: layer -> leading blocks that the layer does not need and does not get; 0 for layers that are left
+                out.
         """
         ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
         if not (ranges and 0 <= held_blocks <= blocks):
@@ -57,7 +58,7 @@ class SliceBitmap:
 
     @property
     def leading(self) -> int:
-        """Leading blocks of which all has come, is held or is not needed."""
+        """Leading blocks whose parts have all come, are held or are not needed."""
         whole = self._all
         for have in self._have.values():
             whole &= have
@@ -216,7 +217,7 @@ class InboundTransfer:
         return self._ledger.leading if self._trusted else 0
 
     def distrust(self) -> None:
-        """A run that was accepted could not be written: what was recorded as having come may not be there."""
+        """Notes that an accepted run could not be written: recorded slices may be missing."""
         self._trusted = False
 
     def bind(self, blocks: Sequence[int]) -> None:

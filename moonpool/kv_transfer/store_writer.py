@@ -45,7 +45,7 @@ class BlocksToPut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
-    """Result of a put: number of blocks that the store had already, and of blocks that the store took."""
+    """Result of a put: how many blocks the store had already, and how many blocks the store took."""
 
     present: int
     stored: int

@@ -1,7 +1,7 @@
-"""Clients of a kvstore that holds full and windowed layers apart, as blocks of their own (`KVLayout.stored_parts`).
+"""Clients for a kvstore that holds full layers and windowed layers as separate blocks (`KVLayout.stored_parts`).
 
-So the store knows nothing of windows: windowed slices of a block may be there or not, and are evicted by themselves.
-Each part has a stream of its own.
+So the store need not know of windows: a block's windowed slices may be there or not, and are evicted separately. Each
+part has a separate stream.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class PrefixReader(PeerClient, Protocol):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads all layers of blocks of a chain; see `BlockReader.read_prefix`."""
+        """Reads all layers of a chain's blocks; see `BlockReader.read_prefix`."""
         ...
 
 
 class WindowLost(TransferFailed):
-    """The source has the blocks, but not the windowed slices of the last ones: the chain cannot be continued there.
+    """The source has the blocks, but lacks windowed slices of the last blocks: the chain cannot be continued there.
 
     Attributes:
-        block: the first one whose windowed slices are not there.
+        block: first block whose windowed slices are missing.
     """
 
     def __init__(self, block: int) -> None:
@@ -104,16 +104,16 @@ class PartedWriter(_Parted[StoreWriter]):
         windowed: Collection[int],
         forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks as `StoreWriter.put`, each part for at most `timeout_s`; the outcome is the full layers'.
+        """Stores blocks as `StoreWriter.put`, each part for at most `timeout_s`; returns the full layers' outcome.
 
         Args:
-            keys: of the blocks.
-            parents: for each block, the key before it in its chain.
-            tenant: owner of the blocks.
-            read: gives slices; windowed ones are read of `windowed` only.
+            keys: the blocks' keys.
+            parents: for each block, the key before in the chain.
+            tenant: the blocks' owner.
+            read: gives slices; windowed slices are read for `windowed` only.
             timeout_s: seconds.
-            windowed: indices of the blocks whose windowed slices are stored, too.
-            forgotten: deletions of such blocks that these blocks are younger than.
+            windowed: indices of blocks whose windowed slices are stored, too.
+            forgotten: earlier deletions of such blocks; these blocks are younger.
         """
         (full, writer), *others = self._parts
         outcome = await writer.put(keys, parents, tenant, _of_part(read, full), forgotten, timeout_s=timeout_s)
@@ -152,10 +152,10 @@ class PartedReader(_Parted[BlockReader]):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads all layers of blocks of a chain, the windowed ones of the last blocks only; see `BlockReader.read`.
+        """Reads all layers of a chain's blocks, windowed layers for the last blocks only; see `BlockReader.read`.
 
         Returns:
-            The leading blocks that the store had; all of them where the parts are stored apart.
+            The leading blocks that the store had; all blocks if the parts are stored apart.
 
         Raises:
             PrefixLost: the store lacks a block; or as of `BlockReader.read`.
@@ -205,7 +205,7 @@ class PartedReader(_Parted[BlockReader]):
 
 
 class _LayersInOrder:
-    """Reports layers in their order, each when all its slices have come."""
+    """Reports layers in order, each when all the layer's slices have come."""
 
     def __init__(self, missing: list[int], on_layer: Callable[[int], None]) -> None:
         self._missing = missing

@@ -63,7 +63,7 @@ class WriteBackLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WriteBackJob:
-    """Blocks for one kvstore. `windowed`: indices of those whose slices of layers with a window are stored, too."""
+    """Blocks for one kvstore. `windowed`: indices of blocks that are stored with the slices of layers with a window."""
 
     store: kv_pb2.Instance
     keys: Sequence[BlockKey]
@@ -112,7 +112,7 @@ class WriteBack:
         self._group: asyncio.TaskGroup | None = None
         self._closed = False
         self._doing: list[WriteBackJob] = []
-        self._ended = asyncio.Event()  # another one after each job
+        self._ended = asyncio.Event()  # another event after each job
         self._idle = asyncio.Event()
         self._idle.set()
         self.blocks_held = 0

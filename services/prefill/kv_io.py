@@ -39,7 +39,7 @@ READ_METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
     kv_pb2.INSTANCE_KIND_PREFILL: FROM_PREFILL,
     kv_pb2.INSTANCE_KIND_DECODE: FROM_DECODE,
 }
-"""How each kind of source is read."""
+"""The method that reads each kind of source."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class BlockRead:
     Attributes:
         source: instance to read from.
         keys: the blocks' keys, consecutive in a chain.
-        blocks: blocks of the pool to write to.
+        blocks: pool blocks to write to.
         timeout_s: longest time for the whole read, seconds.
-        tenant: owner of the KV.
-        request: id of the request, for logs and spans.
+        tenant: the KV's owner.
+        request: the request's id, for logs and spans.
         came: called with the number of tokens read, begin and end in seconds on `time.monotonic()`.
     """
 
@@ -76,7 +76,7 @@ class EmulatedLoadPace:
     """Delays layers until emulated hardware would have loaded them.
 
     Args:
-        seconds: time of loading all layers, at equal distances; 0 = no delay.
+        seconds: time for loading all layers, at equal distances; 0 = no delay.
         layers: the model's layers.
         on_layer: called for each layer, in order.
     """
@@ -123,7 +123,7 @@ class BlockLoader:
 
     Args:
         engine: owner of the pool that KV is written to.
-        open_reader: makes the client of an instance at an address, to be read by a method.
+        open_reader: makes an instance's client, given the address and the reading method.
         spans: where loading is recorded.
         emulated_s: seconds that emulated hardware takes to load a number of bytes; None = not emulated.
     """
@@ -161,7 +161,7 @@ class BlockLoader:
 
         Args:
             read: what to read, and where to.
-            on_layer: called in order for each layer of which all blocks have arrived.
+            on_layer: called for each layer, in order, once all the layer's blocks have arrived.
         """
         source, wanted = read.source, len(read.blocks)
         began = world.monotonic()
@@ -228,7 +228,7 @@ class KVSender:
 
     Args:
         engine: owner of the pool that KV is read from.
-        open_sender: makes the client of the decode instance at an address.
+        open_sender: makes a decode instance's client, given the address.
         spans: where sending is recorded.
     """
 
@@ -321,7 +321,7 @@ MAX_REPLICA_BLOCKS = 1 << 15
 
 
 class ReplicationOrders:
-    """Takes replication orders of the conductor, and reads the blocks that the scheduler wants.
+    """Takes replication orders from the conductor, and reads the blocks that the scheduler wants.
 
     Args:
         loading: reads blocks.
@@ -378,4 +378,4 @@ class ReplicationOrders:
 
 
 def _ignore_layer(_: int) -> None:
-    """A replication needs no report of single layers."""
+    """Ignores a layer: a replication needs no report for single layers."""

@@ -32,13 +32,13 @@ class LivePrefill:
         number: the scheduler job's number; an earlier attempt of the same request may still be ending.
         incoming: the request's record.
         asked: the conductor's message, checked.
-        history: tokens of the sequence, for engines that check the content of blocks.
-        first: the token after the prompt, for each answer; for deferred answers the most likely tokens.
+        history: the sequence's tokens, for engines that check blocks' content.
+        first: for each answer, the token after the prompt; for deferred answers, the most likely tokens.
         logprobs: the tokens' log probabilities, if wanted.
-        scores: log probabilities of the prompt's tokens except the first, if they are wanted.
-        embedding: the prompt's, if wanted.
+        scores: log probabilities of the prompt's tokens except the first, if wanted.
+        embedding: the prompt's embedding, if wanted.
         error: why I/O for the prompt has failed.
-        forgotten: deletions of the prompt's blocks that were carried out here before the request arrived.
+        forgotten: deletions of the prompt's blocks, carried out here before the request arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
         transport: transport on which the KV goes to decode.
     """
@@ -66,7 +66,7 @@ class LivePrefill:
 
     @property
     def request_id(self) -> str:
-        """Id of the request."""
+        """The request's id."""
         return self.incoming.request_id
 
     @property
@@ -107,7 +107,7 @@ class LivePrefill:
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
-        """Takes the results of a step in which this request is the sequence at `index`; chunks come in order."""
+        """Takes a step's results for this request, the step's sequence at `index`; chunks come in order."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         token = result.sampled[index]
@@ -189,7 +189,7 @@ class LivePrefill:
 
 
 def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest) -> None:
-    """Checks all of a request but the sequence, from which `incoming` was read.
+    """Checks a request except the sequence; `incoming` was read from the sequence.
 
     Raises:
         InvalidRequest: naming the field at fault.
@@ -219,7 +219,7 @@ def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
 
 
 def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
-    """An instance as a source of so many blocks. A restarted instance is another source, whatever its past failures."""
+    """An instance as a source for so many blocks. A restarted instance is a new source: past failures do not count."""
     peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
     return KVSource(f"{instance.id} {instance.incarnation}", blocks, peer)
 

@@ -314,7 +314,7 @@ class PrefillServicer:
     async def UnloadLora(  # noqa: N802
         self, request: kv_pb2.UnloadLoraRequest, context: Context
     ) -> kv_pb2.UnloadLoraResponse:
-        """Drops a LoRA adapter once no request uses it."""
+        """Drops a LoRA adapter once no request uses the adapter."""
         return self._instance.loras.unload(request)
 
     async def PrefillStats(  # noqa: N802

@@ -29,7 +29,7 @@ class JobOutcome(Enum):
     IO_FAILED = "io_failed"
     """Opening the transfer, sending or the verdict failed; the executor has the error."""
     STEP_GIVEN_UP = "step_given_up"
-    """The engine gave up a step by itself; some slices may have been sent."""
+    """The engine gave up a step without an order; some slices may have been sent."""
     STOPPED = "stopped"
 
 
@@ -56,7 +56,7 @@ class RefuseStaleJob:
 
     Attributes:
         drain_s: predicted seconds until all queued jobs are computed.
-        taken: number of the last job among them.
+        taken: number of the last queued job.
     """
 
     job: int
@@ -66,7 +66,7 @@ class RefuseStaleJob:
 
 @frozen
 class ChunkOrder:
-    """A job's slice of a step: consecutive tokens to compute.
+    """A job's slice in a step: consecutive tokens to compute.
 
     Attributes:
         blocks: the job's blocks up to `end`.
@@ -98,7 +98,7 @@ class RunStep:
 
 @frozen
 class OpenKVGate:
-    """The step may compute all layers up to this one."""
+    """The step may compute all layers up to this layer."""
 
     step: int
     layer: int
@@ -106,7 +106,7 @@ class OpenKVGate:
 
 @frozen
 class DropSequenceSlice:
-    """A slice of a step does not count any more; the prefix may be missing. `index`: of the chunk."""
+    """A step's slice does not count any more; the prefix may be missing. `index`: the chunk's index."""
 
     step: int
     index: int
@@ -125,7 +125,7 @@ class LoadBlocks:
 
     Attributes:
         source: index in the job's sources.
-        first: index in the sequence of the first block.
+        first: the first block's index in the sequence.
         timeout_s: longest time for the whole load.
     """
 
@@ -139,11 +139,11 @@ class LoadBlocks:
 
 @frozen
 class ReadReplica:
-    """Read blocks of a replication from the source into the pool.
+    """Read a replication's blocks from the source into the pool.
 
     Attributes:
         number: the replication's number.
-        first: index in the chain of the first block.
+        first: the first block's index in the chain.
     """
 
     io: int
@@ -174,8 +174,8 @@ class LayerBlocks:
     """One layer's consecutive blocks.
 
     Attributes:
-        first: index in the sequence of the first block.
-        step: the step that computed them; None for a prefix.
+        first: the first block's index in the sequence.
+        step: the step that computed the blocks; None for a prefix.
     """
 
     layer: int
@@ -216,8 +216,8 @@ class WriteBackBlocks:
 
     Attributes:
         copy: index in the job's copies.
-        first: index in the sequence of the first block.
-        windowed: indices in the sequence of the blocks whose slices of layers with a window are written, too.
+        first: the first block's index in the sequence.
+        windowed: indices (in the sequence) of blocks that are written with the slices of layers with a window.
     """
 
     io: int
@@ -256,7 +256,7 @@ class PrefixLoaded:
 class ReportFirstToken:
     """The prompt is computed and the next token is known: report the token at once.
 
-    `overtaken_tokens` of the computed ones were computed while a load of them was under way.
+    `overtaken_tokens`: computed tokens whose load was under way meanwhile.
     """
 
     job: int
@@ -272,7 +272,7 @@ class ReportFirstToken:
 
 @frozen
 class EndJob:
-    """The job has ended; only `CloseTransfer`, `WriteBackBlocks` and `CancelIo` of the job may follow.
+    """The job has ended; only the job's `CloseTransfer`, `WriteBackBlocks` and `CancelIo` may follow.
 
     Attributes:
         tail_s: seconds from the first token to the verdict.

@@ -13,7 +13,7 @@ class KVSource:
     Attributes:
         name: equal names mean the same instance in the same incarnation.
         blocks: leading blocks that are believed to be there.
-        peer: the source is an engine instance, whose pool is read.
+        peer: the source is an engine instance, and blocks are read from the instance's pool.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Drain:
 
 @frozen
 class StopAllJobs:
-    """The engine has died, or the instance stops: every job ends, and no new one begins."""
+    """The engine has died, or the instance stops: every job ends, and no new job begins."""
 
 
 @frozen
@@ -151,7 +151,7 @@ class LoadEnded:
         blocks: leading blocks that are whole in all layers.
         missing: first block that the source has lost or, if a peer, does not lend.
         failed: the source did not answer properly, and is skipped for a while.
-        windowed: of the missing block the source has lost the slices of layers with a window alone.
+        windowed: the source has lost only the missing block's slices of layers with a window.
     """
 
     blocks: int

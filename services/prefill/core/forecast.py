@@ -37,11 +37,11 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
 
     Args:
         state: the scheduler's state.
-        load: that the step follows layer by layer.
+        load: the load that the step follows layer by layer.
         step_s: seconds of the step, spread evenly over the layers.
 
     Returns:
-        0 = begin now; None = unknown: no layer has arrived yet, or the next one is long overdue.
+        0 = begin now; None = unknown: no layer has arrived yet, or the next layer is long overdue.
     """
     layers = state.settings.layers
     if load.layers == layers:
@@ -58,15 +58,15 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
 
 
 LEAST_OVERTAKEN_S = 0.25
-"""A load is late by so much at least before its blocks are computed: less is the noise of a busy machine."""
+"""Least lateness in seconds before a load's blocks are computed: smaller delays are noise on a busy machine."""
 
 
 def overtake_at(state: PrefillState, job: PrefillJob, load: PrefixLoad, others: int) -> float | None:
-    """When computing the blocks of a load is faster than waiting for the rest, if no layer comes before; None = never.
+    """When computing a load's blocks becomes faster than waiting for the rest, if no layer comes before; None = never.
 
-    Computing takes the engine from the `others` jobs: the wait must be longer than computing for each of them, too. A
-    load without a layer is expected to take as long again once late; each layer left, as long as a late one.
-    Layers with a window are not computed beside a load, which has their slots.
+    Computing takes the engine from the `others` jobs: the wait must be longer than computing for each other job, too. A
+    late load without a layer is expected to take as long again. Each missing layer is expected to take as long as the
+    late layer. Layers with a window are not computed beside a load, which has their slots.
     """
     settings = state.settings
     sending = job.outgoing is not None and isinstance(state.ios.get(job.outgoing.io or 0), SendFlight)
@@ -90,7 +90,7 @@ OVERDUE_RATIO = 2.0
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
-    """Seconds until all queued jobs are computed, with all of the engine's cores.
+    """Seconds until all queued jobs are computed, with all the engine's cores.
 
     Each prompt counts alone: tokens attend to the prompt's own context only. Short prompts share steps. Pipeline stages
     compute several steps at once, so the time of all steps is divided among them. The step in front is partly done.
@@ -136,7 +136,7 @@ def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
 
 
 def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
-    """Leading tokens of a job that earlier jobs compute, and the job will find cached."""
+    """A job's leading tokens that earlier jobs compute, so the job will find the tokens cached."""
     keys, most = job.spec.keys[: state.reusable_blocks(job)], 0
     for other in state.jobs.values() if keys else ():
         if other.number < job.number and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
@@ -145,7 +145,7 @@ def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
-    """A job has ended early: the first job that was to find the blocks computes those that are missing."""
+    """Notes that a job has ended early: the first job that was to find the blocks computes missing blocks."""
     for job in state.jobs.values():
         if job.number > gone.number and job.shared_tokens and job.spec.keys[:1] == gone.spec.keys[:1]:
             held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
@@ -155,7 +155,7 @@ def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
 
 
 def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
-    """Leading keys that two chains share; equal keys follow equal ones only."""
+    """Leading keys that two chains share; equal keys follow equal keys only."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
@@ -168,7 +168,7 @@ def _done_tokens(job: PrefillJob) -> int:
 
 
 def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
-    """Until when a job without steps waits for another job's load of the blocks that are to be computed first.
+    """Until when a job without steps waits for another job to load the blocks that are to be computed first.
 
     The job waits only if the whole load is expected before these blocks could be computed, and only until a load's
     layer is late.
@@ -202,7 +202,7 @@ def _wait_for_replica_until(state: PrefillState, job: PrefillJob, at: int) -> fl
 
 
 def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
-    """Predicted seconds of computing blocks [first, end) of a prompt."""
+    """Predicted seconds for computing a prompt's blocks [first, end)."""
     size = state.settings.block_tokens
     tokens = (end - first) * size
     steps = steps_of(tokens, state.settings.step_tokens)

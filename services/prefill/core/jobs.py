@@ -30,7 +30,7 @@ MERGE_BYTES = 128 << 10
 
 
 class BlockSpan(NamedTuple):
-    """Whole blocks [first, end) in one layer. `step`: the step that computed them; None for a prefix."""
+    """Whole blocks [first, end) in one layer. `step`: the step that computed the blocks; None for a prefix."""
 
     layer: int
     first: int
@@ -59,7 +59,7 @@ class OutgoingKV:
 
     @classmethod
     def of(cls, settings: "PrefillSettings", tokens: int, held_blocks: int) -> "OutgoingKV":
-        """For a prompt whose leading `held_blocks` decode holds. Slices behind the window are not sent."""
+        """Prepares a prompt for which decode holds the leading `held_blocks`. Slices behind the window are not sent."""
         windowed = max(held_blocks, tokens // settings.block_tokens - settings.window_blocks)
         first = [windowed if layer in settings.windowed_layers else held_blocks for layer in range(settings.layers)]
         return cls(settings.blocks_for(tokens), [(1 << begin) - 1 for begin in first])
@@ -70,7 +70,7 @@ class OutgoingKV:
         return all(handed == (1 << self.num_blocks) - 1 for handed in self.handed)
 
     def add(self, layer: int, first: int, end: int, step: int | None) -> None:
-        """Queues blocks [first, end) of a layer, which must not change any more; skips those queued before."""
+        """Queues blocks [first, end) of a layer, which must not change any more; skips blocks queued before."""
         todo = _block_bits(first, end) & ~self.handed[layer]
         self.handed[layer] |= todo
         while todo:
@@ -112,18 +112,19 @@ class PrefillSettings:
     Attributes:
         blocks: blocks in the pool.
         slice_bytes: bytes for one layer in one block, on average.
-        step_tokens: most tokens of a step; at least one block.
+        step_tokens: most tokens in a step; at least one block.
         stages: most steps in flight.
         max_started: most jobs with blocks.
         max_queue: most jobs; more are refused.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
-        states_alone: all windowed layers have one (`KVLayout.states_alone`).
+        states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
         load_timeout_s: seconds that a load may take beyond the prediction.
         verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
-        window_blocks: of these layers, full blocks that are needed before a token (`KVLayout.window_blocks`).
-        window_slots: of these layers, slots in the pool.
-        window_bytes: of these layers, bytes in one block, of which reads leave out what is behind the window; 0 = none.
+        window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
+        window_slots: slots in the pool for windowed layers.
+        window_bytes: bytes of windowed layers in one block; reads leave out bytes behind the window. 0 = no windowed
+            layers.
     """
 
     blocks: int
@@ -144,7 +145,7 @@ class PrefillSettings:
     states_alone: bool = False
 
     def read_bytes(self, blocks: int) -> int:
-        """Bytes of `blocks` blocks that are read from elsewhere: of windowed layers the last blocks'."""
+        """Bytes to read for `blocks` blocks from elsewhere; for windowed layers, only the last blocks are read."""
         behind = max(0, blocks - self.window_blocks)
         return blocks * self.layers * self.slice_bytes - behind * self.window_bytes
 
@@ -157,24 +158,24 @@ class PrefillSettings:
         return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0
 
     def held_slots(self, tokens: int) -> int:
-        """Window slots that a prompt of `tokens` tokens holds between two steps."""
+        """Window slots that a prompt with `tokens` tokens holds between two steps."""
         return min(self.blocks_for(tokens), self.window_blocks + 1) if self.window_blocks else 0
 
     @property
     def slots_in_work(self) -> int:
-        """Window slots that the steps in flight need beyond those."""
+        """Window slots that steps in flight need besides the slots held between steps."""
         if not self.window_blocks:
             return 0
         return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.step_tokens) + 1)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Tokens of a prompt that need not be computed if `blocks` leading blocks have KV; the last token always is."""
+        """Tokens not to compute if `blocks` leading blocks have KV; a prompt's last token is always computed."""
         return min(blocks * self.block_tokens, tokens - 1)
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """A job's blocks. They are released when neither the job nor any I/O pins them.
+    """A job's blocks, released when neither the job nor any I/O pins the blocks.
 
     `past`: leading blocks whose windowed slices the job does not read any more.
     """
@@ -211,7 +212,7 @@ class PrefixLoad:
 
 @dataclass(slots=True, eq=False)
 class OvertakenLoad:
-    """A load that took longer than computing: both go on, and what has a block first counts.
+    """A load that took longer than computing: both go on. For each block, the first to finish counts.
 
     Attributes:
         load: the load.
@@ -226,7 +227,7 @@ class OvertakenLoad:
 
 @dataclass(slots=True, eq=False)
 class JobPrefix:
-    """The part of a prompt that need not be computed.
+    """A prompt's leading part that need not be computed.
 
     Attributes:
         blocks: leading blocks that were cached or loaded. May grow until the first step is planned.
@@ -235,7 +236,7 @@ class JobPrefix:
         next_source: index of the source tried next.
         load: the load in flight that the job waits for.
         overtaken: the load that computing has overtaken.
-        overtaken_tokens: tokens that were computed while a load of them was under way.
+        overtaken_tokens: tokens that were computed while their load was under way.
         misses: blocks that a kvstore lacked.
         loads: loads that arrived whole.
     """
@@ -252,7 +253,7 @@ class JobPrefix:
 
 
 class JobStatus(Enum):
-    """State of a job; `TRANSITIONS` has the changes that may happen."""
+    """A job's state; `TRANSITIONS` has the changes that may happen."""
 
     WAITING = "waiting"
     """In the queue, without blocks."""
@@ -273,7 +274,7 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.COMPUTED: frozenset({JobStatus.ENDED}),
     JobStatus.ENDED: frozenset(),
 }
-"""For each status the ones that may follow. A job begins as WAITING."""
+"""Statuses that may follow each status. A job begins as WAITING."""
 
 
 @dataclass(slots=True, eq=False)
@@ -286,8 +287,8 @@ class PrefillJob:
         added_at: when the job was queued, seconds.
         queue_key: place in the fair queue.
         expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
-        owner: tenant of the KV, and whether the blocks may be kept.
-        load_s: predicted seconds of loading what is expected to come from a source.
+        owner: the KV's tenant, and whether the blocks may be kept.
+        load_s: predicted seconds for loading what is expected to come from a source.
         shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
@@ -300,7 +301,7 @@ class PrefillJob:
         gated: the slice in flight follows the load: no further slice is planned until that slice is done.
         blocked_by: I/O on blocks that are to be computed again: until the I/O ends, no slice is planned.
         put_until: for each copy, blocks before this index were written or need not be.
-        borders: numbers of leading full blocks behind which this prompt or others may be continued.
+        borders: counts of leading full blocks behind which this prompt or others may be continued.
     """
 
     asked: SubmitJob
@@ -337,7 +338,7 @@ class PrefillJob:
 
     @property
     def number(self) -> int:
-        """Number of the job."""
+        """The job's number."""
         return self.asked.job
 
     @property
@@ -384,7 +385,7 @@ class SequenceSlice:
         first: this is the job's first slice.
         last: the prompt ends with this slice.
         loading: tokens before `start` arrive through the step's KV gates.
-        full_hit: the tokens have KV, or get KV through the gates: the slice writes none.
+        full_hit: the tokens have KV, or get KV through the gates: the slice writes no KV.
         live: the slice counts; False after the slice was dropped.
     """
 
@@ -431,7 +432,7 @@ class LoadFlight:
 
 @dataclass(slots=True, eq=False)
 class ReplicaFlight:
-    """Blocks of a chain being replicated here since `began_at`, seconds; those before `first` were cached."""
+    """A chain's blocks being replicated here since `began_at`, seconds; blocks before `first` were cached."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -463,7 +464,7 @@ class SendFlight:
 
 @dataclass(slots=True, eq=False)
 class WriteBackFlight:
-    """Blocks being written to a kvstore; of the first `past` blocks, without their windowed slices."""
+    """Blocks being written to a kvstore; the first `past` blocks are written without their windowed slices."""
 
     blocks: tuple[int, ...]
     past: int
@@ -474,14 +475,14 @@ IoInFlight = StepFlight | LoadFlight | ReplicaFlight | TransferFlight | SendFlig
 
 
 class PrefillState:
-    """What the parts of the prefill scheduler share.
+    """State that the prefill scheduler's parts share.
 
     Attributes:
-        settings: the instance's.
+        settings: the instance's settings.
         manager: the pool's block manager.
         lending: blocks that other instances read.
         tracker: measured speeds of the engine with all cores; predicts times.
-        core_share: part of the engine's cores that steps have had lately; other processes of the host had the rest.
+        core_share: part of the engine's cores that steps have had lately; other processes on the host had the rest.
         jobs: all jobs that have not ended, by number.
         shares: the tenants' shares; steps are charged to them, in predicted seconds.
         waiting: jobs without blocks, in fair order.
@@ -541,7 +542,7 @@ class PrefillState:
             self.act(CancelIo(io))
 
     def unpin(self, table: BlockTable) -> None:
-        """Drops one pin; the last one releases the blocks."""
+        """Drops one pin; dropping the last pin releases the blocks."""
         table.pins -= 1
         if not table.pins:
             self.manager.release(table.blocks, table.past)
@@ -553,11 +554,11 @@ class PrefillState:
             job.table = None
 
     def reusable_blocks(self, job: PrefillJob) -> int:
-        """Leading blocks that may be cached or loaded: the full ones; with recurrent states, before the last token."""
+        """Leading full blocks, which may be cached or loaded; with recurrent states, only before the last token."""
         return (job.spec.tokens - self.settings.recurrent) // self.settings.block_tokens if job.reuse else 0
 
     def hold_prefix(self, job: PrefillJob, held: list[int], more: list[int]) -> None:
-        """The leading blocks of a job without steps were cached: `held` before, and `more`. Acquires those."""
+        """Takes cached leading blocks for a job without steps: `held` were taken before; acquires `more`."""
         assert job.table is not None
         blocks = len(held) + len(more)
         first = self.settings.first_windowed_block(blocks * self.settings.block_tokens)
@@ -573,12 +574,12 @@ class PrefillState:
             return
         tokens, size = job.spec.tokens, self.settings.block_tokens
         found = len(self.manager.find(job.spec.keys))
-        # The same prompt is continued behind its last full block, or before it if a state must not be reused.
+        # The same prompt is continued behind its last full block, or before that block if a state must not be reused.
         ends = (tokens // size, (tokens - self.settings.recurrent) // size, job.prefix.blocks, found)
         job.borders = frozenset((*ends, *(copy.held or 0 for copy in job.copies)))
 
     def pass_windows(self, job: PrefillJob) -> None:
-        """The job reads no windowed slices behind the window of the next token."""
+        """Notes that the job reads no windowed slices behind the next token's window."""
         table, first = job.table, self.settings.first_windowed_block(job.computed)
         if table is not None and first > table.past:
             window = self.settings.window_blocks
@@ -588,7 +589,7 @@ class PrefillState:
             table.past = first
 
     def advance(self, job: PrefillJob, end: int) -> None:
-        """Tokens up to `end` have KV: registers the keys of the blocks that they fill."""
+        """Registers the keys of the full blocks up to token `end`, whose KV is there."""
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
@@ -614,26 +615,26 @@ class OutgoingTransfers:
         self._state = state
 
     def open(self, job: PrefillJob) -> None:
-        """Opens the transfer of a job that starts, so that the first layer need not wait for the opening."""
+        """Opens a starting job's transfer, so that the first layer need not wait for the opening."""
         if job.outgoing is not None:
             job.outgoing.io = self._state.begin(TransferFlight(job.number, opens=True))
             self._state.act(OpenTransfer(job.outgoing.io, job.number))
 
     def add(self, job: PrefillJob, layer: int, first: int, end: int, step: int | None) -> None:
-        """Blocks [first, end) of a layer are whole: sends them."""
+        """Sends a layer's blocks [first, end), which are whole."""
         if job.outgoing is not None:
             job.outgoing.add(layer, first, end, step)
             self._pump(job, job.outgoing)
 
     def leading(self, job: PrefillJob, blocks: int) -> None:
-        """The leading blocks are whole in all layers: sends them."""
+        """Sends the leading blocks, which are whole in all layers."""
         if job.outgoing is not None:
             for layer in range(self._state.settings.layers):
                 job.outgoing.add(layer, 0, blocks, None)
             self._pump(job, job.outgoing)
 
     def take_back(self, job: PrefillJob, first: int) -> None:
-        """Blocks from `first` on will be computed again, once a batch that may read them was sent."""
+        """Blocks from `first` on will be computed again, once every batch that may read these blocks was sent."""
         outgoing = job.outgoing
         if outgoing is None:
             return

@@ -2,8 +2,8 @@
 
 A failing source is skipped for a while: the failure delays one request by one deadline, not every request.
 
-Replication takes spare capacity only: one order at a time, and at most half of the free or cached blocks that no
-waiting prompt needs. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
+Replication takes spare capacity only: one order at a time, and at most half the free or cached blocks that no waiting
+prompt needs. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class PrefixLoads:
         self.overtaken = 0
 
     def decide(self, job: PrefillJob) -> None:
-        """Loads a prefix into the blocks of a job that starts, from the best source for which loading pays.
+        """Loads a prefix into a starting job's blocks, from the best source for which loading pays.
 
         If another job loads or computes the same blocks, the decision waits for that job (`decide_again`).
         """
@@ -86,7 +86,7 @@ class PrefixLoads:
         )
 
     def layer_loaded(self, io: int, layer: int) -> None:
-        """All blocks of a layer are in the pool."""
+        """Notes that all of a layer's blocks are in the pool."""
         job = self._job_of(io)
         if job is None or job.prefix.load is None:
             return
@@ -154,7 +154,7 @@ class PrefixLoads:
                 self._overtake(job, load, io)
 
     def _others(self) -> int:
-        """Jobs that wait for the engine beside one that loads."""
+        """Jobs that wait for the engine beside a job that loads."""
         state = self._state
         return len(state.waiting) + sum([not job.finished for job in state.started.values()]) - 1
 
@@ -171,7 +171,7 @@ class PrefixLoads:
         self.overtaken += 1
 
     def computed(self, job: PrefillJob) -> None:
-        """Some of a job is computed: an overtaken load may be of no use any more, or may be taken now."""
+        """Drops or takes an overtaken load, after a part of the job was computed."""
         overtaken, size = job.prefix.overtaken, self._state.settings.block_tokens
         if overtaken is None:
             return
@@ -280,7 +280,7 @@ class PrefixLoads:
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
     def expected_seconds(self, job: PrefillJob, held: int) -> float:
-        """Predicted seconds of loading from the job's first source what is behind `held` blocks."""
+        """Predicted seconds for loading what is behind `held` blocks, from the job's first source."""
         source = next(iter(job.sources), None)
         blocks = min(source.blocks, self._state.reusable_blocks(job)) - held if source is not None else 0
         if source is None or blocks <= 0:
@@ -310,16 +310,16 @@ class PrefixLoads:
         return self._paused.get(source.name, 0.0) > self._state.now
 
     def _job_of(self, io: int) -> PrefillJob | None:
-        """The job of a load; None if the job has ended or does not use the load any more."""
+        """The load's job; None if the job has ended or does not use the load any more."""
         flight = self._state.ios.get(io)
         job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
         return job if job is not None and job.prefix.load is not None and job.prefix.load.io == io else None
 
 
 REPLICA_PART = 2
-"""A replication takes at most one in this many free or cached blocks, without those that waiting prompts need."""
+"""A replication takes at most 1 / this number of the free or cached blocks that waiting prompts do not need."""
 MAX_ORDERS = 16
-"""Orders that wait for the one in flight; further ones are skipped."""
+"""Orders that may wait for the order in flight; further orders are skipped."""
 
 
 class Replication:
@@ -344,7 +344,7 @@ class Replication:
             yield flight.owner, flight.keys
 
     def begin(self, event: ReplicateBlocks) -> None:
-        """Reads the blocks of a chain that are not cached, behind earlier orders; or skips the order."""
+        """Reads a chain's blocks that are not cached, behind earlier orders; or skips the order."""
         if len(self._orders) < MAX_ORDERS:
             self._orders[event.number] = event
             self._begin_next()
@@ -358,7 +358,7 @@ class Replication:
                 self._state.act(EndReplication(event.number, 0))
 
     def _begin(self, event: ReplicateBlocks) -> bool:
-        """Reads the blocks; False if they are cached, or there is no room for them now."""
+        """Reads the blocks; False if all blocks are cached, or the pool has no room now."""
         state, manager = self._state, self._state.manager
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)

@@ -433,7 +433,7 @@ class PrefillScheduler:
         self.state.act(EndJob(job.number, JobOutcome.DONE, tail_s, sent_bytes))
 
     def _windowed(self, job: PrefillJob, table: Sequence[int], blocks: range, held: int | None) -> tuple[int, ...]:
-        """Blocks whose windowed slices a store gets: for those who continue the prompt, or fork off where `held` ends.
+        """Blocks whose windowed slices a store gets, for requests that continue the prompt or fork where `held` ends.
 
         The store holds `held` blocks of another prompt, maybe without what it takes to continue behind them.
         """

@@ -1,6 +1,6 @@
 """Plans prefill steps: which jobs get blocks, which tokens are computed next, and the KV gates of steps.
 
-A step's gate at a layer opens when the layer is loaded for every job of the step. A job whose prefix is still loading
+A step's gate at a layer opens when the layer is loaded for every job in the step. A job whose prefix is still loading
 joins a step only if the layers are predicted to arrive in time. If a layer is late while other jobs wait, the job's
 slice is dropped from the step and the job waits for the rest of the load.
 """
@@ -30,11 +30,11 @@ CORE_SHARE_WEIGHT = 0.2
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The jobs of a step that has ended.
+    """Jobs in a step that has ended.
 
     Attributes:
         counted: jobs with a slice computed now, finished jobs included.
-        given_up: jobs whose slice the engine gave up by itself.
+        given_up: jobs with a slice that the engine gave up by itself.
     """
 
     counted: list[PrefillJob] = field(default_factory=list)
@@ -42,7 +42,7 @@ class StepOutcome:
 
 
 class StepPlanner:
-    """Plans the engine's steps, opens KV gates, and drops slices whose load stalls.
+    """Plans the engine's steps, opens KV gates, and drops slices if their load stalls.
 
     Attributes:
         plan_at: when a job with a loading prefix can join a step, if no event comes; None = not foreseen.
@@ -99,7 +99,7 @@ class StepPlanner:
         return job
 
     def _has_slots(self, job: PrefillJob) -> bool:
-        """Whether the window slots of all started jobs, and of this one, leave those of the steps in flight."""
+        """Whether all started jobs and this job leave enough window slots for the steps in flight."""
         settings = self._state.settings
         tokens = [it.spec.tokens for it in self._state.started.values() if it.table is not None]
         if not settings.window_blocks or not tokens:
@@ -183,7 +183,7 @@ class StepPlanner:
         return slices
 
     def _give_slots(self, job: PrefillJob, part: SequenceSlice) -> bool:
-        """Gives the blocks of a slice their window slots; makes the slice shorter if they do not suffice.
+        """Gives window slots to a slice's blocks; makes the slice shorter if slots do not suffice.
 
         KV of layers with a window is written in each block; states behind the slice and behind the prompt's last full
         block, and behind further borders if there are slots. Idle slots take states of blocks between: another prompt
@@ -269,14 +269,14 @@ class StepPlanner:
         return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
 
     def _is_loaded(self, job: PrefillJob) -> bool:
-        """Whether another job loads what this one would compute; notes until when the job waits for that."""
+        """Whether another job loads what this job would compute; notes how long this job waits for the load."""
         until = wait_for_other_load_until(self._state, job)
         if until is not None:
             self._look_again(until)
         return until is not None
 
     def _ready(self, job: PrefillJob, step_s: float) -> bool:
-        """Whether the job's layers arrive in time for a step of `step_s` seconds; notes when they will."""
+        """Whether the job's layers arrive in time for a step of `step_s` seconds; notes the time if not."""
         assert job.prefix.load is not None
         wait = wait_for_layers(self._state, job.prefix.load, step_s)
         if wait is None:
@@ -317,7 +317,7 @@ class StepPlanner:
         return self._state.settings.reused_tokens(job.spec.tokens, job.prefix.load.end)
 
     def match_again(self, job: PrefillJob) -> None:
-        """Takes blocks that other jobs have computed since this one started."""
+        """Takes blocks that other jobs have computed since this job started."""
         state = self._state
         assert job.table is not None
         held = job.prefix.blocks
@@ -352,7 +352,7 @@ class StepPlanner:
     # --- in flight -------------------------------------------------------------------------------------------------
 
     def layer_computed(self, io: int, layer: int) -> None:
-        """A layer of a step is in the pool: the layer's KV may be sent."""
+        """Sends a step's layer, whose KV is in the pool."""
         flight = self._flights.get(io)
         if flight is None:
             return
@@ -364,7 +364,7 @@ class StepPlanner:
                 self._sends.add(job, layer, part.start // size, -(-part.end // size), io)
 
     def ended(self, io: int, flight: StepFlight, result: StepEnded) -> StepOutcome:
-        """A step has ended. Steps end in the order of planning, except steps without a live slice."""
+        """Ends a step. Steps end in the order of planning, except steps without a live slice."""
         assert self._state.front is flight or not any(part.live for part in flight.slices), "steps end in order"
         del self._flights[io]
         self.done += 1
@@ -405,9 +405,9 @@ class StepPlanner:
         job.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        """Learns the speed of a step. A step alone in the engine counts until the report of the end.
+        """Learns a step's speed. A step alone in the engine counts until the report of the end.
 
-        A step with prompts' log probabilities tells nothing about other steps.
+        A step with prompts' log probabilities is left out: its speed does not predict other steps.
         """
         jobs = [job for part in flight.slices if (job := self._state.jobs.get(part.job)) is not None]
         if flight.gated or result.aborted or any(job.spec.token_cost > 1 for job in jobs):
@@ -483,7 +483,7 @@ class StepPlanner:
         return flight.progressed_at + max(stall_grace(self._state, load) for load in loads)
 
     def _late(self, flight: StepFlight) -> list[PrefillJob]:
-        """The jobs whose layers a step waits for at the next gate."""
+        """The jobs that a step waits for at the next gate."""
         if flight.opened >= flight.layers or flight.layers == self._state.settings.layers:
             return []
         late = [part.job for part in flight.slices if self._layers_of(part) <= flight.layers]
@@ -496,7 +496,7 @@ class StepPlanner:
         )
 
     def drop_stalled(self) -> None:
-        """Drops the slices of late jobs from the step in front, which continues without them."""
+        """Drops late jobs' slices from the step in front; the step continues without these slices."""
         at = self.stalled_at()
         if at is None or self._state.now < at:
             return
