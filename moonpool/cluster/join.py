@@ -2,7 +2,7 @@
 
 An agent connects, sends a snapshot of the instance's keys, then changes and load; the agent sends another snapshot when
 the conductor asks, and connects again after the stream breaks or the conductor restarts. The instance is the authority
-on itself, so conductors need not agree.
+on the instance's own state, so conductors need not agree.
 """
 
 from __future__ import annotations
@@ -115,14 +115,15 @@ class InstanceReport:
     All callbacks are called on the event loop and must not block.
 
     Attributes:
-        hello: the joining instance; the instance's address must already be served: the conductor probes the address.
+        hello: the joining instance. The instance must already be served at its address: the conductor probes the
+            address.
         load: gives the load now.
         held: gives every key, for snapshots.
         take_events: takes the net changes of keys since the last call.
         on_drain: called when the conductor orders to drain (may be called more than once).
         on_replicate: called when the conductor wants blocks to be copied here.
         on_role: called when the conductor orders to change the role.
-        on_session: called when the conductor says what is known of a session.
+        on_session: called when the conductor tells what is known about a session.
     """
 
     hello: conductor_pb2.JoinHello
@@ -138,8 +139,8 @@ class InstanceReport:
 class KeyChangeFeed:
     """One instance's stream of key changes, with a log for each subscriber.
 
-    A log has the net effect per key since the subscriber took the last message. While a subscriber does not follow, its
-    log stays empty: the subscriber begins with a snapshot.
+    A log has the net effect per key since the subscriber took the last message. While a subscriber does not follow, the
+    subscriber's log stays empty: the subscriber begins with a snapshot.
     """
 
     def __init__(self, take: Callable[[], KeyChanges]) -> None:
@@ -200,12 +201,12 @@ class JoinAgent:
         """Has no effect before `run`.
 
         Args:
-            channels: where the channel to the conductor comes from.
+            channels: gives the channel to the conductor.
             conductor_address: "host:port".
             report: what the instance reports.
             wake: rung when load or keys have changed, if other code than the agent's caller notices the change.
             board: what several agents share; None = the agent is the only one.
-            flush_s: distance of event messages, seconds.
+            flush_s: seconds between event messages.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
             keys_per_message: keys in one message at most.
         """

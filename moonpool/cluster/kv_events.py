@@ -131,7 +131,7 @@ class KVEventJournal:
         self._log = KVEventLog()
         self._kept: dict[int, kv_pb2.KVEvents] = {}  # by number, ascending and without a gap
         self._kept_bytes = 0
-        self._news = asyncio.Event()  # another one after each flush
+        self._news = asyncio.Event()  # another event after each flush
         self._flushing = False
         self._closed = False
 

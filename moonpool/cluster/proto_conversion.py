@@ -123,7 +123,7 @@ def deletion_from_record(record: kv_pb2.Record) -> KVSelection:
 
 
 def session_order(hint: SessionHint, prefetch: Sequence[bytes]) -> conductor_pb2.SessionOrder:
-    """What a kvstore is told of a session, and the keys of blocks that it shall have in memory."""
+    """What a kvstore is told about a session, and the keys of blocks that the kvstore shall have in memory."""
     return conductor_pb2.SessionOrder(
         session=hint.session,
         tail_key=hint.tail,

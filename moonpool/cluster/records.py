@@ -17,7 +17,7 @@ MAX_BYTES = 256 << 20
 """Total for one collection's records."""
 MAX_RECORD_BYTES = 4 << 20
 MESSAGE_BYTES = 2 << 20
-"""Bytes of records in one message: records after the one that reaches this come with the next message."""
+"""Bytes at which a message is full: the record that reaches this size is the message's last."""
 MAX_NAME_BYTES = 1024
 RecordPlace = tuple[str, str, str]
 
@@ -28,7 +28,7 @@ def record_place(record: kv_pb2.Record) -> RecordPlace:
 
 
 class ReplicatedRecords:
-    """Records, each with the number of its arrival here; numbers ascend and mean something in this collection only."""
+    """Records, each with the number of the arrival here; numbers ascend, and have a meaning in this collection only."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -38,14 +38,14 @@ class ReplicatedRecords:
         ] = {}  # those not deleted, by kind and tenant, and id
         self._over: Timers[RecordPlace] = Timers()  # when the time of each is over
         self.last = 0
-        """Number of the record that came last."""
+        """The last arrived record's number."""
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
     def merge(self, records: Iterable[kv_pb2.Record]) -> list[kv_pb2.Record]:
-        """Takes records; those that are newer than what was here.
+        """Takes records; returns the records that are newer than what was here.
 
         Raises:
             InvalidRequest: a record is too large, or has no place.
@@ -86,7 +86,7 @@ class ReplicatedRecords:
         return 0 if found is None else found[1].ByteSize()
 
     def after(self, number: int) -> tuple[list[kv_pb2.Record], int, bool]:
-        """Records that came after a number, as many as a message holds; the last one's number; whether there are more.
+        """Records that came after a number, as many as a message holds; the last record's number; whether more follow.
 
         A number from another collection is valid only if 0.
         """
@@ -113,7 +113,7 @@ class ReplicatedRecords:
                 yield from list(there.values())
 
     def version(self, place: RecordPlace, now: float) -> int:
-        """A version for what is written to a place now: nanoseconds since 1970, or later than what is there."""
+        """A version for writing to a place now: nanoseconds since 1970, or later than the version there."""
         found = self._records.get(place)
         return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
 

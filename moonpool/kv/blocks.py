@@ -15,7 +15,7 @@ from moonpool.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
-"""Parent for a block whose writer did not name a parent."""
+"""Parent for a block if the writer named no parent."""
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
 
@@ -25,7 +25,7 @@ class BlockFormat:
     """A block's kind of KV; two sides read each other's blocks only if the formats are equal.
 
     Attributes:
-        namespace: 32 bytes, hash of everything that makes KV differ.
+        namespace: 32 bytes, a hash over everything that makes KV differ.
         layout: how the block's bytes are arranged.
     """
 
@@ -48,11 +48,11 @@ class BlockInfo:
     """One block without bytes.
 
     Attributes:
-        key: identity of the block.
-        parent: key of the block before in the chain; `NO_PARENT` when unknown.
+        key: the block's identity.
+        parent: key of the block before in the chain; `NO_PARENT` if unknown.
         tenant: the block's tenant; "" for none.
-        format: namespace and layout of the KV.
-        written_at: when the store got the block, whole seconds since 1970; 0 = unknown, long ago.
+        format: the KV's namespace and layout. written_at: when the store got the block, whole seconds since 1970; 0 =
+            unknown, long ago.
     """
 
     key: BlockKey
@@ -63,7 +63,7 @@ class BlockInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of the block's data."""
+        """Size of the block's data, bytes."""
         return self.format.layout.block_bytes
 
 
@@ -178,9 +178,9 @@ class KeyChanges(NamedTuple):
 
 
 class NetChanges:
-    """Changes that a listener has not heard yet: only each key's last change, in the order of the last changes.
+    """Changes that a listener has not heard yet: each key's last change only, in the order of the last changes.
 
-    So memory is bounded by the number of distinct keys, and the lists' order is of no consequence.
+    So memory is bounded by the number of distinct keys, and the lists' order does not matter.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class NetChanges:
             last[key] = COOLED if before == COOLED else COLD
 
     def take(self, max_keys: int | None = None) -> KeyChanges:
-        """Takes the oldest changes out, of so many keys at most."""
+        """Takes out the oldest changes, for at most so many keys."""
         last = self._last
         if max_keys is None or len(last) <= max_keys:
             taken, self._last = last, {}

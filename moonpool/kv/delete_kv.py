@@ -1,7 +1,7 @@
 """Deleting KV: which blocks (by key, tenant, namespace or age), and an index of the deletions that match blocks.
 
 A client deletes at a conductor, which keeps the deletion as a record and sends the deletion to every instance. Each
-service deletes matching blocks, and refuses blocks whose sender does not know a matching deletion: such blocks may be
+service deletes matching blocks, and refuses blocks if the sender does not know a matching deletion: such blocks may be
 older than the deletion.
 """
 
@@ -18,7 +18,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, window_key, with_window_keys
 
 EVERY_TENANT = "*"
-"""In a table of times to live: every tenant without an entry."""
+"""Key in a table of times to live: every tenant without an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class KVSelection:
         return bool(self.keys) and (key in self.keys or window_key(key) in self.keys)
 
     def touches(self, keys: Iterable[BlockKey], tenant: str, namespace: bytes) -> bool:
-        """Whether the selection names any of a tenant's blocks in a namespace."""
+        """Whether the selection names a tenant's block in a namespace."""
         if tenant in self.tenants or namespace in self.namespaces:
             return True
         return bool(self.keys) and not self.keys.isdisjoint(with_window_keys(keys))
@@ -74,7 +74,7 @@ def ttl_of(ttl_s: Mapping[str, float], tenant: str) -> float:
 
 
 _Table = dict[Any, tuple[str, ...]]
-"""The deletions that name something. Most keys are named once, and there may be millions: these share one tuple."""
+"""Deletions that name a key, tenant or namespace. Most keys, maybe millions, are named once and share a tuple."""
 
 
 class DeletionIndex:
@@ -100,7 +100,7 @@ class DeletionIndex:
         return self._selections[deletion]
 
     def add(self, deletion: str, selection: KVSelection) -> None:
-        """Adds a deletion; replaces another deletion of the same id."""
+        """Adds a deletion; replaces another deletion with the same id."""
         self.remove(deletion)
         self._selections[deletion] = selection
         alone = (deletion,)
@@ -119,7 +119,7 @@ class DeletionIndex:
                     del table[name]
 
     def matching(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
-        """Ids of deletions that name the tenant, the namespace or one of the keys; sorted."""
+        """Sorted ids of deletions that name the tenant, the namespace or one of the keys."""
         if not self._selections:
             return []
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
@@ -130,7 +130,7 @@ class DeletionIndex:
     def with_ending(self, ending: bytes, portion: int) -> Generator[None, None, list[str]]:
         """Ids of deletions that name a key with this ending, oldest first.
 
-        Yields after each `portion` of keys, so that other work has a turn. Deletions may come and go meanwhile.
+        Yields after each `portion` keys, so that other work has a turn. Deletions may come and go meanwhile.
         """
         found, looked_at = list[str](), 0
         for deletion, selection in list(self._selections.items()):

@@ -23,15 +23,15 @@ from moonpool.kv.native_copy import hash_address
 from moonpool.kv.native_library import library
 
 SCRATCH_BYTES = 1 << 20
-"""Memory of a thread for direct reads to where no direct read can go."""
+"""A thread's memory for direct reads, if the destination cannot take a direct read."""
 
 
 class FileSpan(NamedTuple):
-    """Some bytes of a file.
+    """Bytes to read from a file.
 
     Attributes:
         offset: first byte's offset.
-        out: memory for them, as long as they are.
+        out: memory for these bytes, of the same length.
         slice_bytes: bytes in each slice with a wanted hash; 0 where none are.
     """
 
@@ -44,9 +44,9 @@ class ReadOutcome(NamedTuple):
     """What has been read.
 
     Attributes:
-        spans: how many leading ones are whole.
+        spans: number of leading spans that are whole.
         hashes: the slices' hashes.
-        error: what kept the next one from being read; None at the end of the file.
+        error: what kept the next span from being read; None at the end of the file.
     """
 
     spans: int
@@ -62,7 +62,7 @@ Read = Callable[[int, int, Sequence[FileSpan]], ReadOutcome]
 
 
 def _own_memory(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory that a forked process does not share: reads of both would overwrite each other."""
+    """Page-aligned memory that a forked process does not share: both processes' reads would overwrite each other."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -78,7 +78,7 @@ _memory = _AlignedMemory()
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Page-aligned memory of this thread, valid until the thread's next call. Larger requests get new memory."""
+    """This thread's page-aligned memory, valid until the thread's next call. Larger requests get new memory."""
     return _memory.aligned[:nbytes] if nbytes <= SCRATCH_BYTES else memoryview(_own_memory(nbytes))
 
 
@@ -100,7 +100,7 @@ def read_slice_by_slice(fd: int, sector: int, spans: Sequence[FileSpan]) -> Read
 
 
 def load_native_read(path: Path) -> Read:
-    """The `Read` of a built library; raises OSError or AttributeError if missing."""
+    """A built library's `Read`; raises OSError or AttributeError if missing."""
     native, hash_function = ctypes.CDLL(str(path)).mp_read, hash_address()
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     native.argtypes = (ctypes.c_int, number, pointer, number, pointer, number, pointer, pointer, pointer)

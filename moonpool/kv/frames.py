@@ -25,7 +25,7 @@ from moonpool.v1 import kv_pb2
 FRAME_BYTES = 1 << 20
 """Target payload size: with smaller frames gRPC's cost per message shows, larger frames block the event loop."""
 MAX_FRAME_SLICES = 1024
-"""Most slices in a frame, so that opening one is quick whatever their size."""
+"""Most slices in a frame, so that opening a frame is quick for any slice size."""
 
 
 class SliceRun(NamedTuple):
@@ -69,7 +69,7 @@ def part_bytes(layer: int, heads: range | None, layout: KVLayout) -> int:
 
 
 class DamagedSliceError(FrameError):
-    """The bytes of a slice do not match the slice's hash.
+    """A slice's bytes do not match the slice's hash.
 
     Attributes:
         block: index in the session's key list.
@@ -90,7 +90,7 @@ def _checksum(session: int, generation: int, runs: Sequence[Sequence[int]], hash
 
 
 def checksum_of(session: int, generation: int, fields: Iterable[int], runs: int, hashes: Sequence[int]) -> int:
-    """As `checksum`, for a header with `runs` runs, whose fields are `fields`, one run's behind the other's."""
+    """As `checksum`, for a header with `runs` runs; `fields` are the runs' fields, run after run."""
     return xxhash.xxh3_64_intdigest(_packing(runs, len(hashes)).pack(session, generation, *fields, *hashes))
 
 
@@ -115,7 +115,7 @@ def pack_frames(
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
     """Packs slices into frames of at most `target_bytes`, in order; a layer's consecutive blocks form one run.
 
-    A slice larger than `target_bytes` is split between head shares (one share is never split, whatever its size). Token
+    A slice larger than `target_bytes` is split between head shares (a share is never split, even a large share). Token
     slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
 
     Args:
@@ -142,7 +142,7 @@ def pack_frames(
 
 
 class OpenedRun(NamedTuple):
-    """A run as received: all the session's heads, block after block, and the received hashes, one a block."""
+    """A run as received: all the session's heads, block after block, and a received hash per block."""
 
     run: SliceRun
     data: BytesLike
@@ -152,7 +152,7 @@ class OpenedRun(NamedTuple):
 class FrameOpener:
     """Opens one session's frames, in order.
 
-    A slice part larger than a frame comes in several pieces, one behind the other, and is handed out whole.
+    A slice part larger than a frame comes in several consecutive pieces, and is handed out whole.
 
     Attributes:
         unfinished_bytes: kept from a slice with only the first pieces arrived.
@@ -217,7 +217,7 @@ class FrameOpener:
         return opened
 
     def unbound(self, run: SliceRun, hashes: Sequence[int]) -> Sequence[int]:
-        """Hashes of a run's own bytes, one per block, from the received hashes.
+        """Hashes of a run's own bytes, one per block, made from the received hashes.
 
         Raises:
             FrameError: The session has no such blocks.
@@ -255,7 +255,7 @@ class FrameOpener:
 
 
 def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> list[tuple[SliceRun, list[int]]] | None:
-    """The content of a frame with `nbytes` payload bytes, if only whole slices: runs and their slices' hashes.
+    """Content of a frame with `nbytes` payload bytes and whole slices only: runs and their slices' hashes.
 
     None if `FrameOpener.open` must check the frame: some slices come in pieces, or an error is there.
     """
@@ -313,7 +313,7 @@ def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
 def _pieces(
     layer: int, data: memoryview, heads: range, layout: KVLayout, target_bytes: int
 ) -> Iterator[tuple[int, int, memoryview]]:
-    """Some of a slice's heads in pieces up to `target_bytes`, or one share each: (head_begin, head_end, bytes)."""
+    """A slice's heads in pieces up to `target_bytes`, or one share each: (head_begin, head_end, bytes)."""
     share = layout.share_bytes(layer)
     step = max(1, target_bytes // share)
     for begin in range(heads.start, heads.stop, step):
@@ -375,7 +375,7 @@ class FrameShape:
     """Headers for frames with all a session's full blocks, and some consecutive layers and heads from each.
 
     Attributes:
-        cells: (layer, block) of each slice, in order.
+        cells: each slice's (layer, block), in order.
     """
 
     def __init__(self, layers: range, blocks: int, heads: range, block_tokens: int) -> None:
@@ -406,7 +406,7 @@ class FrameShape:
         )
 
     def bindings(self, keys: Sequence[bytes]) -> list[int]:
-        """What is XORed to the slices' hashes to bind them to their blocks' keys and their layers, or unbind them."""
+        """Masks that are XORed to slices' hashes, to bind the hashes to blocks' keys and layers, or to unbind them."""
         of_keys = key_bindings(keys)
         return [of_key ^ of_layer for of_layer in self._of_layers for of_key in of_keys]
 
@@ -422,8 +422,8 @@ def shape_of(
 ) -> FrameShape | None:
     """The shape for a frame with all these slices; None if slices are missing or in another order.
 
-    The header's runs are not read: they are those for which the checksum was made. If they were others all the same,
-    the slices would lack the hashes bound to these blocks and layers.
+    The header's runs are not read: the checksum was made for exactly these runs. If the runs differed nonetheless, the
+    slices would lack the hashes bound to these blocks and layers.
     """
     slices = len(header.slice_hashes)
     if slices != len(layers) * blocks or slices > MAX_FRAME_SLICES:

@@ -23,7 +23,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.layout import UNIFORM_VERSION, KVLayout
 
 BlockKey = NewType("BlockKey", bytes)
-"""32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
+"""32 bytes that identify a block's tokens, all tokens before, the namespace and the tenant."""
 KEY_BYTES = 32
 MAX_SALT_CHARS = 256
 _TOKEN_BYTES = 4
@@ -51,7 +51,7 @@ def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
 
 
 def chain_root(namespace: bytes, tenant: str, salt: str = "", lora: bytes = b"") -> bytes:
-    """32-byte parent of a chain's first block. Chains of different tenants, salts or LoRA adapters share no key.
+    """32-byte parent of a chain's first block. Chains for different tenants, salts or LoRA adapters share no key.
 
     "" = no salt, b"" = no adapter.
     """
@@ -84,18 +84,18 @@ def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_token
 
 
 def window_key(key: bytes) -> BlockKey:
-    """The key of a block's windowed slices, where these are blocks of their own; of that key, the block's."""
+    """The key for a block's windowed slices, if these are a separate block; given that key, the block's key."""
     return BlockKey(key[:-1] + bytes((key[-1] ^ 0x80,)))
 
 
 def with_window_keys(keys: Iterable[bytes]) -> list[BlockKey]:
-    """Keys of blocks, and of their windowed slices."""
+    """Keys for blocks, and for their windowed slices."""
     every = [BlockKey(key) for key in keys]
     return [*every, *map(window_key, every)]
 
 
 def tokens_digest(root: bytes, token_ids: Sequence[int] | array[int]) -> bytes:
-    """32-byte hash over an answer's tokens under their chain's root: equal for equal tokens of one tenant and model."""
+    """32-byte hash over an answer's tokens and chain root: equal if tokens, tenant and model are equal."""
     return blake3(_field(_ANSWER_CONTEXT) + _field(root) + tokens_to_bytes(token_ids)).digest()
 
 

@@ -19,7 +19,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Types with numbers stored with a scale, by the flags' names."""
 SCALE_BYTES = 4
-"""Bytes per scale, a little-endian float32; each token has one per head and plane."""
+"""Bytes per scale, a little-endian float32; each token has a scale per head and plane."""
 UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION, SCALED_VERSION = 1, 2, 3, 4
 """Versions for layouts with one full-attention group (1), with windows or recurrent states (3), with scales (4), and
 for all others (2). Earlier versions had scales behind all heads: such layouts are refused by version.
@@ -28,11 +28,11 @@ _BLOCK_TOKENS_MULTIPLE = 16
 NO_SLOT = -1
 """In place of a window slot: the block lacks the slices of layers with a window or a recurrent state."""
 TYPICAL_TOKENS = 4096
-"""Tokens of the sequences for which a pool's bytes are divided between blocks and window slots."""
+"""Sequence length, in tokens, for which a pool's bytes are divided between blocks and window slots."""
 WINDOW_PART = 8
-"""One in this many bytes of a pool holds windowed slices at least, if there are as many blocks."""
+"""At least 1 / this number of a pool's bytes hold windowed slices, if there are as many blocks."""
 STATES_IN_WORK = 3
-"""Recurrent states that a step writes for one sequence beyond those held: its last, and two chosen borders'."""
+"""Recurrent states that a step writes for a sequence beyond states held: the last state, and two at chosen borders."""
 
 KVKind = Literal["full", "window", "latent", "recurrent"]
 """What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one latent vector
@@ -65,7 +65,7 @@ def _check_range(name: str, value: int, limit: str = "") -> None:
 class KVGroup:
     """Layers with equally shaped slices: `[kv_heads, planes]` runs of `[block_tokens, head_dim]` values, then scales.
 
-    A slice of a recurrent group is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
+    A recurrent group's slice is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
 
     Attributes:
         layers: indices in the model, rising.
@@ -106,11 +106,11 @@ class KVGroup:
 
     @property
     def planes(self) -> int:
-        """Vectors with `head_dim` elements per token and head: key and value, or one alone."""
+        """Vectors with `head_dim` elements per token and head: 2 for key and value, or 1."""
         return 1 if self.kind in ("latent", "recurrent") else 2
 
     def slots(self, block_tokens: int) -> int:
-        """Vectors for each head and plane in a block: one a token, or one for all a recurrent group's tokens."""
+        """Vectors for each head and plane in a block: one per token; in a recurrent group, one for all tokens."""
         return 1 if self.kind == "recurrent" else block_tokens
 
     @cached_property
@@ -166,7 +166,7 @@ class KVLayout:
     """A block's arrangement: one slice per layer, layer after layer, each with the group's shape.
 
     Attributes:
-        block_tokens: tokens of a block.
+        block_tokens: tokens in a block.
         groups: each layer is in one group.
 
     Raises:
@@ -178,13 +178,13 @@ class KVLayout:
 
     @classmethod
     def uniform(cls, layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: str) -> KVLayout:
-        """A layout of layers that are all alike, with full attention."""
+        """A layout with equal layers, all with full attention."""
         _check_range("layers", layers)
         return cls(block_tokens, (KVGroup(tuple(range(layers)), kv_heads, head_dim, dtype),))
 
     @classmethod
     def of_layers(cls, block_tokens: int, layers: Iterable[LayerKV]) -> KVLayout:
-        """A layout of layers in their order; those that are alike become one group."""
+        """A layout of layers in their order; equal layers become one group."""
         found: dict[LayerKV, list[int]] = {}
         for index, layer in enumerate(layers):
             found.setdefault(layer, []).append(index)
@@ -250,7 +250,7 @@ class KVLayout:
 
     @property
     def dtype(self) -> str:
-        """Element types of the groups, each named once."""
+        """The groups' element types, each named once."""
         return "+".join(dict.fromkeys(group.dtype for group in self.groups))
 
     @cached_property
@@ -265,7 +265,7 @@ class KVLayout:
 
     @cached_property
     def windowed_layers(self) -> frozenset[int]:
-        """Layers that need the slices of a sequence's last blocks only: those with a window or a recurrent state."""
+        """Layers with a window or a recurrent state, which need the slices of a sequence's last blocks only."""
         return frozenset(
             layer for group in self.groups if group.kind in ("window", "recurrent") for layer in group.layers
         )
@@ -289,16 +289,16 @@ class KVLayout:
         return self.recurrent and all(self.group(layer).kind == "recurrent" for layer in self.windowed_layers)
 
     def window_slots(self, blocks: int, step_tokens: int, longest: int) -> int:
-        """Window slots of a pool with `blocks` blocks: as many as sequences of `TYPICAL_TOKENS` tokens hold there.
+        """Window slots in a pool with `blocks` blocks: as many as sequences with `TYPICAL_TOKENS` tokens hold there.
 
-        More if all of them take less than one `WINDOW_PART` of the pool's bytes: slots that are small cost little, and
-        short sequences need more. At least those of one sequence whose tokens are computed in steps of `step_tokens`,
-        and at most one a block. 0 where no layer has a window.
+        More if all slots take less than 1 / `WINDOW_PART` of the pool's bytes: small slots cost little, and short
+        sequences need more. At least the slots for one sequence that is computed in steps of `step_tokens`, and at most
+        one slot per block. 0 if no layer has a window.
 
         Args:
-            blocks: of the pool.
-            step_tokens: tokens of the largest step.
-            longest: tokens of the longest sequence, if that is shorter than `TYPICAL_TOKENS`; 0 = it is not.
+            blocks: blocks in the pool.
+            step_tokens: tokens in the largest step.
+            longest: tokens in the longest sequence, if shorter than `TYPICAL_TOKENS`; else 0.
         """
         if not self.windowed_layers:
             return 0
@@ -308,12 +308,12 @@ class KVLayout:
         return min(blocks, max(-(-blocks * held // typical), held + in_work, cheap))
 
     def pool_bytes(self, blocks: int, slots: int, layers: range | None = None) -> int:
-        """Bytes of a pool, or of some consecutive layers there."""
+        """Bytes of a pool, or of some consecutive layers in the pool."""
         of = range(self.layers) if layers is None else layers
         return sum(self._sizes[it] * (slots if it in self.windowed_layers else blocks) for it in of)
 
     def blocks_in(self, nbytes: int, step_tokens: int, longest: int, layers: range | None = None) -> int:
-        """Most blocks of a pool that takes at most `nbytes` with its window slots; or of some layers of a pool.
+        """Most blocks in a pool of at most `nbytes`, window slots included; or in a pool for some layers only.
 
         `step_tokens`, `longest`: see `window_slots`.
         """
@@ -330,7 +330,7 @@ class KVLayout:
         return bisect_left(range(1, most), True, key=lambda blocks: not fits(blocks))
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes that one sequence of `tokens` tokens holds in a pool: behind its window, full layers alone."""
+        """Bytes that a sequence with `tokens` tokens holds in a pool; before the window, only full layers."""
         blocks = self.blocks_for(tokens)
         return self.pool_bytes(blocks, min(blocks, self.window_blocks + 1))
 
@@ -343,7 +343,7 @@ class KVLayout:
 
     @cached_property
     def stored_parts(self) -> tuple[LayoutPart, ...]:
-        """How kvstores hold blocks: whole, or full and windowed layers as two blocks of their own (`window_key`).
+        """How kvstores hold blocks: whole, or full and windowed layers as two separate blocks (`window_key`).
 
         A layout with windows in all layers or in none is not divided.
         """
@@ -354,11 +354,11 @@ class KVLayout:
         return tuple(LayoutPart(self._of(layers), layers) for layers in parts)
 
     def unread_windows(self, blocks: int) -> int:
-        """Of a prefix of `blocks` blocks, the leading ones whose windowed slices are not read from others."""
+        """Leading blocks, in a prefix of `blocks` blocks, whose windowed slices are not read from others."""
         return max(0, blocks - self.window_blocks) if len(self.stored_parts) > 1 else 0
 
     def _of(self, layers: Iterable[int]) -> KVLayout:
-        """The layout of some layers alone, numbered from 0."""
+        """The layout for some layers only, numbered from 0."""
         groups = map(self.group, layers)
         its = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
         return KVLayout.of_layers(self.block_tokens, its)
@@ -390,12 +390,12 @@ class KVLayout:
 
     @cached_property
     def largest_slice_bytes(self) -> int:
-        """Bytes of the largest slice."""
+        """The largest slice's bytes."""
         return max(self._sizes)
 
     @property
     def mean_slice_bytes(self) -> int:
-        """Bytes of a slice on average, rounded up."""
+        """Average bytes per slice, rounded up."""
         return -(-self.block_bytes // self.layers)
 
     def layers_bytes(self, layers: range) -> int:
@@ -403,12 +403,12 @@ class KVLayout:
         return self._offsets[layers.stop] - self._offsets[layers.start]
 
     def place(self, layer: int, first: int = 0) -> slice:
-        """Where a layer's slice lies in bytes that begin with layer `first` of a block."""
+        """Where a layer's slice lies in bytes that begin with a block's layer `first`."""
         begin = self._offsets[layer] - self._offsets[first]
         return slice(begin, begin + self._sizes[layer])
 
     def layers_in(self, first: int, nbytes: int) -> range:
-        """The layers from `first` on whose slices take `nbytes` in a block."""
+        """The layers from `first` on that take `nbytes` in a block."""
         return range(first, bisect_left(self._offsets, self._offsets[first] + nbytes))
 
     def equal_slices(self, layers: range) -> Iterator[EqualSlices]:
@@ -426,7 +426,7 @@ class KVLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of KV per token over all layers, rounded up."""
+        """KV bytes per token over all layers, rounded up."""
         return -(-self.block_bytes // self.block_tokens)
 
     def blocks_for(self, tokens: int) -> int:
@@ -434,7 +434,7 @@ class KVLayout:
         return -(-tokens // self.block_tokens)
 
     def valid_tokens(self, tokens: int, block: int) -> int:
-        """Number of valid token slots in block number `block` of a sequence with `tokens` tokens."""
+        """Number of valid token slots in block number `block`, in a sequence with `tokens` tokens."""
         return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
 
     def check_part(self, layers: range, heads: range) -> None:
@@ -449,7 +449,7 @@ class KVLayout:
             raise InvalidRequest("head_end", f"no such heads as {heads}; the layout has {self.head_shares}")
 
     def to_proto(self) -> kv_pb2.KVLayout:
-        """The layout's message. The bytes of a uniform layout are those that version 1 has."""
+        """The layout's message. A uniform layout has the same bytes as in version 1."""
         first = self.groups[0]
         uniform = self.version == UNIFORM_VERSION
         message = kv_pb2.KVLayout(
@@ -522,7 +522,7 @@ class KVLayout:
 
         Args:
             layer: the slice's layer.
-            data: The slice, or some of its head shares.
+            data: The slice, or some of the slice's head shares.
             valid_tokens: In `[0, block_tokens]`.
         """
         group = self.group(layer)
@@ -540,7 +540,7 @@ class KVLayout:
 
 
 class LayoutPart(NamedTuple):
-    """Some layers of blocks. `layout`: of these layers alone; `layers`: their indices in the model."""
+    """Some layers of blocks. `layout`: these layers' layout; `layers`: these layers' indices in the model."""
 
     layout: KVLayout
     layers: tuple[int, ...]

@@ -24,8 +24,7 @@ from moonpool.kv.pool import BytesLike, Iovec, iovec_parts
 
 log = logging.getLogger(__name__)
 CopyFunction = Callable[[list[memoryview], BytesLike, Sequence[int]], int]
-"""Cuts bytes into pieces as long as the targets, and copies each piece to a target; how many leading ones have their
-hash there.
+"""Cuts bytes into pieces as long as the targets, copies each piece to a target; how many leading pieces match.
 
 Takes (targets, bytes, hash of each piece). Hashes are made of the targets, after the copy: whatever changes the source
 meanwhile is noticed. From the first piece with another hash on, the targets' bytes are undefined.
@@ -108,7 +107,7 @@ class _Functions(ctypes.Structure):
 
 
 def load_native_copy(path: Path) -> CopyFunctions:
-    """The functions of a built library.
+    """A built library's functions.
 
     Raises:
         OSError: the library cannot be loaded.

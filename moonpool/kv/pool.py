@@ -51,7 +51,7 @@ class Iovec:
         return self.nbytes
 
     def __getitem__(self, where: slice) -> Iovec:
-        """Some of the bytes: `[begin:end]`."""
+        """The bytes `[begin:end]`."""
         begin, end, step = where.indices(self.nbytes)
         assert step == 1, "bytes one behind the other"
         found = []
@@ -199,7 +199,7 @@ class PoolPart:
         if self.landed[-1] == NO_DEVICE:
             return
         row = layer - self.layer_begin
-        with self._landing:  # for several threads in one process; the readers in the other one need none
+        with self._landing:  # for several threads in one process; readers in the other process need no lock
             self.written[row * self.blocks + block] += 1
             self.landed[row] += 1
             self.landed[-2] += 1
@@ -208,7 +208,7 @@ class PoolPart:
             self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Makes the hash of a slice that was computed here, with invalid token slots as zeros.
+        """Hashes a slice that was computed here, with invalid token slots as zeros.
 
         A slice for which the block has no place was not computed.
         """
@@ -269,9 +269,9 @@ class KVPool:
         """Makes a pool with `blocks` blocks, one part per stage.
 
         Args:
-            layout: Arrangement of a block.
+            layout: A block's arrangement.
             blocks: Number of blocks.
-            layer_ranges: `(begin, end)` of each stage's layers; together they are all layers, in order.
+            layer_ranges: Each stage's layers as `(begin, end)`; together all layers, in order.
             available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
             files: Descriptors for empty memory (`shared_memory`), one per part; closed with the pool, or after an
                 error.
@@ -310,7 +310,7 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """All parts' bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def shared(self) -> list[tuple[int, memoryview]]:
@@ -328,7 +328,7 @@ class KVPool:
         return [(part.fd, part.view) for part in self.parts]
 
     def has(self, layer: int, block: int) -> bool:
-        """Whether a block has a layer's slice: blocks without window slot lack those of layers with a window."""
+        """Whether a block has a layer's slice: blocks without window slot lack slices of layers with a window."""
         return self._by_layer[layer].has(layer, block)
 
     def slice(self, layer: int, block: int) -> memoryview:
@@ -356,7 +356,7 @@ class KVPool:
         self._by_layer[layer].land(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Makes the hash of a slice that was computed in this process."""
+        """Hashes a slice that was computed in this process."""
         self._by_layer[layer].seal(layer, block, valid_tokens)
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class KVPool:
 
 
 class PoolTarget:
-    """Blocks of a pool that take what is read from elsewhere (`BlockReader.read`).
+    """Pool blocks that take what is read from elsewhere (`BlockReader.read`).
 
     Slices for which a block has no place are dropped.
     """
@@ -378,7 +378,7 @@ class PoolTarget:
         self._given: dict[tuple[int, int], memoryview] = {}
 
     def into(self, layer: int, index: int) -> memoryview | None:
-        """Where a slice may land; bytes there do not count until `take`. None: in memory of the reader's."""
+        """Where a slice may land; bytes there do not count until `take`. None: in the reader's memory."""
         if not self._pool.has(layer, self._blocks[index]):
             return None
         memory = self._given[layer, index] = self._pool.slice(layer, self._blocks[index])
@@ -393,7 +393,7 @@ class PoolTarget:
 
 
 def _mapped_bytes(layout: KVLayout, layers: range, blocks: int, slots: int) -> int:
-    """Memory of a part: slices, and their numbers, which are aligned to their size."""
+    """Memory for a part: slices, and their numbers, which are aligned to their size."""
     slices, values = len(layers) * blocks, layout.pool_bytes(blocks, slots or blocks, layers)
     numbers = 2 * slices + len(layers) + 2 + (blocks if slots else 0)
     return (-(-values // _NUMBER_BYTES) + numbers) * _NUMBER_BYTES
@@ -423,7 +423,7 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
 
 
 def shared_memory() -> int:
-    """A descriptor of empty memory without a name: a memfd, else an unlinked temporary file."""
+    """A descriptor for empty memory without a name: a memfd, else an unlinked temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
@@ -432,7 +432,7 @@ def shared_memory() -> int:
 
 
 def available_bytes(system: Path = Path("/")) -> int | None:
-    """Memory that the system or our control group can still give, or None where that cannot be told.
+    """Memory that the system or our control group can still give; None if unknown.
 
     File pages count as free: the group counts them as used, and the system drops them when memory is needed.
     `system`: folder in which `proc` and `sys` lie.

@@ -1,13 +1,11 @@
 """Rendezvous hashing: which of several places a key belongs to, without a table and without moving others.
 
-Every place draws a number for the key from a hash of both; the highest wins. An added place takes only those keys for
-which the place's number is the highest; after a loss only the lost place's keys move, each to the place that came
-second.
+Every place draws a number for the key from a hash of both; the highest wins. An added place takes only keys for which
+the place's number is the highest. After a loss, only the lost place's keys move, each to the place that came second.
 
-The draws are weighted by the logarithmic method, so that a place wins a share of the keys equal to the place's share of
-all weights, and a changed weight moves only what that place gains or loses. After Thaler and Ravishankar, "Using
-name-based mappings to increase hit rates" (1998), and Schindelhauer and Schomaker, "Weighted distributed hash tables"
-(2005).
+The logarithmic method weights the draws: a place's share of the keys equals the place's share of all weights. A changed
+weight moves only the keys that this place gains or loses. After Thaler and Ravishankar, "Using name-based mappings to
+increase hit rates" (1998), and Schindelhauer and Schomaker, "Weighted distributed hash tables" (2005).
 
 Pure: no clock, no randomness, no state. The draw depends on key and name alone, not on the process or the machine.
 """
@@ -48,7 +46,7 @@ def score(key: bytes, place: str, weight: float = 1.0) -> float:
 
 
 def ranked(key: bytes, weights: Mapping[str, float]) -> list[str]:
-    """Return all places, the one that wants the key most first; the first n are the homes of n copies.
+    """Return all places, the place that wants the key most first; the first n are the homes of n copies.
 
     Raises:
         ValueError: a weight is not positive and finite.

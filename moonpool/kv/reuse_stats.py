@@ -22,10 +22,10 @@ _HASHES = 1 << 32
 
 
 class KeySample(collections.OrderedDict[BlockKey, T]):
-    """At most `size` keys and what is known of each, in the order they were set.
+    """At most `size` keys and what is known about each key, in the order they were set.
 
-    A key is in the sample if its hash is below a bound, so that the same keys are followed from one use to the next.
-    When there are too many, the bound is halved. `rate` is the share of all keys that belong to the sample.
+    A key is in the sample if the key's hash is below a bound, so the same keys are followed from use to use. If there
+    are too many keys, the bound is halved. `rate` is the share of all keys that belong to the sample.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,7 +37,7 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
         return zlib.crc32(key) < self.rate * _HASHES
 
     def put(self, key: BlockKey, value: T) -> bool:
-        """Sets the value of a key that belongs to the sample, as the latest; returns whether keys had to leave."""
+        """Sets a sampled key's value, as the latest; returns whether keys had to leave."""
         self[key] = value
         self.move_to_end(key)
         before = self.rate
@@ -106,7 +106,7 @@ _EDGES = [0.0] + [2.0 ** (8 + step / 2) for step in range(_AGES)]  # ages below 
 
 
 def age_bin(age: int) -> int:
-    """The interval an age lies in; intervals grow by the square root of two, the last has no end."""
+    """The interval that an age lies in; intervals grow by the square root of two; the last interval has no end."""
     return min(bisect.bisect_right(_EDGES, age), _AGES) - 1
 
 
@@ -167,7 +167,7 @@ class ReturnRates:
             self.sample[key] = (self.sample[key][0], kind)
 
     def forget(self, now: int, horizon: int) -> None:
-        """Halves the weight of everything seen, and stops following keys not used for longer than `horizon`."""
+        """Halves the weight of all observations, and stops following keys not used for longer than `horizon`."""
         while self.sample:
             key, (since, kind) = next(iter(self.sample.items()))
             if now - since <= horizon:
@@ -185,7 +185,7 @@ class ReturnRates:
         expected = [sum(map(operator.mul, rates, exposure)) for exposure in exposures]
         self._factors = self._weigh(seen, expected)
         self._factors[0] = max(self._factors)
-        # A block younger than most returns is worth its later worth at that age.
+        # A block younger than most returns is worth what the block will be worth at that age.
         self.curve[:_AGES] = list(itertools.accumulate(reversed(rates), max))[::-1]
 
     def worth(self, kind: int, age: int) -> float:
@@ -196,7 +196,7 @@ class ReturnRates:
         return self._factors[kind] * (low + (high - low) * min(part, 1.0))
 
     def _weigh(self, seen: list[float], expected: list[float]) -> list[float]:
-        """Factor of each class: observed returns over the returns that the curve predicts."""
+        """Each class's factor: observed returns over the returns that the curve predicts."""
         kinds = self._kinds
         plain = [(seen[kind] + EVIDENCE) / (expected[kind] + EVIDENCE) for kind in range(kinds)]
         as_plain = sum(map(operator.mul, plain, expected[kinds:]))
@@ -217,5 +217,5 @@ class ReturnRates:
 
 
 def _shrunk_rate(count: float, time: float) -> float:
-    """A rate, lowered where little was seen: one return at an age that few blocks reach is no evidence."""
+    """A rate, lowered if few uses were seen: one return at an age that few blocks reach is no evidence."""
     return count / time * count / (count + EVIDENCE) if count else 0.0

@@ -1,12 +1,12 @@
 """Values: bytes of any size that other engines keep in kvstores, as blocks (`moonpool.client.kv`).
 
-A store keeps blocks of a layout. A value gets its *size class*'s layout; there are four for each doubling. A value as
-long as the class is the block itself. Any other value is followed by zeros, and the block's last 8 bytes are the
-value's length. The layout tells which case holds (`dtype`).
+A store keeps blocks of a layout. A value gets the layout of a *size class*; there are four classes for each doubling.
+If a value is as long as the class, the value is the block. Any other value is followed by zeros, and the block's last 8
+bytes are the value's length. The layout tells which case holds (`dtype`).
 
 The second half of a value's key is the same for all a tenant's values (`tenant_tag`). So a store sees that a client
-keeps to the client's own keys; and no client can put a block where engines look for theirs, whose keys are hashes to
-the end.
+keeps to the client's own keys. No client can put a block where engines look for blocks: engines' keys are hashes to the
+end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLICE_BYTES = 128 << 10  # at most, so that frames are full
 
 
 def value_namespace(name: str) -> bytes:
-    """The 32-byte namespace of the values that a caller keeps under a name."""
+    """The 32-byte namespace for values that a caller keeps under a name."""
     return _hash(_NAMESPACE_CONTEXT, name.encode())
 
 
@@ -62,7 +62,7 @@ def check_owned(keys: Iterable[bytes], tenant: str | None) -> None:
 
 
 def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
-    """The store's key of a value.
+    """The store's key for a value.
 
     Args:
         namespace: `value_namespace`.
@@ -79,7 +79,7 @@ def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
 
 
 def content_key(data: Buffer) -> bytes:
-    """Key for content named by its bytes: 32 bytes, the blake3 hash."""
+    """Key for content named by the content's bytes: 32 bytes, the blake3 hash."""
     return blake3(data).digest()
 
 
@@ -179,7 +179,7 @@ class ValueTarget:
         return self._memory[self._layout.place(layer)]
 
     def length(self) -> int | None:
-        """Bytes of the value, once all slices have come; None when the block is no value."""
+        """The value's bytes, once all slices have come; None if the block is no value."""
         if not self._counted:
             return self._layout.block_bytes
         (nbytes,) = _LENGTH.unpack(self._length)
