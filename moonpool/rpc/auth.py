@@ -1,4 +1,4 @@
-"""Who calls, and what each caller may call: certificate roles, API keys with tenants and budgets.
+"""Callers, and what each caller may call: certificate roles, API keys with tenants and budgets.
 
 A certificate names the owner's role as a URI among the alternative names, `moonpool:role:prefill`; the common name
 names the owner. A method that is not in the table is refused; a test compares the table with the contracts.
@@ -96,11 +96,11 @@ class BudgetOwner:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What a file of keys says.
+    """A key file's contents.
 
     Attributes:
-        tenants: by hash of the key.
-        limits: by hash of the key, where the key has some.
+        tenants: tenant by the key's hash.
+        limits: limits by the key's hash, if the key has limits.
         shared: by tenant, where the tenant's keys have some together.
     """
 
@@ -109,7 +109,7 @@ class KeyFile:
     shared: dict[str, KeyLimits]
 
     def owners(self, key_hash: str) -> list[BudgetOwner]:
-        """Owners whose budgets a request with this key uses."""
+        """Budget owners for a request with this key."""
         tenant = self.tenants[key_hash]
         own, shared = self.limits.get(key_hash), self.shared.get(tenant)
         found = [(f"key {key_hash}", "this key", own), (f"tenant {tenant}", "this key's tenant", shared)]
@@ -117,10 +117,10 @@ class KeyFile:
 
 
 def parse_keys(text: str) -> KeyFile:
-    """Read what a file of keys has.
+    """Read a key file.
 
     Raises:
-        ValueError: names the number of the wrong line, never the content.
+        ValueError: names the wrong line's number, never the content.
     """
     file = KeyFile({}, {}, {})
     for number, line in enumerate(text.splitlines(), 1):
@@ -158,7 +158,7 @@ def _limits(number: int, text: str) -> KeyLimits | None:
 
 
 class ApiKeys:
-    """The keys of a file."""
+    """A key file's keys."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = world.monotonic) -> None:
         """Read the file, and again when changed; `clock` says when to look.
@@ -174,7 +174,7 @@ class ApiKeys:
             raise ConfigError("api_keys", f"{path}: {error}") from error
 
     def tenant(self, key: str) -> str:
-        """The tenant of a key.
+        """A key's tenant.
 
         Raises:
             Unauthenticated: no key was given or there is no such key.
@@ -188,7 +188,7 @@ class ApiKeys:
         return tenant
 
     def owners(self, key: str) -> list[BudgetOwner]:
-        """The budgets that a request with this key is on: the key's and the tenant's, where they have some.
+        """The budgets that a request with this key uses: the key's and the tenant's, if any.
 
         Raises:
             Unauthenticated: as of `tenant`.
@@ -213,7 +213,7 @@ class ApiKeys:
 ROLE_URI = "moonpool:role:"
 ENGINES = frozenset({"prefill", "decode"})
 ADAPTER = "adapter"
-"""An adapter joins as prefill and as decode instance, for an engine that moves KV by itself."""
+"""An adapter joins as prefill and as decode instance, for an engine that moves its own KV."""
 INSTANCES = ENGINES | {"kvstore", ADAPTER}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
@@ -302,12 +302,12 @@ _caller: ContextVar[RpcCaller | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> RpcCaller | None:
-    """The caller of the call being answered; None where connections are not secured."""
+    """The caller whose call is being answered; None if connections are not secured."""
     return _caller.get()
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the call that is being answered, whatever a client claims.
+    """The tenant whose call is being answered, whatever a client claims.
 
     Args:
         asked: the tenant that the request names. Gateways and operators speak for others; a client does not.
@@ -325,7 +325,7 @@ def own_tenant() -> str | None:
 
 
 def check_tenant(asked: str, own: str | None) -> str:
-    """A request's tenant, as `tenant_of`, for a caller whose `own_tenant` was noted before."""
+    """A request's tenant, as `tenant_of`, given the caller's `own_tenant` noted before."""
     if own is not None and asked not in ("", own):
         raise PermissionDenied("the request names a tenant that is not the caller's")
     return asked if own is None else own
@@ -373,7 +373,7 @@ class RoleGate:
 
         Args:
             method: full name, "/package.Service/Method".
-            context: gRPC's, of the call.
+            context: gRPC's context for the call.
 
         Raises:
             Unauthenticated: the peer shows neither a certificate nor a key that is accepted.
@@ -419,7 +419,7 @@ class RoleGate:
 
 
 def parse_revoked(text: str) -> frozenset[str]:
-    """Fingerprints of a file's lines; `#` begins a comment.
+    """Fingerprints in a file's lines; `#` begins a comment.
 
     Raises:
         ValueError: names the line that is wrong.
@@ -437,7 +437,7 @@ def parse_revoked(text: str) -> frozenset[str]:
 
 
 def fingerprint(pem: bytes) -> str:
-    """SHA-256 of a certificate's DER in hexadecimal: `openssl x509 -fingerprint -sha256` without the colons."""
+    """SHA-256 over a certificate's DER in hexadecimal: `openssl x509 -fingerprint -sha256` without the colons."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode())).hexdigest()
 
 

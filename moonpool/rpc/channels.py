@@ -35,7 +35,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 OLD_S = 3600.0
-"""Calls may continue this long over a connection whose certificates have changed since."""
+"""Calls may continue for this long over a connection after certificates have changed."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -88,7 +88,7 @@ class CheckedChannel(grpc.aio.Channel):
 
 
 class StreamCall(Protocol):
-    """The common part of a `ClientCall` and a generated stub's call: the two directions of a stream."""
+    """What a `ClientCall` and a generated stub's call have in common: a stream's two directions."""
 
     async def read(self) -> Any:
         """As `ClientCall.read`."""
@@ -108,10 +108,10 @@ class StreamCall(Protocol):
 
 
 class ClientCall:
-    """A call, with Moonpool's errors in place of gRPC's.
+    """A call that raises Moonpool's errors in place of gRPC's.
 
-    Awaiting the call gives the answer of a unary call. A stream is read by `read` or by iteration. All of them raise
-    MoonpoolError when the call fails.
+    Awaiting the call gives the answer of a unary call. A stream is read by `read` or by iteration. All raise
+    MoonpoolError if the call fails.
     """
 
     def __init__(self, call: Any) -> None:
@@ -179,7 +179,7 @@ def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
 class Channels:
     """One channel per address, shared by everyone in the process; closed together.
 
-    When certificates have changed, `get` gives new channels. Calls on the old ones may end, within `OLD_S` seconds.
+    When certificates have changed, `get` gives new channels. Calls on the old channels may end, within `OLD_S` seconds.
     """
 
     def __init__(self, tls: Tls | None = None) -> None:
@@ -274,7 +274,7 @@ PROBES = 2
 
 
 class ProcessorWait:
-    """Seconds for which a peer has had no processor since the peer was heard: its silence then says nothing.
+    """Seconds for which a peer has had no processor since the peer was heard: silence in this time proves no failure.
 
     The kernel is asked at most every `RESAMPLE_S`, not at each message; so up to `RESAMPLE_S` before the last message
     may count too.

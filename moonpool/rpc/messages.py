@@ -32,7 +32,7 @@ class _EndOfStream:
 END_OF_STREAM = _EndOfStream()
 """What reading a stream gives after the last message."""
 MESSAGE_BYTES = 8 << 20
-"""Largest message that is received at all. The largest of ours has a frame near 1 MiB, or a million token ids."""
+"""Largest message that is received at all. Our largest message has a frame near 1 MiB, or a million token ids."""
 UNCHECKED_BYTES = 128 << 10
 """Messages up to this size are parsed unseen: they become at most some 3 MiB."""
 MAX_FIELDS = 1 << 14
@@ -46,7 +46,7 @@ FIELDS_OF = {
     "moonpool.v1.ClusterStateResponse": 1 << 18,
     "moonpool.v1.ExplainResponse": 1 << 18,
 }
-"""MAX_FIELDS of messages that need more."""
+"""MAX_FIELDS for messages that need more."""
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _NUMBERS = {
@@ -177,14 +177,14 @@ _PAYLOAD_TAG = (PAYLOAD_FIELD_NUMBER << 3) | _LENGTH_DELIMITED
 _TAG_BYTE = bytes([_PAYLOAD_TAG])
 _NBYTES = operator.attrgetter("nbytes")
 MAX_TOP_FIELDS = 64
-"""Top-level fields looked at for the payload; none of our messages has more than three."""
+"""Top-level fields looked at for the payload; no message of ours has more than three."""
 
 
 @dataclass(slots=True)
 class PayloadMessage(Generic[M]):
     """A message beside the message's payload; the message's own `payload` field stays empty.
 
-    Received payloads are memoryviews of the received bytes. Sent ones may be given in pieces.
+    Received payloads are memoryviews into the received bytes. Payloads to send may be given in pieces.
     """
 
     message: M
@@ -213,9 +213,9 @@ def serialize_payload(value: PayloadMessage[M] | bytes) -> bytes:
 
 
 def payload_deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
-    """A function that decodes messages of class `cls`; the payload is a view of the given bytes.
+    """A function that decodes messages of class `cls`; the payload is a view into the given bytes.
 
-    The function raises FrameError on malformed input, and on what would cost too much to parse.
+    The function raises FrameError on malformed input, and on input that would cost too much to parse.
     """
 
     def deserialize(data: bytes) -> PayloadMessage[M]:
@@ -237,7 +237,7 @@ def payload_deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
 
 
 def _by_protobuf(cls: type[M], data: bytes) -> PayloadMessage[M]:
-    """The general case: no payload, several of them (the last counts), groups, or malformed input."""
+    """The general case: no payload, several payloads (the last counts), groups, or malformed input."""
     check_message(cls, data)
     message = cls.FromString(data)
     payload: bytes = getattr(message, "payload", b"")
@@ -305,7 +305,7 @@ def serializer(cls: type[Message]) -> Callable[[Any], bytes]:
 
 
 def deserializer(cls: type[Message]) -> Callable[[bytes], Any]:
-    """The inverse of `serializer`. What would cost too much to parse is refused."""
+    """The inverse of `serializer`. Input that would cost too much to parse is refused."""
     return payload_deserializer(cls) if has_payload(cls) else plain_deserializer(cls)
 
 

@@ -97,7 +97,7 @@ class ProcessContext:
         exit_code: the process's exit code after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
         announced: the service is ready.
-        spans: recorder of this process; does nothing unless `spans_dir` is set.
+        spans: this process's recorder; records only if `spans_dir` is set.
         world: where time, random numbers, threads and connections come from. What `main` begins finds the same by
             `moonpool.world`.
     """
@@ -238,7 +238,7 @@ async def _stop_start(running: "asyncio.Future[None]") -> int:
 
 @contextlib.contextmanager
 def _signals(ctx: ProcessContext) -> Iterator[None]:
-    """First SIGTERM or SIGINT: stop. The same one again: exit now."""
+    """First SIGTERM or SIGINT: stop. The same signal again: exit now."""
     loop = asyncio.get_running_loop()
     received = signal_counter(ctx.stopping, os._exit)
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -43,7 +43,7 @@ class CallLimits:
 
     Attributes:
         calls: all kinds together.
-        streams: calls on which the peer may send many messages; those are long-lived.
+        streams: long-lived calls on which the peer may send many messages.
     """
 
     calls: int = 8192
@@ -54,7 +54,7 @@ DEFAULT_LIMITS = CallLimits()
 
 
 class PeerCalls:
-    """Counts the open calls of each peer."""
+    """Counts each peer's open calls."""
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
@@ -63,7 +63,7 @@ class PeerCalls:
 
     @property
     def open(self) -> int:
-        """Open calls of all peers."""
+        """All peers' open calls."""
         return self._calls.total()
 
     @contextmanager
@@ -109,7 +109,7 @@ class RunningServer:
     Attributes:
         port: the actual port.
         address: "host:port" of the listen address with that port.
-        client_address: the same of where clients connect that have no certificate; "" for nowhere.
+        client_address: the same for clients without a certificate; "" = such clients cannot connect.
     """
 
     def __init__(self, host: str, port: int, client_address: str, health: _Health) -> None:
@@ -181,8 +181,8 @@ async def serving(
     """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
 
     On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds before
-    they are cancelled. With `security`, peers show certificates, whose roles decide on calls. With `credentials` in its
-    place, any peer may call who can connect. Without both, connections are in plaintext.
+    they are cancelled. With `security`, peers show certificates, and the certificates' roles decide on calls. With
+    `credentials` instead of `security`, any peer that can connect may call. Without both, connections are in plaintext.
 
     Raises:
         ConfigError: `listen` is malformed or cannot be bound, for example because the port is taken.
@@ -288,7 +288,7 @@ def _decoding(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> 
 
 
 class _RequestIterator:
-    """The messages of a stream; reading raises where one is malformed.
+    """A stream's messages; reading raises if a message is malformed.
 
     Read from the context: gRPC's own iterator does the same through a generator, which costs time for each message.
     """
@@ -323,7 +323,7 @@ class _StreamContext:
 
     @property
     def bare_write(self) -> Callable[[Any], Awaitable[None]]:
-        """The write of gRPC, which takes less time; for callers that never cancel a write."""
+        """The write that gRPC has, which takes less time; for callers that never cancel a write."""
         write: Callable[[Any], Awaitable[None]] = self._context.write
         return write
 
@@ -339,9 +339,9 @@ def _not_built(name: str) -> Any:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
+    """Maps a servicer's exceptions to status codes, for all four kinds of call, and logs foreign exceptions.
 
-    Counts the calls of each peer, and refuses those beyond the limits and from peers that may not call.
+    Counts each peer's calls, and refuses calls beyond the limits and from peers that may not call.
 
     Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
     generator is closed in the call's own task, so that `finally` runs at once when the client has left.

@@ -1,6 +1,6 @@
 """TLS between processes: this process's certificate, the authority of the peers, and a service's security settings.
 
-Files are read again when they change: new connections use the new contents, open ones stay.
+Files are read again when they change: new connections use the new contents, open connections stay.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._files["tls_ca"])
 
     def renew(self) -> None:
-        """Read the files again when they have changed (`Watched`); when one is gone, all stay as they were."""
+        """Read the files again if they have changed (`Watched`); if a file is gone, all files stay as they were."""
         if not self._watched.changed():
             return
         try:
@@ -175,7 +175,7 @@ class Tls:
 
 
 def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """A new channel for blocking calls of a command; without `tls` as the environment says (`Tls.from_environment`).
+    """A new channel for a command's blocking calls; without `tls`, as the environment says (`Tls.from_environment`).
 
     Raises:
         ConfigError: a file that the environment names cannot be read.
@@ -207,7 +207,7 @@ class Security:
         Args:
             config: the service's.
             client_listen: where clients may connect that have no certificate.
-            api_keys: file of their keys.
+            api_keys: file with clients' keys.
 
         Raises:
             ConfigError: a file cannot be used.

@@ -48,7 +48,7 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
 """gRPC options that channels and servers share."""
 
 GC_OBJECTS = 20_000
-"""New objects that cause a look at the young ones."""
+"""Number of new objects after which the collector looks at young objects."""
 
 
 def tune_grpc() -> None:
@@ -66,7 +66,7 @@ def quiet_grpc() -> None:
 
 
 def tune_gc() -> None:
-    """Has the garbage collector look less often, and never at what was imported. To be called after the imports.
+    """Makes the garbage collector look less often, and never at imported objects. To be called after the imports.
 
     Frames and messages are freed by their reference counts; with the default thresholds the collector still took 6 %
     of a sender's time.

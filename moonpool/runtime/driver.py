@@ -18,7 +18,7 @@ from moonpool.telemetry.logs import get_logger
 
 
 class CoreServiceConfig(ServiceConfig):
-    """Settings of every service with a core."""
+    """Settings for every service with a core."""
 
     journal_dir: Path | None = Field(
         None,
@@ -43,7 +43,7 @@ log = get_logger(__name__)
 E = TypeVar("E")
 A = TypeVar("A")
 MAX_TURN_S = 0.01
-"""Longest time in which events are handled before other tasks of the loop run, seconds."""
+"""Longest time in which events are handled before the loop's other tasks run, seconds."""
 
 
 class Driver(Generic[E, A]):
@@ -99,7 +99,7 @@ class Driver(Generic[E, A]):
             self._fail(defect)
 
     def post(self, event: E) -> None:
-        """Hands an event to the core, after those posted before; performs the event's actions before returning.
+        """Hands an event to the core, after events posted before; performs the event's actions before returning.
 
         An exception from the core or an action is raised here: only a caller that knows the event's origin may
         continue.
@@ -116,13 +116,13 @@ class Driver(Generic[E, A]):
     def ask(self, event: E) -> None:
         """Handles all waiting events, then posts this event, so that the event is not deferred.
 
-        Only an exception of this event is raised here; an exception of the others fails the driver.
+        Only this event's exception is raised here; an exception from another event fails the driver.
         """
         self.settle()
         self.post(event)
 
     def settle(self) -> None:
-        """Handles all waiting events, even if that takes longer than a turn. Does nothing within `perform`.
+        """Handles all waiting events, even if that takes longer than a turn. Returns at once within `perform`.
 
         An exception fails the driver.
         """

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 MAGIC = b"moonpool journal 1\n"
 _LENGTH = struct.Struct("<I")
 CORE_MODULES = re.compile(r"(moonpool\.(kv|sampling_params|scheduling)|services\.\w+\.(core|placement))(\..*)?")
-"""Modules whose classes a journal may name."""
+"""Modules with classes that a journal may name."""
 _PLAIN_CLASSES = {
     ("builtins", "set"),
     ("builtins", "frozenset"),
@@ -60,11 +60,11 @@ def actions_crc(actions: Sequence[object]) -> int:
 
 
 class JournalWriter:
-    """Writes a journal of bounded size. One that cannot be written any more ends, with a warning: the core goes on.
+    """Writes a journal of bounded size. If writing fails, the journal ends with a warning, and the core goes on.
 
     Args:
         folder: made if missing.
-        name: name of the journal's files, without number.
+        name: the files' name, without number.
         max_bytes: for both files together. A snapshot larger than half this limit is still written.
     """
 
@@ -80,7 +80,7 @@ class JournalWriter:
             path.unlink(missing_ok=True)
 
     def before(self, core: object) -> None:
-        """Begins a file with a snapshot when the current one is full; called before the core gets an event."""
+        """Begins a file with a snapshot when the current file is full; called before the core gets an event."""
         if not self._ended and (self._file is None or self._file.tell() - self._events_begin >= self._half):
             with self._ending_on_error():
                 self._begin(core)
@@ -225,11 +225,11 @@ def rerun(
         path: a journal's file.
         show: called with each event and the event's actions, before they are compared.
         check: look at the core's invariants after every so many events; 0 = never.
-        modules: modules whose classes the journal may name.
+        modules: modules with classes that the journal may name.
 
     Raises:
         JournalError: the file is damaged.
-        AssertionError: an invariant of the core does not hold.
+        AssertionError: one of the core's invariants does not hold.
     """
     core, entries = read_journal(path, modules)
     count = 0

@@ -30,7 +30,7 @@ class LogitsProcessor(Protocol):
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
-        """Return the processor of rows with these specs; None if no row needs the processor.
+        """Return the processor for rows with these specs; None if no row needs the processor.
 
         Args:
             specs: each row's, for the first step.
@@ -53,7 +53,7 @@ class WeightFilter(Protocol):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        """Return the filter of rows with these parameters; None if no row needs the filter.
+        """Return the filter for rows with these parameters; None if no row needs the filter.
 
         Args:
             params: each row's.
@@ -74,7 +74,7 @@ class WeightFilter(Protocol):
 
 @dataclass(slots=True)
 class RowChoices:
-    """Tokens of some rows."""
+    """Chosen tokens for some rows."""
 
     tokens: list[list[int]]
     """One list per row, with a token for each sample; empty for a row that failed."""
@@ -85,7 +85,7 @@ class RowChoices:
 
 
 class RowSampler(Protocol):
-    """Chooses tokens of the same rows, step after step."""
+    """Chooses tokens for the same rows, step after step."""
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> RowChoices:
         """Return tokens for each row in `logits` [R, vocab], contiguous float32, which are overwritten.

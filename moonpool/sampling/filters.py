@@ -1,4 +1,4 @@
-"""Filters of weights: which tokens stay in the draw, for all rows at once. `FILTERS` has their order."""
+"""Weight filters: which tokens stay in the draw, for all rows at once. `FILTERS` has their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _LeadingTokens:
     """Keeps the tokens with highest weight up to a goal for each row.
 
     Args:
-        goals: by row, for rows that have one.
+        goals: by row, for rows with a goal.
         rows: number of all rows.
         device: the weights' device.
     """
@@ -36,12 +36,12 @@ class _LeadingTokens:
         weights.index_copy_(0, self._rows, part)
 
     def _keep(self, weights: Tensor, goals: Tensor) -> None:
-        """Set all but the leading weights of each row to 0; `goals` [R] float64."""
+        """Set all but each row's leading weights to 0; `goals` [R] float64."""
         raise NotImplementedError
 
 
 class TopK(_LeadingTokens):
-    """Keeps the `top_k` tokens of highest weight; equal weights count in order of the token."""
+    """Keeps the `top_k` tokens with the highest weights; equal weights count in token order."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:

@@ -43,7 +43,7 @@ class DeviceLogprobs(NamedTuple):
     """[R, count]."""
 
     def read(self, sizes: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-        """Wait for them. `sizes`: tokens of each row; `counts`: how many of the most likely tokens each row wants."""
+        """Wait for the log probabilities. `sizes`: each row's tokens; `counts`: each row's wanted likeliest tokens."""
         own, ranks, top, top_tokens = (it.tolist() for it in self)
         found, begin = [], 0
         for size, count, its, ids in zip(sizes, counts, top, top_tokens, strict=True):
@@ -57,7 +57,7 @@ class DeviceLogprobs(NamedTuple):
 def gather_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
     """Find the log probabilities for `tokens` [D], each in one of the `rows` [D] in `logits` [R, vocab].
 
-    `count`: of each row's most likely tokens, how many are wanted.
+    `count`: how many most likely tokens are wanted for each row.
     """
     normalisers, values = logits.logsumexp(-1), logits[rows, tokens]
     several = len(rows) > len(logits)

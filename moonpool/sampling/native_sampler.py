@@ -22,7 +22,7 @@ class NativeRows:
 
     Args:
         native: the kernels.
-        vocab: tokens of the model.
+        vocab: number of tokens in the vocabulary.
         specs: each row's, for the first step.
         scales: each row's logits scale (`random_sampler.scale_of`); negative: the highest logit is chosen.
         steps: largest number of steps.
@@ -114,7 +114,7 @@ class NativeRows:
     ) -> RowChoices:
         """See `RowSampler.sample`.
 
-        `numbers`: in [0, 1), for each row and each of the row's samples; None: those of seeds and positions.
+        `numbers`: in [0, 1), for each row and each of the row's samples; None: from seeds and positions.
         """
         tokens = self.sample_at(logits.data_ptr(), masks, numbers)
         return self.choices() if tokens is None else RowChoices([[token] for token in tokens], {}, {})

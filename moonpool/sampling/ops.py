@@ -16,7 +16,7 @@ from kernels.choice import choose
 
 
 def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on `device`, for what is given to the device from now on.
+    """Copy a host tensor to `device`, for operations given to the device from now on.
 
     To a GPU, the tensor goes from pinned memory: from other memory torch would wait for all earlier GPU work.
     """
@@ -53,7 +53,7 @@ def running_sums(values: Tensor) -> Tensor:
 def keep_top_k(weights: Tensor, counts: Tensor) -> None:
     """Set all but the highest `counts` [R] float64 of each row's `weights` [R, n] in [0, 1] to 0.
 
-    Among equals the first are kept.
+    Among equals, the first are kept.
     """
     _keep_leading(weights, counts, by_weight=False)
 

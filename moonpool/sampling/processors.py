@@ -1,7 +1,7 @@
-"""Processors of logits: bias, banned tokens, penalties and masks, for all rows at once.
+"""Logits processors: bias, banned tokens, penalties and masks, for all rows at once.
 
 Names and meaning as in vLLM: repetition looks at prompt and output, presence and frequency at the output only. The
-frequency penalty times the count of a token is rounded to float32, as the native sampler does.
+frequency penalty times a token's count is rounded to float32, as in the native sampler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IN_PROMPT, _IN_OUTPUT = 1, 2
 
 
 class LogitsPipeline:
-    """All processors of some rows, then the masks.
+    """All processors for some rows, then the masks.
 
     Args:
         specs: each row's, for the first step.
@@ -61,7 +61,7 @@ class LogitsPipeline:
 
 
 class LogitBias:
-    """Adds `logit_bias` to the logits of single tokens."""
+    """Adds `logit_bias` to single tokens' logits."""
 
     def __init__(self, places: tuple[Tensor, Tensor], biases: Tensor) -> None:
         self._places, self._biases = places, biases

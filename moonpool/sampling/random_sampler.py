@@ -1,9 +1,8 @@
 """Draws tokens from logits by seed: temperature and filters, for all rows at once, without a sort.
 
-The rule, for one row. The weight of a token is exp((logit - highest logit) / temperature). The filters
-(`moonpool.sampling.filters`) drop tokens. The remaining weights are summed **in order of the token**. The chosen token
-is the one at which the sum passes u times the whole sum. u in [0, 1) belongs to the seed and the output position
-(`uniform`).
+The rule, for one row. A token's weight is exp((logit - highest logit) / temperature). The filters
+(`moonpool.sampling.filters`) drop tokens. The remaining weights are summed **in token order**. The token at which the
+sum passes u times the whole sum is chosen. u in [0, 1) belongs to the seed and the output position (`uniform`).
 
 Weights are float32, sums float64. This is the reference for the native sampler (`kernels/native/sample.cpp`), which
 gives the same weights and sums to the bit. This module never reads a tensor's contents on the host, and no shape
@@ -28,7 +27,7 @@ _LOG2_E = 1.4426950408889634
 _LEAST_POWER = -126.0
 """Of two: what is less is 0."""
 _ROUNDING = 12582912.0
-"""1.5 * 2^23: a moderate float loses its fraction when this is added."""
+"""1.5 * 2^23: adding this number removes a moderate float's fraction."""
 _POWER_OF_2 = (1.537070260e-4, 1.339984826e-3, 9.618373259e-3, 5.550329035e-2, 2.402264846e-1, 6.931472056e-1, 1.0)
 """A polynomial for 2^x in [-0.5, 0.5], highest power first; 1e-7 relative."""
 _ROWS = 4
@@ -51,7 +50,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class RandomSampler:
-    """Draws tokens of some rows. The tensors lie on the logits' device from the first step on.
+    """Draws tokens for some rows. The tensors lie on the logits' device from the first step on.
 
     Args:
         params: each row's.
@@ -72,7 +71,7 @@ class RandomSampler:
     def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
         """Return each draw's token, int64 [D], from `logits` [R, vocab] float32; each row's highest is finite.
 
-        `numbers`: one in [0, 1) for each draw, row after row.
+        `numbers`: a number in [0, 1) for each draw, row after row.
         """
         weights = weights_of(logits, self._scales)
         for keep in self._filters:
@@ -105,7 +104,7 @@ def weights_of(logits: Tensor, scales: Tensor) -> Tensor:
 
 
 def _weigh(logits: Tensor, scales: Tensor, result: Tensor) -> None:
-    """Write the weights of some rows into `result`, which is 0."""
+    """Write some rows' weights into `result`, which is 0."""
     powers = (logits - logits.amax(-1, keepdim=True)).mul_(scales[:, None])
     dead = ~(powers >= _LEAST_POWER)  # also of minus infinity times 0
     powers.masked_fill_(dead, 0)

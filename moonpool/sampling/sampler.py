@@ -3,8 +3,8 @@
 The sampler has no state: an instance that computes the same logits chooses the same token, also after a crash and on
 another instance. A row's result never depends on the other rows.
 
-Order: processors of logits and masks (`moonpool.sampling.processors`). Then, if the temperature is 0, the highest
-logit, the lowest token among equals; else temperature, filters (`moonpool.sampling.filters`) and one draw
+Order: logits processors and masks (`moonpool.sampling.processors`). Then, if the temperature is 0, the highest logit,
+the lowest token among equals; else temperature, filters (`moonpool.sampling.filters`) and one draw
 (`moonpool.sampling.random_sampler`).
 
 On CPUs a single native call samples (`moonpool.sampling.native_sampler`); elsewhere torch does
@@ -36,7 +36,7 @@ NOT_FINITE = "the model computed logits that are not finite"
 
 
 class SamplerOutput(NamedTuple):
-    """Tokens of some rows."""
+    """Chosen tokens for some rows."""
 
     tokens: list[list[int]]
     """One list per row, with a token for each sample; empty for a row that failed."""
@@ -47,11 +47,11 @@ class SamplerOutput(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of some sequences, step after step.
+    """Chooses tokens for some sequences, step after step.
 
     Args:
         specs: each row's, for the first step.
-        vocab: tokens of the model.
+        vocab: number of tokens in the vocabulary.
         device: the logits' device.
         steps: largest number of steps.
     """
@@ -97,6 +97,6 @@ def sample(
 
 
 def sampler_output(choices: RowChoices) -> SamplerOutput:
-    """Return the choices with the messages of rows that failed."""
+    """Return the choices, with messages for rows that failed."""
     failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in choices.failed.items()}
     return SamplerOutput(choices.tokens, choices.logprobs, failed)

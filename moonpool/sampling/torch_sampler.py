@@ -1,4 +1,4 @@
-"""Rows sampled in plain torch, on the logits' device: the reference of the native sampler.
+"""Samples rows in plain torch, on the logits' device: the reference for the native sampler.
 
 Between logits and tokens the host does not wait: the host gives all operations to the device, then reads the results.
 Shapes follow from what is asked for, never from what is found.
@@ -30,13 +30,13 @@ class PendingChoices:
     tokens: Tensor
     """[D], each row's draws one after the other."""
     highest: Tensor
-    """[R] float32: the logit of each row that is highest; if not finite, none of the row's tokens is right."""
+    """[R] float32: each row's highest logit; if not finite, none of the row's tokens is right."""
     logprobs: DeviceLogprobs | None
     """Of the rows that asked for log probabilities."""
 
 
 class _RowPart:
-    """Some rows, and the draws of them, as indices on the device; of all draws, row after row.
+    """Some rows and their draws, as indices on the device; indices into all draws, row after row.
 
     Args:
         rows: rows in the logits.
@@ -59,8 +59,8 @@ class TorchRows:
 
     Args:
         specs: each row's, for the first step.
-        drawn: rows that are drawn; of the others the highest logit is chosen.
-        vocab: tokens of the model.
+        drawn: rows that are drawn; for other rows, the highest logit is chosen.
+        vocab: number of tokens in the vocabulary.
         device: the logits' device.
     """
 

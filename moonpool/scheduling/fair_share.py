@@ -1,9 +1,9 @@
 """Fair sharing between tenants, and priorities within a tenant.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time that grows by cost / weight for
-the work served; the tenant with the smallest virtual time is next. As in the virtual token counter of Sheng et al.
-(2024), cost is charged when it is spent, and an idle tenant is lifted towards the others, at most `credit` behind
-them, so that no tenant saves up for a burst. While the server is idle, all tenants are forgiven the idle capacity.
+the work served; the tenant with the smallest virtual time is next. As in Sheng et al.'s virtual token counter (2024),
+cost is charged when spent. An idle tenant is lifted towards the others, at most `credit` behind them, so that no tenant
+saves up for a burst. While the server is idle, all tenants are forgiven the idle capacity.
 
 Within a tenant, a priority is a head start in arrival time. Requests that arrive later than the head start go behind,
 so low priorities never starve, and urgent requests gain nothing over other tenants.
@@ -24,7 +24,7 @@ PRIORITY_S = 60.0
 MAX_CREDIT_S = 10.0
 """Seconds of work by which a tenant may be behind."""
 MAX_TENANTS = 4096
-"""Most tenants remembered; beyond it, those with the smallest virtual time are dropped."""
+"""Most tenants remembered; beyond this number, tenants with the smallest virtual time are dropped."""
 
 
 def priority_rank(came: float, priority: int) -> float:
@@ -66,7 +66,7 @@ class QueueEntry:
 
 
 class FairShares:
-    """Virtual times of tenants.
+    """Tenants' virtual times.
 
     Args:
         credit: most work by which a tenant may be behind, in the costs' unit.
@@ -75,7 +75,7 @@ class FairShares:
     def __init__(self, credit: float = MAX_CREDIT_S) -> None:
         self._credit = credit
         self._times: dict[str, float] = {}
-        self._least = 0.0  # no tenant's time is behind this one, which tenants not remembered have
+        self._least = 0.0  # no tenant's time is behind this time, which tenants not remembered have
         self._idle_at = 0.0
 
     def time(self, tenant: str) -> float:
@@ -91,23 +91,23 @@ class FairShares:
             self._forget()
 
     def forgive_idle(self, cost: float) -> None:
-        """Forgives all tenants work of this cost, which the idle server could have done."""
+        """Forgives all tenants this cost, for work that the idle server could have done."""
         self._least += cost
 
     def forgive_idle_until(self, now: float, rate: float) -> None:
-        """Forgives the time since the last call; `rate`: cost of the work that could have been done per second."""
+        """Forgives the time since the last call; `rate`: cost per second of work that could have been done."""
         self.forgive_idle((now - self._idle_at) * rate)
         self._idle_at = now
 
     def key(self, item: QueueKey) -> tuple[float, float, int]:
-        """Orders items of all tenants: the least is served next."""
+        """Sort key over all tenants' items: the least is served next."""
         return self.time(item.tenant), *item.order_in_tenant
 
     def order(self, queues: Iterable[Sequence[QueueEntry]]) -> Iterator[QueueEntry]:
         """All waiting items in the order of service, if each costs as predicted.
 
         Args:
-            queues: the items of each tenant, in order; none is empty. They must not change meanwhile.
+            queues: each tenant's items, in order; no queue is empty. Queues must not change meanwhile.
         """
         heap = [(*self.key(queue[0].key), 0, queue) for queue in queues]
         if len(heap) == 1:
@@ -172,7 +172,7 @@ class FairQueue:
         return min((queue[0].key for queue in self._queues.values()), key=self._shares.key)
 
     def last_of(self, tenant: str) -> int:
-        """Number of a tenant's last item. The tenant must have one."""
+        """Number of a tenant's last item. The tenant must have an item."""
         return self._queues[tenant][-1].key.number
 
     def count(self) -> dict[str, int]:

@@ -75,7 +75,7 @@ class Speeds:
 
 
 class PrefillWork(NamedTuple):
-    """Work that a prompt still needs: steps, tokens, pairs as `attention_pairs` counts them, prefix tokens."""
+    """Work that a prompt still needs: steps, tokens, pairs (as in `attention_pairs`), prefix tokens."""
 
     steps: int
     new_tokens: int
@@ -125,7 +125,7 @@ def prefill_seconds(
 def work_seconds(
     speeds: Speeds, steps: int, new_tokens: int, pairs: int, prefix_tokens: int, *, begins: bool = True
 ) -> float:
-    """Predict the seconds of a `PrefillWork`; for callers that ask for the same work at several speeds."""
+    """Predict the seconds for a `PrefillWork`; for callers that ask for the same work at several speeds."""
     once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
     return once + (
         steps * speeds.prefill_base_s + speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs
@@ -152,7 +152,7 @@ def decode_step_seconds(speeds: Speeds, sequences: float, context_tokens: float)
 
 
 def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
-    """Seconds of loading and computing when layer l+1 loads while layer l computes.
+    """Seconds for loading and computing if layer l+1 loads while layer l computes.
 
     The longer hides the shorter, except the shorter's share for one layer.
     """
@@ -163,8 +163,8 @@ def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
 def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:
     """Seconds for `steps` equal steps that take `compute_s` one after the other, if `stages` steps overlap.
 
-    The last step ends after all stages; each other step delays the last step by a single stage. They keep the pipeline
-    busy for `compute_s / stages`.
+    The last step ends after all stages; each other step delays the last step by a single stage. All steps together keep
+    the pipeline busy for `compute_s / stages`.
     """
     steps = max(steps, 1)
     return compute_s * (steps + stages - 1) / (steps * stages)
@@ -185,7 +185,7 @@ def load_is_cheaper(speeds: Speeds, local: PrefillWork, rest: PrefillWork, *, nb
 
 
 FIRST_NOISE = 0.2
-"""Relative noise of a measurement that is assumed at first; later the noise is measured."""
+"""Relative noise of a measurement, assumed at first and measured later."""
 LEAST_NOISE = 0.03
 NOISE_WEIGHT = 0.05
 ERROR_GATE = 1.5
@@ -205,13 +205,11 @@ class Regression:
     size's coefficient stays.
 
     Args:
-        coefficients: first ones.
+        coefficients: first values.
         spreads: each coefficient's own uncertainty, as a standard deviation.
-        common: how uncertain the factor is that all of them have in common. Without either a coefficient stays.
-        change: number of measurements in a row beyond the gate, on one side, that are no outliers: the machine has
-            changed.
-        drift: variance that each measurement adds to a coefficient, as a share of the first value: old measurements
-            fade.
+        common: uncertainty of a factor that all coefficients have in common. Without either, a coefficient stays.
+        change: so many measurements in a row beyond the gate, on one side, are no outliers: the machine has changed.
+        drift: variance that each measurement adds to a coefficient, relative to the first value: old measurements fade.
         least_s: errors of shorter predictions are relative to so many seconds, and no logarithms.
     """
 
@@ -262,9 +260,9 @@ class Regression:
         return self.coefficients, self._noise, self._streak, self._covariance
 
     def observe(self, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
-        """Learns that something of these sizes took so long. Times and sizes that no measurement gives are left out.
+        """Learns that work with these sizes took so long. Times and sizes that no measurement gives are left out.
 
-        `known_s` of the seconds are foreseen by something else.
+        `known_s`: part of the seconds that other work in the step is predicted to take.
         """
         predicted = known_s + self.seconds(sizes)
         if not (SHORTEST_S <= seconds < inf and predicted < inf):  # also if a value is NaN
@@ -339,7 +337,7 @@ FIXED_SPREAD = 0.25
 PREFILL_DRIFT = 2e-3
 """Of prefill's coefficients: older steps fade."""
 LEAST_CORE_SHARE = 0.01
-"""Lowest assumed share of an engine's cores in a step: a thread's time may be counted in ticks, and be 0."""
+"""Lowest assumed core share for an engine in a step: a thread's time may be counted in ticks, and be 0."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
@@ -349,7 +347,7 @@ class SpeedTracker:
 
     Prefill and decode steps have a regression each (`Regression`), which begins with the base: fixed part, parts that
     grow with tokens, and the fixed cost per prompt. So what the machine does beside the engine's work goes to the fixed
-    part. Rates of loading and sending are followed directly.
+    part. Rates for loading and sending are followed directly.
     """
 
     def __init__(self, base: Speeds, *, weight: float = 0.2) -> None:
@@ -401,13 +399,13 @@ class SpeedTracker:
     def observe_prefill(
         self, chunks: Iterable[tuple[int, int, bool]], seconds: float, *, known_s: float = 0.0, share: float = 1.0
     ) -> None:
-        """Learn that one prefill step took `seconds`. The speeds are those with all of the engine's cores.
+        """Learn that one prefill step took `seconds`. The speeds stand for all the engine's cores.
 
         Args:
             chunks: for each chunk in the step: tokens computed, tokens before them, and whether the prompt begins here.
             seconds: measured.
             known_s: part that something else in the step is predicted to take, seconds.
-            share: share of the cores that the engine had: growing parts took so much longer.
+            share: core share that the engine had: growing parts took so much longer.
         """
         base, tokens, pairs, once_s, share = self._base, 0, 0, 0.0, max(share, LEAST_CORE_SHARE)
         for new, prefix, begins in chunks:

@@ -1,4 +1,4 @@
-"""What a scheduler knows of a request: counts, keys and owner, never tokens."""
+"""What a scheduler knows about a request: counts, keys and owner, never tokens."""
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
@@ -11,10 +11,10 @@ class EngineRequest:
     Attributes:
         keys: keys for the full blocks in `tokens`.
         tokens: tokens whose KV is computed or transferred.
-        prompt_tokens: length of the original prompt, at most `tokens`; the answer follows.
+        prompt_tokens: the original prompt's length, at most `tokens`; the answer follows.
         width: sequences that begin with these tokens and run together.
         logprob_bytes: bytes for log probabilities kept with each answer token.
-        tenant: owner of the KV.
+        tenant: the KV's owner.
         priority: among the tenant's own requests; lower goes first.
         weight: the tenant's share, relative to others'.
         transient: no block may be kept: the KV was deleted while the request was on the way.

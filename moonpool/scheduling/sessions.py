@@ -1,4 +1,4 @@
-"""Sessions: requests of one conversation or one agent's run, each of which continues an earlier one's prompt."""
+"""Sessions: requests in one conversation or one agent's run; each request continues an earlier request's prompt."""
 
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -14,7 +14,7 @@ MAX_SESSION_S = 7 * 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """What a client says of the session that a request is a turn of. Changes no answer.
+    """What a client says about a request's session. Changes no answer.
 
     Attributes:
         id: names the session among the tenant's; "": the rest holds for this turn alone.
@@ -47,10 +47,10 @@ class SessionTurn:
 
 @frozen
 class SessionHint:
-    """What a kvstore is told of a session after a turn.
+    """What a kvstore is told about a session after a turn.
 
     Attributes:
-        session: names the session, of whatever tenant.
+        session: names the session, for any tenant.
         tail: key of the last full block of the turn's prompt.
         return_s: seconds from now to the next turn, as expected; None = not known.
         told: the client has said when; else the time is the usual one, and a session that is late stays away for long.
@@ -68,6 +68,6 @@ class SessionHint:
     ended: bool = False
 
     def after(self, seconds: float) -> "SessionHint":
-        """The hint as of so many seconds later."""
+        """The hint, so many seconds later."""
         return_s, keep_s = (None if it is None else max(0.0, it - seconds) for it in (self.return_s, self.keep_s))
         return replace(self, return_s=return_s, keep_s=keep_s)

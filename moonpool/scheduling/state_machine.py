@@ -26,7 +26,7 @@ def digest_of(*values: object) -> bytes:
     mappings (in their order, which is part of the state), and objects with a method `digest() -> bytes`.
 
     Raises:
-        TypeError: a value is of another kind.
+        TypeError: a value has another kind.
     """
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for value in values:
@@ -97,7 +97,7 @@ def draw_below(limit: int, seed: int, *counters: int) -> int:
 
 
 def thin_out(times: Collection[float], most: int) -> list[float]:
-    """At most `most` of the times, ascending and evenly spread; the last one is included."""
+    """At most `most` times out of `times`, ascending and evenly spread; the last time is included."""
     ordered = sorted(set(times))
     if len(ordered) <= most:
         return ordered
@@ -247,7 +247,7 @@ class PendingIo(Generic[T]):
         return io
 
     def get(self, io: int) -> T | None:
-        """The value of I/O in flight; None if it has ended."""
+        """The value for I/O in flight; None if the I/O has ended."""
         return self._open.get(io)
 
     def digest(self) -> bytes:

@@ -27,7 +27,7 @@ STEP_TOKENS = 512
 MAX_RESULTS_TOGETHER = 16
 """Most results of patient steps that are sent together."""
 REPORT_WITHIN_S = 0.05
-"""Longest wait for the first of these results, seconds: the first step that ends later sends all."""
+"""Longest wait for the first of these results, seconds: the first step that ends later sends all results."""
 
 
 def _unpickled_history() -> None:
@@ -46,7 +46,7 @@ class TokenHistory:
     token_ids: "array[int]"
     """All tokens so far, computed or not; typecode "i". The sequence owns the array, which may grow between steps."""
     keys: Sequence[BlockKey]
-    """Known keys of leading full blocks."""
+    """Known keys for leading full blocks."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled_history, ()
@@ -54,12 +54,12 @@ class TokenHistory:
 
 @frozen
 class ScoredTokens:
-    """Known tokens with log probabilities wanted. Each one follows a token that the step computes."""
+    """Known tokens with log probabilities wanted. Each known token follows a token that the step computes."""
 
     token_ids: bytes
     """Little-endian int32; at least one token, at most as many as the step computes."""
     top: int
-    """Number of most likely tokens that are reported beside each."""
+    """Number of most likely tokens that are reported beside each known token."""
 
 
 @frozen
@@ -71,19 +71,19 @@ class SequenceStep:
     start: int
     """Position of the first token. The KV of earlier tokens is in the pool, or arrives through the step's gates."""
     block_table: tuple[int, ...]
-    """Blocks of the sequence in the pool, in order; they cover `start` + number of tokens."""
+    """The sequence's blocks in the pool, in order; they cover `start` + number of tokens."""
     sample: SampleSpec | None = None
-    """Set when the token after the last one is to be sampled."""
+    """Set if the token after the last is to be sampled."""
     scored: ScoredTokens | None = None
-    """Set when log probabilities of known tokens are wanted."""
+    """Set if log probabilities for known tokens are wanted."""
     full_hit: bool = False
-    """The tokens' own KV is in the pool, too: the tokens are computed to sample the next token, and write nothing."""
+    """The tokens' own KV is in the pool, too: the tokens are computed to sample the next token, and write no KV."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the run when they are sampled."""
     may_skip: bool = False
     """Whether the sequence may go without a token if a mask takes long (`StepResult.late`)."""
     lora: bytes = b""
-    """Id of the sequence's LoRA adapter; b"" = the base model. Every stage has the adapter."""
+    """The sequence's LoRA adapter's id; b"" = the base model. Every stage has the adapter."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
 
@@ -95,7 +95,7 @@ class SampledCandidates:
     tokens: tuple[int, ...]
     """One token for each sample; or the `SampleSpec.best` most likely tokens that are not banned, best first."""
     log_probabilities: tuple[float, ...] = ()
-    """Log probabilities of the most likely tokens."""
+    """Log probabilities for the most likely tokens."""
 
 
 @frozen
@@ -105,8 +105,8 @@ class Step:
     step_id: int
     """Grows from step to step."""
     sequences: tuple[SequenceStep, ...]
-    """At least one. One sequence may have several parts of one token each, at positions that follow each other: in each
-    layer the KV of all parts is written before any part attends. So guesses of next tokens are checked.
+    """At least one part. One sequence may have several parts with one token each, at consecutive positions: in each
+    layer, all parts' KV is written before any part attends. So guessed next tokens are checked.
     """
     gated: bool = False
     """Before each layer, wait until the layer's gate is open: then every sequence's prefix has this layer."""
@@ -121,21 +121,21 @@ class Step:
     run's steps may come together (`MAX_RESULTS_TOGETHER`).
     """
     steps: int = 1
-    """Most steps of the run that begins with this step. The run ends earlier with a step that samples an end token,
-    with a step without a token for a sequence, and with the step in which the run is stopped. All sequences of a run
-    sample, and have blocks for the whole run.
+    """Most steps in the run that begins with this step. The run ends earlier if a step samples an end token, if a step
+    has no token for a sequence, or if the run is stopped. All sequences in a run sample, and have blocks for the whole
+    run.
     """
 
 
 def longest_wait_s(step_s: float) -> float:
-    """Longest wait of a patient step that takes `step_s`, in seconds. Unused waiting time of earlier steps counts."""
+    """Longest wait for a patient step that takes `step_s`, in seconds. Earlier steps' unused waiting time counts."""
     return MAX_WAIT_STEPS * max(step_s, min(SAVED * step_s, SAVED_S / MAX_WAIT_STEPS))
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
     """Pool blocks that may be sent after a step, each with the number of valid tokens.
 
-    These are the blocks that become full. If layers are reported, a prompt's part-filled last block is one, too.
+    These are the blocks that become full, and, if layers are reported, a prompt's part-filled last block.
     """
     found: dict[int, int] = {}
     for sequence in step.sequences:
@@ -163,39 +163,39 @@ class LayerDone:
 
 @frozen
 class StepResult:
-    """Result of a step. All stages have ended the step, and nothing writes to the step's blocks any more."""
+    """A step's result. All stages have ended the step, and no stage writes to the step's blocks any more."""
 
     sampled: tuple[int | None, ...]
     """Each sequence's sampled token; None if no token was wanted or found; () if aborted."""
     aborted: bool
-    """Some layer was not computed: KV of the step's tokens must not be used."""
+    """Some layer was not computed: the step's KV must not be used."""
     start_ns: int
     """Begin of the first stage, in nanoseconds on `time.monotonic_ns`."""
     end_ns: int
     """End of the last stage."""
     several: Mapping[int, SampledCandidates] = field(default_factory=dict)
-    """By index: tokens of sequences that wanted several. The first token is in `sampled`."""
+    """By index: tokens for sequences that wanted several. The first token is in `sampled`."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
-    """By index: log probabilities of all sampled tokens, if wanted (`SamplingParams.logprobs`)."""
+    """By index: log probabilities for all sampled tokens, if wanted (`SamplingParams.logprobs`)."""
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
-    """By index: log probabilities of `SequenceStep.scored`."""
+    """By index: log probabilities for `SequenceStep.scored`."""
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
-    """By index: embeddings of prompts (`SamplingParams.embedding`), little-endian float32."""
+    """By index: prompts' embeddings (`SamplingParams.embedding`), little-endian float32."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """By index: why no token was sampled. The answer cannot continue in the wanted format."""
     share: float = 1.0
-    """Mean part of the wanted cores that the step had; other processes of the host had the rest."""
+    """Mean part of the wanted cores that the step had; other processes on the host had the rest."""
     waited_ns: int = 0
-    """Nanoseconds from `start_ns` on for which a patient step let other work of the host go first."""
+    """Nanoseconds from `start_ns` on for which a patient step let other work on the host go first."""
     earlier: "tuple[StepResult, ...]" = ()
     """Results from the run's earlier steps that come with this result, oldest first."""
     late: frozenset[int] = frozenset()
-    """Sequences that got no token because their mask takes long. They may ask again for the same one."""
+    """Sequences that got no token because their mask takes long. They may ask again for the same token."""
 
 
 @frozen
 class SequenceSampling:
-    """How the tokens of a request's sequences are chosen, and when they end."""
+    """How tokens for a request's sequences are chosen, and when sequences end."""
 
     prompt_tokens: int
     """The original prompt's length: the token after the prompt has output position 0, also in a continued stream."""
@@ -205,7 +205,7 @@ class SequenceSampling:
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that are never chosen before `params.min_tokens`."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens: the last token is never chosen after the others, if all others are in the answer."""
+    """Token runs: the last token is never chosen after the others, if all others are in the answer."""
 
     @classmethod
     def of(
@@ -215,7 +215,7 @@ class SequenceSampling:
         end_token_ids: Iterable[int],
         bad_tokens: Iterable[Sequence[int]] = (),
     ) -> Self:
-        """Sampling of a request; `end_token_ids` are the model's end tokens."""
+        """A request's sampling; `end_token_ids` are the model's end tokens."""
         stop = frozenset(params.stop_token_ids)
         all_ends = stop.union(end_token_ids)
         return cls(
@@ -242,8 +242,8 @@ class SequenceSampling:
     def at(self, tokens: "array[int]", sample_index: int = 0) -> SampleSpec:
         """Parameters for sampling the token after `tokens` (the prompt and everything generated so far).
 
-        After the prompt alone, that is the first token of each sample. `sample_index`: which of the samples has these
-        tokens; see `moonpool.sampling_params.stream_seed`.
+        After the prompt alone, this is each sample's first token. `sample_index`: the sample that has these tokens; see
+        `moonpool.sampling_params.stream_seed`.
         """
         position = len(tokens) - self.prompt_tokens
         return SampleSpec(
@@ -259,9 +259,9 @@ class SequenceSampling:
         )
 
     def steady(self, tokens: int, model_tokens: int) -> int:
-        """Number of next tokens that a run may choose alone (`SampleSpec.after`); the last may end the answer.
+        """Number of next tokens that a run may choose on its own (`SampleSpec.after`); the last may end the answer.
 
-        `tokens`: length of the sequence, prompt and answer. `model_tokens`: longest sequence of the model.
+        `tokens`: the sequence's length, prompt and answer. `model_tokens`: the model's longest sequence.
         """
         left, answer = self.total_tokens(model_tokens) - tokens, tokens - self.prompt_tokens
         if self.bad_tokens:
@@ -269,12 +269,12 @@ class SequenceSampling:
         return min(left, self.params.min_tokens - answer) if answer < self.params.min_tokens else left
 
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
-        """Tokens that are banned at a position of the answer, from the tokens alone: no state is kept."""
+        """Tokens that are banned at a position in the answer, found from the tokens alone: no state is kept."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()
         return banned + tuple(bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
 
     def scored(self, tokens: "array[int]", start: int, end: int) -> ScoredTokens | None:
-        """Prompt tokens that get log probabilities in a step that computes the tokens [start, end) of the prompt."""
+        """Prompt tokens that get log probabilities in a step that computes the prompt's tokens [start, end)."""
         top, last = self.params.prompt_logprobs, min(end + 1, self.prompt_tokens)
         if top is None or last <= start + 1:
             return None
@@ -301,7 +301,7 @@ def _ends_before_bad_token(bad: tuple[int, ...], tokens: "array[int]", position:
 def stage_ranges(layers: int, stages: int) -> list[tuple[int, int]]:
     """Half-open layer ranges of the stages, as even as possible; earlier stages take the odd layers.
 
-    The last stage is never the longer one, because the last stage also projects to the vocabulary.
+    The last stage is never longer than others, because the last stage also projects to the vocabulary.
 
     Raises:
         ConfigError: `stages` is not between 1 and `layers`.

@@ -1,7 +1,7 @@
 """Structured logs on standard error.
 
-Everything passes through the standard library's logging, so that a program that embeds the SDK keeps its own handlers
-and only a service process (`configure`) gets ours.
+All records pass through the standard library's logging. So a program that embeds the SDK keeps the program's own
+handlers, and only a service process (`configure`) gets ours.
 
 The style of all logs: a module's logger is `log = get_logger(__name__)`. An event is a short phrase in lower case, in
 the present or past tense, and always the same phrase ("index does not match the segments; rebuilding it"). What varies
@@ -44,7 +44,7 @@ _OURS: list[Processor] = [
 
 
 class LineLimit(logging.Filter):
-    """Lets a bounded number of lines a second of each event pass."""
+    """Lets a bounded number of lines per second pass for each event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def configure(level: str, service: str, json: bool) -> None:
 
     Args:
         level: "debug", "info", "warning" or "error"; less is dropped.
-        service: name of the instance, put into every line.
+        service: the instance's name, put into every line.
         json: one JSON object per line instead of text for people.
 
     Raises:

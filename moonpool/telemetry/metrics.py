@@ -83,7 +83,7 @@ class MetricSet:
 
         Args:
             metrics: the table.
-            source: the object that the functions of the table get.
+            source: the object that the table's functions get.
             labels: Prometheus labels that tell this source's values from other sources' values in the table.
 
         Raises:
@@ -97,7 +97,7 @@ class MetricSet:
         return self
 
     def read(self) -> list[kv_pb2.Gauge]:
-        """All metrics now, in the order of adding. A label stands in the name: `dram_bytes{tenant="a"}`."""
+        """All metrics now, in the order of adding. A label is part of the name: `dram_bytes{tenant="a"}`."""
         return [
             kv_pb2.Gauge(name=name, value=read(), at_rest=metric.at_rest)
             for name, (metric, _, read) in self._readers.items()

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP: a service's `MetricSet`, and histograms of what single numbers cannot say.
+"""Prometheus metrics over HTTP: a service's `MetricSet`, and histograms where a single number says too little.
 
 The endpoint has a separate address, so that scraping never competes with the service's RPCs for a listener. Names are
 `moonpool_<service>_<metric>`.
@@ -26,9 +26,9 @@ from moonpool.telemetry.metrics import MetricKind, MetricSample, MetricSet
 
 SCRAPE_TIMEOUT_S = 5.0
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bucket bounds of latencies."""
+"""Bucket bounds for latencies."""
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
-"""Bucket bounds of lifetimes and gaps, from seconds to a week."""
+"""Bucket bounds for lifetimes and gaps, from seconds to a week."""
 
 _FAMILIES = {MetricKind.GAUGE: GaugeMetricFamily, MetricKind.COUNTER: CounterMetricFamily}
 
@@ -57,7 +57,7 @@ class PrometheusMetrics:
 
     @asynccontextmanager
     async def served(self, listen: str) -> AsyncIterator[str]:
-        """Serves `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" serves nothing.
+        """Serves `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" = no server.
 
         Yields:
             The served address, "" for none.
@@ -127,7 +127,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 class _SetCollector(Collector):
-    """Reads metrics on their event loop, from the thread of a scrape."""
+    """Reads metrics on their event loop, from a scrape's thread."""
 
     def __init__(self, prefix: str, metrics: MetricSet, loop: asyncio.AbstractEventLoop) -> None:
         self._prefix = prefix
@@ -135,7 +135,7 @@ class _SetCollector(Collector):
         self._loop = loop
 
     def describe(self) -> Iterable[MetricFamily]:
-        """Nothing, so that registering reads no metric."""
+        """Returns no metric, so that registering reads none."""
         return []
 
     def collect(self) -> Iterable[MetricFamily]:

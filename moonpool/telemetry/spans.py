@@ -1,7 +1,7 @@
 """Recorded spans: what happened when, in Chrome's trace event format, one JSON object per line.
 
 Times are `time.monotonic_ns()`, one clock for all a host's processes, so that several processes' files can be laid side
-by side. Written in batches; without a path the recorder does nothing.
+by side. Spans are written in batches; without a path, nothing is recorded.
 """
 
 import json
