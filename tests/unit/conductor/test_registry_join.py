@@ -122,7 +122,7 @@ async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
 
 async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_no_request() -> None:
     d = decode(hold_at=2)
-    async with stack(prefill(), heartbeat_s=0.2) as s:
+    async with stack(prefill(), heartbeat_s=0.5) as s:
         hello = await s.serve(d)
         old = await s.call_join(hello)
         assert await answer(old) == "welcome"
