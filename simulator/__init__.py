@@ -1,1 +1,1 @@
-"""A discrete-event simulator: the services' own policies on virtual time, under traces, at any size of cluster."""
+"""A discrete-event simulator: the services' own policies on virtual time, under traces, for clusters of any size."""

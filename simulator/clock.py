@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 PS = 10**12
-"""Picoseconds of a second."""
+"""Picoseconds in a second."""
 Target = Callable[[Any], None]
 """Takes an event at the event's time."""
 

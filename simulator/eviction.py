@@ -18,7 +18,7 @@ _FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim
 
 
 def chains_of(requests: Sequence[tuple[str, Sequence[int]]]) -> list[list[BlockKey]]:
-    """Chains of block keys from a trace's tenants and ids (`hash_ids`), head first: uniform bytes, as real keys are.
+    """Block key chains from a trace's tenants and ids (`hash_ids`), head first: uniform bytes, as real keys are.
 
     Tenants share no block.
     """
@@ -157,7 +157,7 @@ def optimum(chains: Sequence[Sequence[BlockKey]], capacity: int) -> float:
     """The hit share under Belady's policy, which knows the future: the block with the latest next use leaves.
 
     Among blocks used again at the same time, or never, the latest in the chain leaves, since hits stop at the first
-    miss. A block that comes may be the one that leaves at once.
+    miss. A block that comes may leave at once.
     """
     following = _following(chains)
     held: dict[BlockKey, tuple[int, int]] = {}
@@ -177,7 +177,7 @@ def optimum(chains: Sequence[Sequence[BlockKey]], capacity: int) -> float:
 
 
 def _following(chains: Sequence[Sequence[BlockKey]]) -> list[list[int]]:
-    """For every reference the number of the next request with that block."""
+    """For every reference: the next request with that block, by number."""
     upcoming: dict[BlockKey, int] = collections.defaultdict(lambda: len(chains))
     following = []
     for number in range(len(chains) - 1, -1, -1):

@@ -1,7 +1,7 @@
 """The network in virtual time: links that flows share, and calls with random delays that may be lost or late.
 
 A flow crosses some links and gets the same rate on all of them. Urgent flows share a link by max-min fairness;
-background flows share what is left by the same rule. The fate of each call depends on the seed alone.
+background flows share what is left by the same rule. Each call's fate depends on the seed alone.
 """
 
 import math
@@ -17,7 +17,7 @@ from simulator.clock import PS, SimulatedWorld, ps
 MANY = 96
 """Flows at once from which on shares are not dealt out with each change."""
 DEAL_S = 0.002
-"""Between two deals then. A slice of a layer takes some ten milliseconds."""
+"""Between two deals then. A layer slice takes some ten milliseconds."""
 _DEAL = ps(DEAL_S)
 _ROUNDING = 1e-9
 """A smaller share of a link is a rounding error, not room."""
@@ -37,7 +37,7 @@ class Link:
     name: str
     bytes_per_s: float
     carried: int = 0
-    """Bytes of flows that have ended."""
+    """Ended flows' bytes."""
     flows: "dict[int, Flow]" = field(default_factory=dict)
 
     @property
@@ -101,7 +101,7 @@ class SimulatedNetwork:
         return flow
 
     def cancel(self, flow: Flow) -> None:
-        """Ends a flow early; `done` is not called. An ended flow stays as it is."""
+        """Ends a flow early; `done` is not called. An ended flow does not change."""
         if flow.number in self.flows:
             self._leave(flow)
             self._share(flow.path)
@@ -125,7 +125,7 @@ class SimulatedNetwork:
             link.flows.pop(flow.number, None)
 
     def _look(self, flow: Flow) -> None:
-        """Ends a flow whose last byte has arrived; the flow's rate may have changed since this call was planned."""
+        """Ends a flow if the last byte has arrived; the flow's rate may have changed since this call was planned."""
         now = self.world.now
         if flow.looked_at != now or flow.number not in self.flows:
             return
@@ -265,11 +265,11 @@ class CallDelays:
 
     Attributes:
         least_s: seconds that each takes.
-        more_s: mean of what comes on top; exponential.
+        more_s: mean random seconds on top; exponential.
         prompt_s: seconds until the conductor plans a request that has come: tokenising and hashing.
         run_s: mean seconds for a run of decode steps to the engine and back; exponential.
-        drop_share: messages that are lost.
-        late_share: messages that take `late_s` longer.
+        drop_share: share of messages that are lost.
+        late_share: share of messages that take `late_s` longer.
     """
 
     least_s: float = 0.0003
@@ -282,12 +282,12 @@ class CallDelays:
 
 
 def exponential(mean_s: float, seed: int, *counters: int) -> float:
-    """Seconds by chance, of this mean."""
+    """Random seconds with this mean."""
     return -mean_s * math.log(1.0 - draw_unit(seed, *counters)) if mean_s else 0.0
 
 
 class Calls:
-    """Sends messages; the fate of the n-th depends on the seed and n alone.
+    """Sends messages; the n-th message's fate depends on the seed and n alone.
 
     Attributes:
         world: the time.
@@ -302,7 +302,7 @@ class Calls:
         self.sent = self.dropped = self.late = 0
 
     def send(self, deliver: Callable[[], None], *, reliable: bool = False) -> None:
-        """Calls `deliver` after the message's delay, unless the message is lost. A reliable one is never lost."""
+        """Calls `deliver` after the message's delay, unless the message is lost. A reliable message is never lost."""
         arrives = self.arrival(reliable=reliable)
         if arrives is not None:
             self.world.at(arrives, _deliver, deliver)
@@ -324,7 +324,7 @@ class Calls:
 
 
 class SimulatedLink:
-    """A connection: messages arrive in the order of their sending, in each direction.
+    """A connection: messages arrive in sending order, in each direction.
 
     A lost message breaks the connection: later messages do not arrive, and after a while both ends notice.
 
@@ -342,7 +342,7 @@ class SimulatedLink:
         self.closed = False
 
     def send(self, deliver: Callable[[], None], *, back: bool = False, reliable: bool = False) -> None:
-        """Calls `deliver` when the message arrives at the other end, or with `back` at this one."""
+        """Calls `deliver` when the message arrives at the other end, or with `back` at this end."""
         if self._lost or self.closed:
             return
         arrives, world = self._calls.arrival(reliable=reliable), self._calls.world

@@ -16,7 +16,7 @@ from simulator.cluster.requests import Request
 FULL = 1.0
 """Load above which no request is admitted."""
 FIRST_S = 10.0
-"""Seconds that answers are thought to take until one has ended."""
+"""Seconds that answers are assumed to take until an answer has ended."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class PoolLoad:
 
     @property
     def answer_s(self) -> float:
-        """Seconds that every answer is thought to take: the mean of those that have ended."""
+        """Seconds that every answer is expected to take: the mean over ended answers."""
         return self._total_s / self._ended if self._ended else FIRST_S
 
     def placed(self, request: int, tokens: int, begins_at: float) -> None:
-        """A prompt of so many tokens is to be computed until then."""
+        """Notes a placed prompt with so many tokens, whose answer begins at `begins_at`."""
         self._answers[request] = _AdmittedAnswer(tokens, begins_at)
 
     def began(self, request: int, now: float) -> None:
-        """The first token of a request has come."""
+        """Notes that a request's first token has come."""
         answer = self._answers[request]
         answer.begins_at, answer.begun = now, True
 
@@ -96,7 +96,7 @@ SERVICES = {
 PAPER = ("baseline", "early", "predictive")
 HEADROOM = 0.9
 """Share of the TBT limit up to which requests are admitted: contexts grow, and a request is judged by the longest tenth
-of its intervals, not by the mean.
+of the intervals, not by the mean.
 """
 FOREVER_S = 1e7
 _GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
@@ -147,7 +147,7 @@ class LateCheck:
         """Seconds that computing their prompts took."""
 
     def refuses(self, forecasts: LoadForecaster, request: Request, decode: str, prefill_s: float) -> bool:
-        """Whether a decode instance is too slow now for a request whose prompt took `prefill_s` to compute."""
+        """Whether a decode instance is too slow now for a request that took `prefill_s` to prefill."""
         if not self._wanted or not decode or request.attempts > 1:
             return False
         joining = NO_LOAD if self._by_pool else LoadForecast(1, request.tokens)
@@ -159,7 +159,7 @@ class LateCheck:
 
 
 class PoolGate:
-    """Refuses by the load of the whole decode pool, where the cluster's config wants that.
+    """Refuses by the whole decode pool's load, if the cluster's config says so.
 
     Args:
         config: the cluster's.

@@ -1,7 +1,7 @@
-"""Clients in virtual time: each asks a conductor, and resumes at another one what was lost with the first.
+"""Clients in virtual time: each client asks a conductor, and resumes lost requests at another conductor.
 
-As the SDK does: a client stays with a conductor. A client soon notices that the conductor is lost, and goes to the
-next one. A client that loses only the connection comes again.
+As the SDK does: a client stays with a conductor. A client soon notices that the conductor is lost, and goes to the next
+conductor. A client that loses only the connection comes again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +27,12 @@ class Serving:
     ask: RequestSpec
     request: Request
     continued: int = 0
-    """Tokens of the answer that are not made again, as at the last placement."""
+    """The answer's tokens that are not made again, as at the last placement."""
     sequence: Placed | None = None
     """The latest sequence that engines know."""
     plan: RoutingDecision | None = None
     target: DecodeReservation | None = None
-    """The promise of the last placement."""
+    """The last placement's promise."""
     fence: int = 0
     """How often the client had resumed the request before."""
     rejoined: int = 0
@@ -40,7 +40,7 @@ class Serving:
     away: bool = False
     """The client has lost the connection, and that is known here."""
     announced: str = ""
-    """The id of the last placement: the prompt may change instances under the same id."""
+    """The last placement's id: the prompt may change instances under the same id."""
 
 
 class Frontend(Protocol):
@@ -89,7 +89,7 @@ class Clients:
         return len(self._open)
 
     def arrive(self, request: Request) -> None:
-        """A request has come; the conductor's core hears of the request after tokenising and hashing."""
+        """Takes a new request; the conductor's core hears of the request after tokenising and hashing."""
         self._open[request] = None
         self._world.after(ps(self._prompt_s), self._ask, request)
 

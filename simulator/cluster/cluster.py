@@ -58,7 +58,7 @@ class Cluster:
         for number in range(config.conductors):
             self.conductors.append(self._conductor(number))
         self.clients.conductors = self.conductors
-        self._following = 0  # requests whose predecessors have ended, and whose delay has not
+        self._following = 0  # requests with ended predecessors that still wait for their delay
         self._coming = False
 
     def _conductor(self, number: int) -> Conductor:
@@ -99,7 +99,7 @@ class Cluster:
         self._next(iter(enumerate(requests, 1)))
 
     def _next(self, requests: Iterator[Placed]) -> None:
-        """Read on to the next request with an arrival time; those before wait for others."""
+        """Read on to the next request with an arrival time; requests before wait for others."""
         coming = next(requests, None)
         while coming is not None and coming[1].wait_for:
             if not self._loop.keeps(*coming):
@@ -115,7 +115,7 @@ class Cluster:
         self._next(coming[1])
 
     def _follow(self, coming: Placed) -> None:
-        """The requests that this one waits for have ended. `rate` does not hurry tools and people."""
+        """Starts a request's delay once the requests before have ended. `rate` does not hurry tools and people."""
         self._following += 1
         self.world.after(ps(coming[1].delay / 1000), self._ask_next, coming)
 
@@ -162,7 +162,7 @@ class Cluster:
         return self.conductors[owner_of(stream, len(self.conductors))]
 
     def _at(self, target: DecodeReservation) -> SimulatedDecode | None:
-        """The instance of a promise, if the instance is still there."""
+        """A promise's instance, if the instance is still there."""
         decode = self._engines.decodes[target.decode]
         return decode if decode.up and decode.incarnation == target.incarnation else None
 

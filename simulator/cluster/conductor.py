@@ -74,11 +74,11 @@ class Conductor:
         world: the time.
         config: the cluster's.
         calls: carry messages.
-        engines: the instances, also those that are not there now.
+        engines: the instances, also instances that are away now.
         stores: the kvstores.
         clients: the requests' clients.
         change_role: lets an instance change roles.
-        number: this conductor's; several have different ones.
+        number: this conductor's number, unique among conductors.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Conductor:
         self.host.post(Rehashed(action.request, request.kept, self._keys(request)))
 
     def _sequence(self, action: CallReserve | CallPrefill | StartDecode | TakeOverSequence) -> PlacedSequence:
-        """What engines are told under the id of an order."""
+        """What engines are told under an order's id."""
         serving = self._serving[action.request]
         if serving.sequence is None or serving.sequence.id != action.sequence:
             request, made = serving.request, serving.continued
@@ -323,7 +323,7 @@ class Conductor:
 
 
 def owner_of(stream: int, conductors: int) -> int:
-    """Number of the stream's conductor."""
+    """The number of the stream's conductor."""
     return stream % conductors
 
 

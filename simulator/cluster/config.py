@@ -19,7 +19,7 @@ GB = 10**9
 
 @frozen
 class SloTargets:
-    """What counts as good, seconds. A request's TBT is the mean over its longest 10 % of intervals (FAST'25)."""
+    """Limits for a good request, seconds. TBT is the mean over a request's longest 10 % of intervals (FAST'25)."""
 
     ttft_s: float = 30.0
     tbt_s: float = 0.1
@@ -30,11 +30,11 @@ class DecodeMemory:
     """How a decode instance fills the pool; as the service's own flags.
 
     Attributes:
-        watermark: share of the pool that is left free when a sequence is let in.
+        watermark: pool share that is left free when a sequence is let in.
         preemption: how sequences give their blocks up.
         swap_bytes: DRAM for KV that is copied out of the pool.
-        step_tokens: tokens computed again in one step at most.
-        assumed_answer_tokens: length that answers are expected to have until some have ended.
+        step_tokens: most tokens computed again in one step.
+        assumed_answer_tokens: expected answer length until some answers have ended.
         lease_s: seconds without news after which a promise or transfer ends.
     """
 
@@ -51,7 +51,7 @@ class ClusterConfig:
     """A cluster of equal instances.
 
     Attributes:
-        profile: speeds and sizes of an instance.
+        profile: an instance's speeds and sizes.
         prefill, decode, kvstore: instances.
         conductors: side by side.
         widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
@@ -64,26 +64,26 @@ class ClusterConfig:
         decode_prompt_tokens: longest prompt suffix that decode may compute, tokens; 0 = none.
         threshold: Algorithm 1's balancing threshold.
         peers: prefixes are loaded from other engine instances too.
-        copy_share: share of a link that copies of hot prefixes may take; 0 = there are none.
-        prefetch_share: share of a link that prefetches into instances may take; 0 = there are none.
-        block_tokens: tokens of a KV block.
+        copy_share: link share that copies of hot prefixes may take; 0 = no copies.
+        prefetch_share: link share that prefetches into instances may take; 0 = no prefetches.
+        block_tokens: tokens in a KV block.
         step_tokens: most tokens in a prefill step.
         max_queue: prompts at a prefill instance at most.
         max_batch: most sequences in a decode step.
-        pool_blocks: blocks of an instance's KV pool; 0 = what the profile's memory holds.
-        store_bytes: DRAM of a kvstore.
-        disk_bytes: SSD of a kvstore; 0 = none.
+        pool_blocks: blocks in an instance's KV pool; 0 = what the profile's memory holds.
+        store_bytes: a kvstore's DRAM.
+        disk_bytes: a kvstore's SSD; 0 = none.
         disk_bytes_per_s: read rate.
         eviction: the kvstores' policy.
-        rate: times as quick as in the trace requests come.
+        rate: factor by which requests come faster than in the trace.
         slo: for goodput, and for refusing.
         admission: which requests are admitted, see `simulator.cluster.admission`.
         by_pool: the whole decode pool's load decides admission, see `simulator.cluster.admission`.
         keep_tbt: requests give decode the TBT limit even if no other check refuses them.
         delays: delays for calls between services.
         seed: for delays, and for the policy's draws.
-        report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2
-            latencies differ by a hundredth, and a run takes less time.
+        report_s: least seconds between an instance's load reports. The services' agents wait 0.05; with 0.2 latencies
+            differ by a hundredth, and a run takes less time.
         deadline_s: a request without an end after so long fails; 0 = never.
         retries, recovery_s, room_wait_s, reserve_timeout_s, slow_factor: as the conductor's flags; room_wait_s 0 = any
             time.
@@ -155,7 +155,7 @@ class ClusterConfig:
         return range(self.prefill + self.decode if self.roles.swap else self.decode)
 
     def stages_of(self, prefill: str) -> int:
-        """Stages of a prefill instance, which is called "p3"."""
+        """A prefill instance's stages, given the instance's name, for example "p3"."""
         return self.widths[int(prefill[1:])] if self.widths else 1
 
     @property
@@ -165,7 +165,7 @@ class ClusterConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks of an instance's pool."""
+        """Blocks in an instance's pool."""
         return self.pool_blocks or max(1, self.profile.pool_bytes // self.block_bytes)
 
     @property
@@ -190,7 +190,7 @@ class Runs:
     longest: int = 1 << 40
     """So many at once at most."""
     ahead: int = 0
-    """For so many steps to come sequences get blocks, while enough are free; 0 = a run ends where one needs a block."""
+    """Steps ahead for which sequences get blocks, if free; 0 = a run ends where a sequence needs a block."""
 
 
 LEAPS = Runs()
@@ -198,7 +198,7 @@ LEAPS = Runs()
 
 
 def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:
-    """What the core of a prefill instance is told. Each stage holds its own layers from all blocks."""
+    """Settings for a prefill instance's core. Each stage holds the stage's own layers from all blocks."""
     return PrefillSettings(
         blocks=stages * config.blocks,
         block_tokens=config.block_tokens,
@@ -211,7 +211,7 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
 
 
 def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
-    """What the core of a decode instance is told."""
+    """Settings for a decode instance's core."""
     memory = config.memory
     return DecodeSettings(
         num_blocks=config.blocks,

@@ -32,7 +32,7 @@ class CoreHost(Generic[E, A]):
         self.core = core
         self._world, self._perform, self._before_tick = world, perform, before_tick
         self.heard: Callable[[float, E | Tick, list[A]], None] | None = None
-        """Called with (seconds, event, actions) of each event, before the actions are done."""
+        """Called with (seconds, event, actions) for each event, before the actions are done."""
         self._events: deque[E | Tick] = deque()
         self._draining = False
         self._armed: int | None = None
@@ -40,7 +40,7 @@ class CoreHost(Generic[E, A]):
         self.closed = False
 
     def post(self, event: E | Tick) -> None:
-        """Hands an event to the core, after those posted before. Does nothing after `close`."""
+        """Hands an event to the core, after events posted before. Ignored after `close`."""
         if self.closed:
             return
         events = self._events

@@ -45,7 +45,7 @@ from simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
-    """One instance's copies, until the instance is lost. Each is answered by one `Ended`.
+    """One instance's copies, until the instance is lost. Each copy is answered by one `Ended`.
 
     Args:
         name: the instance's.
@@ -86,12 +86,12 @@ class Copies:
         self._network.send([self._bus], blocks * self._config.block_bytes, copied)
 
     def write(self, io: int, store: Store, chain: Sequence[BlockKey]) -> None:
-        """The last block of a chain, to a store."""
+        """Writes a chain's last block to a store."""
         self._begin(io)
         store.write(chain, self._sends, lambda: self._end(io, StoreEnd(store.holds(chain) == len(chain))))
 
     def read(self, io: int, store: Store, chain: Sequence[BlockKey], first: int, timeout_s: float) -> None:
-        """The blocks of a chain from `first` on, as far as the store has them."""
+        """Loads a chain's blocks from `first` on, as far as the store has the blocks."""
         blocks, give_back = store.lend(chain, first)
         begun = self._begin(io, give_back)
 
@@ -139,10 +139,10 @@ class DecodeListener:
     """Listeners to an instance.
 
     Attributes:
-        tokens: a conductor's stream, and news of the stream's sequences.
+        tokens: a conductor's stream, and news for the stream's sequences.
         failed: a conductor's stream, a failed transfer on the stream, and the reason.
         keys: keys that entered the pool, and keys that left.
-        changed: load or keys are others now.
+        changed: load or keys have changed.
     """
 
     tokens: Callable[[int, list[SequenceReport]], None]
@@ -152,7 +152,7 @@ class DecodeListener:
 
 
 class SimulatedDecode:
-    """One instance. Transfers are named by the core's numbers of their first sequences, which are never used twice.
+    """One instance. A transfer has the core's number for the first sequence as a name; numbers are never used twice.
 
     Args:
         stores: the cluster's; the answers' blocks are written there.
@@ -225,7 +225,7 @@ class SimulatedDecode:
         starts_in_s: float = 0.0,
         stores: tuple[str, ...] = (),
     ) -> ReserveGranted | Failure:
-        """A conductor wants room for a sequence, or for several with one prompt."""
+        """Reserves room for a conductor: for a sequence, or for several with one prompt."""
         if self.draining:
             return Failure(FailureKind.UNAVAILABLE, f"{self.name} is draining")
         number, request = self._came + 1, sequence.request
@@ -247,14 +247,14 @@ class SimulatedDecode:
         return self._wanted(transfer) is not None
 
     def heard(self, transfer: int) -> None:
-        """Some of the prompt's KV has come."""
+        """Notes that a part of the prompt's KV has come."""
         member, now = self._sequences.get(transfer), self._world.now
         if member is not None and now - member.heard_at >= self._heard_gap and not member.why:
             member.heard_at = now
             self._tell(TransferProgress(transfer))
 
     def kv_whole(self, transfer: int) -> bool:
-        """All of the prompt's KV has come; returns whether the KV is wanted."""
+        """Notes that all the prompt's KV has come; returns whether the KV is wanted."""
         member = self._wanted(transfer)
         if member is None:
             return False
@@ -308,7 +308,7 @@ class SimulatedDecode:
             )
 
     def cancel(self, transfer: int) -> None:
-        """A sequence is not wanted any more; unknown ones are fine."""
+        """Ends a sequence that is not wanted any more; unknown sequences are ignored."""
         if self._wanted(transfer) is not None:
             for member in self._members(transfer):
                 member.stream = 0
@@ -390,7 +390,7 @@ class SimulatedDecode:
             self._ears.changed()
 
     def _say(self, members: Iterable[DecodeSequence]) -> None:
-        """Tells the conductor of new tokens."""
+        """Tells the conductor about new tokens."""
         told: dict[int, list[SequenceReport]] = {}
         for member in members:
             if member.stream and member.made is not None:

@@ -47,7 +47,7 @@ from simulator.network import NOTICED_S, Calls, SimulatedLink
 
 @dataclass(slots=True, eq=False)
 class RequestSubscription:
-    """Follows the sequences of a request at decode: tokens go to the request's answers, their number to the core."""
+    """Follows a request's sequences at decode: tokens go to the request's answers, their number to the core."""
 
     io: int
     request: Request
@@ -74,7 +74,7 @@ class RequestSubscription:
             self.ended(self.io, None)
 
     def fail(self, failure: Failure) -> None:
-        """None of the answers can go on."""
+        """No answer can go on."""
         self.unfollow()
         self.ended(self.io, failure)
 
@@ -86,7 +86,7 @@ class AnswerSubscription:
     of: RequestSubscription
     choice: int
     position: int
-    """Of the next token that comes; those that the answer has are dropped."""
+    """Position of the next token that comes; tokens that the answer has are dropped."""
 
     def tokens(self, made: TokenTimes | None, *, over: bool) -> None:
         """Tokens have come; with `over` the answer has ended with them."""
@@ -153,7 +153,7 @@ class DecodeStream:
             self._followers.pop(number, None)
 
     def cancel(self, transfer: int) -> None:
-        """A sequence, several that run together, or the promise for them, are not wanted."""
+        """Gives up a sequence, several sequences that run together, or their promise."""
         self.open().send(partial(self._there, lambda: self._decode.cancel(transfer)))
 
     def lost(self, why: str) -> None:
@@ -225,7 +225,7 @@ class DecodeStreams:
         return sum(map(len, self._streams.values()))
 
     def get(self, decode: str) -> DecodeStream:
-        """The stream to the present life of an instance."""
+        """The stream to an instance's present epoch."""
         if decode not in self._streams:
             self._streams[decode] = DecodeStream(self._calls, self._decodes[decode], self._conductor, self._number)
         return self._streams[decode]
@@ -245,12 +245,12 @@ class DecodeStreams:
 RESERVE_LIMIT = 2.0
 """A `Reserve` call ends after this multiple of the seconds that the core waits for the answer, as in the service."""
 Token = Callable[[int, ReportFirstToken], bool]
-"""Takes the first token of a request; returns whether the request goes on."""
+"""Takes a request's first token; returns whether the request goes on."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillCall:
-    """A call of a prefill instance. What comes after the call has ended at the conductor is ignored."""
+    """A call to a prefill instance. Messages after the call has ended at the conductor are ignored."""
 
     order: CallPrefill
     sequence: PlacedSequence

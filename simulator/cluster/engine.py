@@ -26,7 +26,7 @@ class SharedMachine:
     """One machine's engines.
 
     Args:
-        slow: times as long as alone that work takes while another one computes; 1 = separate cores.
+        slow: factor by which work takes longer while another engine computes; 1 = separate cores.
     """
 
     def __init__(self, slow: float = 1.0) -> None:
@@ -82,7 +82,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, speeds: Speeds) -> "StepTimes":
-        """Those of an instance."""
+        """An instance's step times."""
         return cls(ps(speeds.decode_base_s), ps(speeds.decode_per_sequence_s), ps(speeds.decode_per_context_token_s))
 
     def step(self, sequences: int, context: int) -> int:
@@ -103,7 +103,7 @@ class Leap:
     more: int
 
     def time_of(self, steps: int) -> int:
-        """When the first `steps` of them are over."""
+        """When the first `steps` steps are over."""
         return self.start + steps * self.first + self.more * (steps * (steps - 1) // 2)
 
     @property
@@ -134,7 +134,7 @@ STOPPED = 1
 
 @dataclass(frozen=True, slots=True)
 class RunListener:
-    """Listener to the runs of a `DecodeEngine`.
+    """Listener to a `DecodeEngine`'s runs.
 
     Attributes:
         post: tells the core.
@@ -153,11 +153,11 @@ class DecodeEngine:
 
     Args:
         core: orders the steps.
-        sequences: those of the instance, by the core's numbers.
+        sequences: the instance's sequences, by the core's numbers.
         use: counts what is done.
         listener: hears of the runs.
         machine: engines that share cores.
-        number: the instance's; each instance has separate delays.
+        number: the instance's number; each instance has separate delays.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class DecodeEngine:
         self._run: StartRun | None = None
         self._leap = Leap(0, 0, 0, 0)
         self._told = 0
-        """Steps of the leap that are counted."""
+        """Steps in the leap that are counted."""
         self._left = 0
-        """Steps of the run behind the leap."""
+        """Steps in the run behind the leap."""
         self._ahead = core.settings.ahead_steps > 0
         """A run goes on where a block becomes full; the run's leaps end there."""
         self._member = machine.joins(self._look_again)
@@ -222,7 +222,7 @@ class DecodeEngine:
         self._shorten()
 
     def _go_on(self, first: int, steps: int) -> None:
-        """Leaps over steps of the run at the present slowdown; the first takes `first` if the engine is alone."""
+        """Leaps over steps in the run at the present slowdown; the first takes `first` if the engine is alone."""
         assert self._run is not None
         if self._ahead:
             size = self._config.block_tokens
@@ -244,7 +244,7 @@ class DecodeEngine:
         return max(0, less)
 
     def _look_again(self) -> None:
-        """Steps take another time from now on, but for the one that is being computed."""
+        """Changes how long steps take from now on, except the step that is being computed."""
         self.settle()
         if self._run is not None:
             self._left += self._shorten()
@@ -305,7 +305,7 @@ class DecodeEngine:
         return tuple([(it.number, key) for it in members if (key := it.filled(size)) is not None])
 
     def _advance(self, run: StartRun, steps: int) -> float:
-        """Counts steps of the run; returns their seconds."""
+        """Counts steps in the run; returns their seconds."""
         leap, begin, end = self._leap, self._told, self._told + steps
         first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
         blocks = tokens = 0
@@ -329,7 +329,7 @@ class PipelineStep:
     io: int
     duration: int
     gate: int
-    """Layers up to this one may be computed."""
+    """Lets layers up to this layer be computed."""
     done: int = 0
     """Layers that are computed."""
     late: int = 0
@@ -344,7 +344,7 @@ class Pipeline:
     Args:
         layers: KV layers.
         stages: that these are divided among.
-        layer_done: told of a step's io and a layer that is computed.
+        layer_done: called with a step's io and a layer that is computed.
         over: called with a step's io, whether the step was given up, and the step's computing seconds over all stages.
         machine: engines that share cores.
     """
@@ -371,7 +371,7 @@ class Pipeline:
         self._go_on()
 
     def open_gate(self, io: int, layer: int) -> None:
-        """A step may compute all layers up to this one; steps that are over are fine."""
+        """Lets a step compute all layers up to this layer; ended steps are ignored."""
         for step in self._steps:
             if step.io == io:
                 step.gate = max(step.gate, layer)

@@ -1,7 +1,7 @@
 """The instances that have joined the conductor. Each reports keys and load soon after they change.
 
-As the services' agents do (`moonpool.cluster.join`), an instance waits a little after a change, and between reports.
-An instance without news reports nothing: the simulator knows that the instance is alive.
+As the services' agents do (`moonpool.cluster.join`), an instance waits a little after a change, and between reports. An
+instance without news sends no report: the simulator knows that the instance is alive.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class MemberInstance:
     Args:
         calls: carry the instance's messages.
         post: hands events to the conductor.
-        name, incarnation: of the instance.
+        name, incarnation: the instance's.
         load: returns the current load.
         gap: between two reports, picoseconds.
     """
@@ -50,7 +50,7 @@ class MemberInstance:
         self._armed = False
 
     def keys(self, changes: KeyChanges) -> None:
-        """Keys have come and left; only what became of each in the end is told."""
+        """Notes keys that came and left; only each key's final state is told."""
         self._keys.note(*changes)
         self.changed()
 
@@ -61,7 +61,7 @@ class MemberInstance:
             self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
-        """Stops all reports of the instance."""
+        """Stops all the instance's reports."""
         self._wire.close()
 
     def _tell(self, _: None) -> None:
@@ -100,7 +100,7 @@ class Members:
         self._members: dict[str, MemberInstance] = {}
 
     def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
-        """An instance joins with cached keys; an earlier instance of the name is lost."""
+        """Lets an instance join with cached keys; an earlier instance with the name is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = MemberInstance(self._calls, self._post, name, incarnation, load, gap)
@@ -131,7 +131,7 @@ class Members:
         return member.incarnation
 
     def incarnation(self, name: str) -> int:
-        """Incarnation of an instance; 0 = the instance is not here."""
+        """An instance's incarnation; 0 = the instance is not here."""
         member = self._members.get(name)
         return member.incarnation if member is not None else 0
 
@@ -142,7 +142,7 @@ class Members:
             member.keys(changes)
 
     def changed(self, name: str) -> None:
-        """Load or keys of an instance are others now."""
+        """Notes that an instance's load or keys have changed."""
         member = self._members.get(name)
         if member is not None:
             member.changed()

@@ -30,7 +30,7 @@ from simulator.network import Calls, Flow, Link, SimulatedNetwork
 
 
 class PromptClient(Protocol):
-    """The owner of a prompt, who hears how computing proceeds."""
+    """A prompt's owner, which hears how computing proceeds."""
 
     def accepted(self, number: int) -> None:
         """The prompt is in the queue, as the instance's so many-th."""
@@ -39,7 +39,7 @@ class PromptClient(Protocol):
         """The first token is there."""
 
     def delivered(self) -> None:
-        """Decode has all KV of the prompt."""
+        """Decode has all the prompt's KV."""
 
     def over(self, result: Failure | StalePlacement | None) -> None:
         """No more news comes."""
@@ -51,10 +51,10 @@ class Peers:
 
     Attributes:
         keys: keys that entered the pool, and keys that left.
-        changed: load or keys are others now.
+        changed: load or keys have changed.
         open: a transfer begins; returns the link for sending, None if decode does not know the transfer.
-        heard: some of a transfer has come.
-        whole: all of a transfer has come; returns whether decode wants the KV.
+        heard: a part of a transfer has come.
+        whole: the whole transfer has come; returns whether decode wants the KV.
         give_up: ends a transfer early.
     """
 
@@ -77,7 +77,7 @@ class Prompt:
     copies: tuple[events.WriteBackTarget, ...]
     client: PromptClient
     begun: bool = False
-    """Some of the prompt is computed, or is being computed."""
+    """Whether a part of the prompt is computed, or is being computed."""
     to: Link | None = None
 
 
@@ -126,7 +126,7 @@ class PrefixLoader:
     def begin(
         self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
     ) -> None:
-        """Loads the blocks of a chain from `first` on, as far as the source has them."""
+        """Loads a chain's blocks from `first` on, as far as the source has the blocks."""
         source, wanted = self._find(name), len(keys) - first
         loan = source.lend(keys, first)
         blocks = loan.blocks
@@ -293,7 +293,7 @@ class SimulatedPrefill:
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:
-        """Blocks of a chain are to be copied here."""
+        """Copies a chain's blocks here."""
         self._copies_came += 1
         self._copies[self._copies_came] = keys, source.name
         self._tell(events.ReplicateBlocks(self._copies_came, keys, source))
@@ -303,7 +303,7 @@ class SimulatedPrefill:
         self._tell(events.StopReplicating(tail))
 
     def leave(self, number: int) -> None:
-        """A prompt is not wanted any more; one that has ended is fine."""
+        """Gives up a prompt that is not wanted any more; ended prompts are ignored."""
         if number in self._prompts:
             self._tell(events.CancelJob(number))
 
@@ -493,7 +493,7 @@ class SimulatedPrefill:
     def _whole(
         self, order: actions.AwaitVerdict, target: DecodeReservation | None, moving: dict[int, Flow | None]
     ) -> None:
-        """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
+        """Decode has the whole transfer, unless the transfer was given up before or the instance was lost."""
         if moving is not self._moving or order.io not in moving:
             return
         assert target is not None
@@ -502,7 +502,7 @@ class SimulatedPrefill:
         self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
     def _moved(self, moving: dict[int, Flow | None], io: int, result: events.IoResult) -> None:
-        """I/O of a transfer is over; ignored if the transfer was given up before, or the instance was lost."""
+        """Ends a transfer's I/O; ignored if the transfer was given up before, or the instance was lost."""
         if moving is self._moving and io in moving:
             flow = moving.pop(io)
             if flow is not None:
@@ -532,7 +532,7 @@ class SimulatedPrefill:
         moving[io] = self._network.send((self.sends, link), nbytes, sent)
 
     def _bytes(self, pieces: Iterable[actions.LayerBlocks], tokens: int) -> int:
-        """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
+        """Bytes of the tokens in the blocks; a prompt's last block may be part-filled."""
         size, slice_bytes, nbytes = self._config.block_tokens, self._settings.slice_bytes, 0
         for piece in pieces:
             begin, end = piece.first * size, (piece.first + len(piece.blocks)) * size

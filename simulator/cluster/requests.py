@@ -1,4 +1,4 @@
-"""Requests, the sequences that engines see of them, and tokens as they are made."""
+"""Requests, their sequences at engines, and tokens as they are made."""
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class TokenTimes:
         return 1 + len(self.gaps)
 
     def after(self, known: int) -> "TokenTimes | None":
-        """Without the first ones, which are known; None when all are."""
+        """The same tokens without the first, which are known; None if all are known."""
         if known <= 0:
             return self
         if known >= self.count:
@@ -77,7 +77,7 @@ class Request:
     tokens: int
     """Of the prompt."""
     answer: int
-    """Tokens wanted, of each answer."""
+    """Tokens wanted in each answer."""
     keys: tuple[BlockKey, ...]
     """Of the prompt's full blocks."""
     max_tokens: int = 0
@@ -100,7 +100,7 @@ class Request:
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
     prefill: str = ""
-    """Instance of the first placement; what was predicted then follows."""
+    """The first placement's instance; that placement's predictions follow."""
     predicted_queue_s: float = 0.0
     predicted_ttft_s: float = 0.0
     ended_at: int = 0
@@ -113,7 +113,7 @@ class Request:
 
     @property
     def made(self) -> int:
-        """Tokens that the client has of all answers."""
+        """Tokens that the client has, in all answers."""
         return sum([answer.made for answer in self.answers])
 
     @property
@@ -128,21 +128,21 @@ class Request:
 
     @property
     def first_at(self) -> int:
-        """Time of the first token; 0 = there is none."""
+        """The first token's time; 0 = no token yet."""
         return min([answer.first_at for answer in self.answers if answer.made], default=0)
 
     @property
     def intervals(self) -> list[int]:
-        """Between the tokens of each answer."""
+        """Gaps between tokens, in each answer."""
         return [interval for answer in self.answers for interval in answer.intervals]
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and answer that room may be needed for."""
+        """Tokens in prompt and answer that room may be needed for."""
         return self.tokens + (self.max_tokens or self.answer)
 
     def take(self, tokens: TokenTimes, choice: int = 0) -> None:
-        """The client has more tokens of an answer."""
+        """Gives the client more tokens of an answer."""
         self.answers[choice].take(tokens)
 
 
@@ -154,7 +154,7 @@ class PlacedSequence:
     id: str
     tokens: int
     left: int
-    """Tokens of the answer that were still to be made at placement."""
+    """The answer's tokens that were still to be made at placement."""
     fence: int = 0
     """How often the client had resumed the request."""
     width: int = 1
@@ -162,7 +162,7 @@ class PlacedSequence:
 
     @property
     def continued(self) -> int:
-        """Tokens of the answer that were there at placement."""
+        """The answer's tokens that were there at placement."""
         return self.request.answer - self.left
 
     def keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
@@ -177,7 +177,7 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
 
 
 def prompt_key_of(request: TraceRequest, block_tokens: int) -> bytes:
-    """Key for a prompt without a full block, by the id of the prompt's first block; empty where no key is needed."""
+    """Key for a prompt without a full block, by the prompt's first block id; empty if no key is needed."""
     if request.input_length >= block_tokens or not request.hash_ids:
         return b""
     return _key_of(request.hash_ids[0], request.tenant)
@@ -210,7 +210,7 @@ class DecodeUse:
     sequences_time: float = 0.0
     """Sequences times picoseconds."""
     slots_time: float = 0.0
-    """Slots of the batch's blocks times picoseconds."""
+    """Slots in the batch's blocks, times picoseconds."""
     tokens_time: float = 0.0
     """Of these, slots with a token."""
 
@@ -241,7 +241,7 @@ class DecodeSequence:
     heard_at: int
     """When the core was last told that the transfer lives."""
     choice: int = 0
-    """Number of the answer within the request."""
+    """The answer's number within the request."""
     blocks: int = 0
     stream: int = 0
     """The conductor's stream that the sequence was started on; 0 = no conductor wants the tokens (any more)."""
@@ -250,14 +250,14 @@ class DecodeSequence:
     started: bool = False
     """The conductor has told the sequence to begin."""
     whole: bool = False
-    """All KV of the prompt has come; set at the first of several sequences."""
+    """All the prompt's KV has come; set at the first of several sequences."""
     made: TokenTimes | None = None
-    """Tokens that the conductor was not told of yet."""
+    """Tokens that the conductor has not been told yet."""
     told: bool = False
-    """The conductor was told of some tokens."""
+    """Notes that the conductor was told some tokens."""
 
     def advance(self, first: int, gaps: Listed[int], last: int) -> None:
-        """Adds tokens: at `first`, and after the `gaps` behind it, until `last`."""
+        """Adds tokens: at `first`, then after each of `gaps`, until `last`."""
         count = 1 + len(gaps)
         self.tokens += count
         self.left -= count
@@ -273,13 +273,13 @@ class DecodeSequence:
         self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
 
     def begin_behind(self, known: int, block_tokens: int) -> tuple[BlockKey, ...]:
-        """So many tokens behind the first one are known; returns the keys of the blocks that they fill."""
+        """Takes so many tokens behind the first token as known; returns keys for the blocks that these tokens fill."""
         before, self.tokens, self.left = self.keys, self.tokens + known, self.left - known
         self.keys = max(before, (self.tokens - 1) // block_tokens)
         return self.chain(self.keys)[before:]
 
     def again(self, position: int, stream: int, now: int) -> TokenTimes | None:
-        """The answer's tokens from a position on, for a stream that has not seen them: all come now."""
+        """The answer's tokens from a position on, for a stream that has not seen these tokens: all come now."""
         lacking = self.tokens - self.sequence.request.tokens - position
         self.made, self.told, self.stream = None, True, stream
         return TokenTimes(now, [0] * (lacking - 1), now) if lacking > 0 else None
@@ -289,7 +289,7 @@ class DecodeSequence:
         return block_tokens - (self.tokens - 1) % block_tokens
 
     def filled(self, block_tokens: int) -> BlockKey | None:
-        """Key of the block that became full with the last step; None when none did."""
+        """Key for the block that became full with the last step; None if no block did."""
         index, rest = divmod(self.tokens - 1, block_tokens)
         if rest or index <= self.keys:
             return None
@@ -297,7 +297,7 @@ class DecodeSequence:
         return self.chain(index)[-1]
 
     def chain(self, blocks: int) -> tuple[BlockKey, ...]:
-        """Keys of the leading blocks."""
+        """Keys for the leading blocks."""
         return keys_of_chain(self.sequence.request, blocks, self.choice)
 
 
@@ -313,7 +313,7 @@ class Resume:
 
 @frozen
 class SequenceReport:
-    """What the conductor is told of a sequence: tokens, and whether the sequence has ended with them."""
+    """What the conductor is told about a sequence: tokens, and whether these tokens end the sequence."""
 
     number: int
     made: TokenTimes | None

@@ -27,7 +27,7 @@ class SimulatedDisk:
         access_s: seconds that each request takes besides.
 
     Attributes:
-        carried: bytes of all requests that have ended.
+        carried: bytes for all ended requests.
     """
 
     def __init__(self, world: SimulatedWorld, bytes_per_s: float, access_s: float = 0.0) -> None:
@@ -64,7 +64,7 @@ class Readable(Protocol):
         ...
 
     def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
-        """Holds the blocks of a chain from `first` on, as far as they are here."""
+        """Holds a chain's blocks from `first` on, as far as the blocks are here."""
         ...
 
     def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
@@ -106,7 +106,7 @@ class SimulatedPoolReads:
 
 
 WRITES_AT_ONCE = 16
-"""Puts that a store takes at once; further ones wait in their order, as for credits. Two fill the link."""
+"""Puts that a store takes at once; further puts wait in order, as for credits. Two puts fill the link."""
 
 
 @frozen
@@ -173,7 +173,7 @@ class Store:
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def tell(self, hint: SessionHint, prefetch: Sequence[BlockKey]) -> None:
-        """Takes what is known of a session, and reads wanted blocks from SSD behind everything asked for so far."""
+        """Takes what is known about a session, and reads wanted blocks from SSD behind all earlier reads."""
         life, told = self.incarnation, self._world.seconds
         self._order.hint(hint)
         cold = [key for key in self._dram.lacking(prefetch) if key in self._ssd]
@@ -212,7 +212,7 @@ class Store:
         return [key for key in lacking if key not in ssd] if ssd else lacking
 
     def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
-        """Reads blocks `begin` to `end` of a chain that is held; `ready` is called when they are in DRAM."""
+        """Reads a held chain's blocks `begin` to `end`; calls `ready` when the blocks are in DRAM."""
         from_disk = len(self._dram.lacking(keys[begin:end]))
         self.read_blocks += end - begin
         self.disk_blocks += from_disk
@@ -256,7 +256,7 @@ class Store:
         self._network.send([put.source, self._receives], nbytes, written, Priority.BACKGROUND)
 
     def _keep(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks of a chain are in DRAM now and were used."""
+        """Notes that a chain's blocks are in DRAM now and were used."""
         new = self._dram.lacking(keys)
         self._dram.request(keys)
         left, self._left, ssd = self._dram.lacking(list(dict.fromkeys(self._left))), [], self._ssd

@@ -1,4 +1,4 @@
-"""Fits a simulated cluster to what a real one was measured to do, and compares both quantile by quantile.
+"""Fits a simulated cluster to a real cluster's measurements, and compares both quantile by quantile.
 
 The profile says what computing takes. A stack's other delays (calls, event loops, steps on a shared machine) are in a
 few named numbers (`Extras`), found by simulating the measured requests.
@@ -20,7 +20,7 @@ SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 SIMULATIONS = 200
 """That a fit may take."""
 FIRST_STEP, LEAST_STEP = 0.8, 0.03
-"""Steps of the search, in natural logarithms."""
+"""Search steps, in natural logarithms."""
 WORTH = 0.999
 """A try must be better by a thousandth: parameters with hardly any effect stay."""
 FACTORS = {"prefill", "decode", "host_slowdown", "links"}
@@ -32,17 +32,17 @@ class Extras:
     """A stack's delays beyond the profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 1, 0, ...).
 
     Attributes:
-        prefill, decode: times as long as the profile says steps of prefill and decode take.
-        prefill_step_s: what each step of prefill takes on top.
+        prefill, decode: factors by which prefill and decode steps take longer than the profile says.
+        prefill_step_s: seconds added to each prefill step.
         decode_token_s: seconds added to each token in a decode step: telling a client.
         decode_run_s: mean seconds added to a run of decode steps: the way to the engine and back. A run ends with each
             sequence that joins or ends, so a first token from decode waits for the run's end, and a load peak has many
             ends.
-        host_slowdown: times as long as alone that steps take while another engine of the machine computes. Fitted if
-            engines share a machine (`ClusterConfig.host_slowdown` above 1), else 1.
-        links: times as slow as the profile says KV is loaded and sent.
+        host_slowdown: factor by which steps take longer while another engine on the machine computes. Fitted if engines
+            share a machine (`ClusterConfig.host_slowdown` above 1), else 1.
+        links: factor by which KV is loaded and sent more slowly than the profile says.
         prompt_s: seconds until a prompt is at a prefill instance: tokenising, hashing, planning, a reservation.
-        call_s: mean of what chance adds to each message.
+        call_s: mean random seconds added to each message.
     """
 
     prefill: float = 1.0
@@ -82,7 +82,7 @@ STARTS = tuple(
     for decode, run_s in ((0.3, 0.004), (1.0, 0.001), (1.0, 0.01))
     for prompt_s in (0.005, 0.03)
 )
-"""Where the search may begin: at the best of these."""
+"""Starting points for the search, which begins at the best."""
 _Direction = Mapping[str, int]
 """Numbers that a move changes, each up (1) or down (-1) together with the others."""
 DIRECTIONS: tuple[_Direction, ...] = (
@@ -95,7 +95,7 @@ DIRECTIONS: tuple[_Direction, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of requests that were answered, in their order. 0 for an answer with a single token.
+    """Answered requests' seconds, in request order. 0 for an answer with a single token.
 
     Attributes:
         ttft_s: to the first token.
@@ -109,7 +109,7 @@ class Times:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Times":
-        """Those of some requests."""
+        """The seconds of some requests."""
         done = [request for request in requests if request.outcome == DONE]
         first = [(request.first_at - request.arrived) / PS for request in done]
         gaps = [request.intervals for request in done]
@@ -123,7 +123,7 @@ class Times:
 
     @property
     def points(self) -> list[float]:
-        """Nine quantiles of each time."""
+        """Each time's nine quantiles."""
         times = map(_present, (self.ttft_s, self.tpot_s, self.second_s))
         return [quantile(values, share) for values in times for share in SHARES]
 
@@ -199,7 +199,7 @@ def fit(
 
 
 class _Search:
-    """The best so far, of so many that may be tried."""
+    """The best extras so far, and how many more may be tried."""
 
     def __init__(self, off: Callable[[Extras], float], left: int) -> None:
         self._off = off
@@ -217,7 +217,7 @@ class _Search:
         return self.best != before
 
     def better(self, other: Extras) -> bool:
-        """Tries one; returns whether the try is the best now."""
+        """Tries extras; returns whether these extras are the best now."""
         if self.left <= 0:
             return False
         self.left -= 1
@@ -265,7 +265,7 @@ class Line:
 
 
 def compare(measured: Times, simulated: Times) -> list[Line]:
-    """The quantiles for which there is a bound; of figures that were measured."""
+    """Quantiles with a bound, for figures that were measured."""
     return [
         Line(f"{name} p{100 * share:.0f}", quantile(one, share), quantile(other, share), wanted)
         for name, one, other in _figures(measured, simulated)
@@ -274,7 +274,7 @@ def compare(measured: Times, simulated: Times) -> list[Line]:
 
 
 def charts(measured: Times, simulated: Times) -> list[Chart]:
-    """Nine quantiles of each figure."""
+    """Each figure's nine quantiles."""
     return [
         Chart(
             f"{name}, measured and simulated",

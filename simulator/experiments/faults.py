@@ -107,7 +107,7 @@ DOWN_S = 20.0
 
 
 class Gaps:
-    """The longest pause of each stream."""
+    """Each stream's longest pause."""
 
     def __init__(self) -> None:
         self.longest = LatencyQuantiles()
@@ -123,7 +123,7 @@ def conductors(config: ClusterConfig, source: RequestSource, crash_s: float, pro
     """Two rows per number of conductors: undisturbed, and with a conductor lost after `crash_s` seconds.
 
     Raises:
-        AssertionError: a request did not end, or something is still held.
+        AssertionError: a request did not end, or a part still holds KV or room.
     """
     rows: list[Row] = []
     for count in COUNTS:

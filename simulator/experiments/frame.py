@@ -24,10 +24,10 @@ class RequestSource:
 
     Attributes:
         path: the trace; None = generated.
-        requests: at most; 0 = the whole trace, 1,000 generated requests.
+        requests: most requests; 0 = the whole trace, or 1,000 generated requests.
         seed: for generated requests.
         mix: what is generated.
-        sessions: so many sessions of agents are generated instead; 0 = none.
+        sessions: so many agents' sessions are generated instead; 0 = none.
     """
 
     path: Path | None = None
@@ -50,7 +50,7 @@ class RequestSource:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Tokens in a block."""
         return BLOCK_TOKENS if self.path is None else Trace(self.path).block_tokens
 
     def describe(self) -> str:
@@ -104,7 +104,7 @@ def assumptions(config: ClusterConfig, source: RequestSource) -> dict[str, objec
 
 
 def serving_row(summary: Summary) -> dict[str, object]:
-    """The figures of a serving run that tables show."""
+    """A serving run's figures, as tables show them."""
     return {
         "ttft_mean_s": summary.ttft_s.get("mean"),
         "ttft_p50_s": summary.ttft_s.get("p50"),

@@ -35,10 +35,10 @@ class MemoryLoad:
     Attributes:
         requests: all alike.
         prompt_tokens: per request.
-        answer_tokens: mean of the answers; exponential, cut at `max_tokens`.
+        answer_tokens: mean answer length; exponential, cut at `max_tokens`.
         max_tokens: what a request may ask for.
-        samples: answers of each request.
-        pool_blocks: the instance's.
+        samples: answers per request.
+        pool_blocks: blocks in the instance's pool.
         block_tokens: tokens per block.
         seed: for the answers' lengths.
     """
@@ -64,9 +64,9 @@ class FillPolicy:
 
     Attributes:
         memory: the instance's.
-        longest_life: admits only requests that fit if each takes its longest life, with those blocks counted as taken;
+        longest_life: admits a request only if all fit at their greatest length, and counts these blocks as taken;
             decode instances no longer do this.
-        sharing: a request's samples are answers to one prompt, share the prompt's blocks, and run together.
+        sharing: a request's samples answer one prompt, share the prompt's blocks, and run together.
     """
 
     memory: DecodeMemory = field(default_factory=DecodeMemory)
@@ -79,10 +79,10 @@ Group = tuple[Request, ...]
 
 
 class WaitingRequests:
-    """Requests that all want room on one decode instance, first come first; their KV is there at once.
+    """Requests that all want room on one decode instance, in order of arrival; their KV is there at once.
 
     Args:
-        at_once: sequences that may be there at most; 0 = as many as the core lets in.
+        at_once: most sequences at a time; 0 = as many as the core lets in.
     """
 
     def __init__(self, config: ClusterConfig, groups: Listed[Group], at_once: int) -> None:
@@ -209,7 +209,7 @@ def fill_policies(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, FillPolicy
 
 
 def memory(profile: Profile, load: MemoryLoad, progress: Progress) -> Result:
-    """A row per way of filling the pool."""
+    """A row for each way to fill the pool."""
     rows: Listed[dict[str, object]] = []
     for name, (wanted, way) in fill_policies(load).items():
         rows = [*rows, _row(name, wanted, way, run_pool(profile, wanted, way))]

@@ -68,7 +68,7 @@ class PromptStream:
 
 
 def pipeline(config: ClusterConfig, machines: int, requests: int, progress: Progress) -> Result:
-    """A row per division of machines, load, and prompt length.
+    """A row for each division into pipelines, load, and prompt length.
 
     Raises:
         ConfigError: the machines cannot be joined to pipelines of every width, or the KV has fewer layers than these.

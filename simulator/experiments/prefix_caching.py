@@ -45,7 +45,7 @@ class HeadFirstLRU(LRU):
             super().touched([key])
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Changes nothing: the head stays the oldest."""
+        """Keeps the order: the head stays the oldest."""
 
 
 COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
@@ -62,7 +62,7 @@ def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_toke
 
 
 def hit_share(chains: Chains, policy: str, capacity: int) -> float:
-    """Hits of all block references under a policy, or the optimum; a request's hits stop at the first miss."""
+    """Hits among all block references under a policy, or the optimum; a request's hits stop at the first miss."""
     return optimum(chains, capacity) if policy == OPTIMUM else replay(chains, COMPARED[policy](), capacity)
 
 
@@ -76,7 +76,7 @@ def cache(
     """A row per capacity, a column per policy.
 
     Raises:
-        ConfigError: there is no such policy, or a way of counting.
+        ConfigError: no policy, or no way of counting, has this name.
     """
     for policy in policies:
         if policy not in (*COMPARED, OPTIMUM):
@@ -117,9 +117,9 @@ class HotLoad:
     Attributes:
         requests: in all.
         rate_per_s: arrivals per second, Poisson.
-        prefixes: hot ones, all asked for alike.
+        prefixes: number of hot prefixes, all asked for equally often.
         prefix_tokens: per prefix.
-        share: share of requests that begin with a hot prefix; the others' prompts are as long, and their own.
+        share: share of requests that begin with a hot prefix; other requests have unique prompts of the same length.
         question_tokens: after the prefix.
         answer_tokens: per answer.
         seed: for arrivals.
@@ -139,7 +139,7 @@ class HotLoad:
             raise ConfigError("prefix_tokens", f"must be at least a block of {BLOCK_TOKENS}, is {self.prefix_tokens}")
 
     def arrivals(self) -> Iterator[TraceRequest]:
-        """The requests; equal loads give equal ones."""
+        """The requests; equal loads give equal requests."""
         draw, now, fresh = random.Random(f"hot {self.seed}"), 0.0, 0
         blocks = self.prefix_tokens // BLOCK_TOKENS
         tokens = blocks * BLOCK_TOKENS + self.question_tokens
@@ -264,7 +264,7 @@ def paper_line(profile: Profile, prefix: int, operations_per_s: float) -> float:
 
 
 def transfer(profile: Profile, progress: Progress, prefixes: Sequence[int] = PREFIXES) -> Result:
-    """A row per length of prefix."""
+    """A row for each prefix length."""
     reference = 8192
     seconds = ttft_s(profile, reference, 0.0) - ttft_s(profile, 0, 0.0)
     operations_per_s = reference * profile.token_bytes / seconds / paper_line(profile, reference, 1.0)

@@ -19,7 +19,7 @@ from simulator.experiments.report import Chart, Collector, LatencyQuantiles, dig
 from simulator.traces.mooncake import TraceRequest
 
 LENGTH_CLASSES = (2048, 8192, 32768, 65536)
-"""Last prompt lengths of all length classes but the longest, tokens."""
+"""Greatest prompt length in each length class but the longest, tokens."""
 
 
 def linked(config: ClusterConfig, link_gb: float) -> ClusterConfig:
@@ -90,7 +90,7 @@ class Courses:
     Attributes:
         speeds: requests come so many times as fast as in the trace.
         links_gb: as for `linked`.
-        seeds: of arrivals and delays; a row has the requests of all.
+        seeds: seeds for arrivals and delays; a row covers all seeds' requests.
     """
 
     speeds: Sequence[float] = (1.0,)
@@ -128,14 +128,14 @@ def race(config: ClusterConfig, source: RequestSource, racers: Racers, courses: 
 
 
 REFERENCE = "kvcache_centric"
-"""The rule that Algorithm 1 of the Mooncake paper is; the default is held against this rule, too."""
+"""Name of the Mooncake paper's Algorithm 1 among the rules; the default is compared with this rule, too."""
 WORST_MEAN, WORST_SHARE, WORST_SLOWDOWN = 1.02, 0.005, 1.02
 """The default's figures: mean TTFT over the best of all rules; the share within limits may be so much below the
 reference's; and p99 of the slowdown over the reference's, in each length class."""
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """Where the default placement misses its figures, a line each; none if default or reference did not race."""
+    """A line for each figure that the default placement misses; none if default or reference did not race."""
     found: list[str] = []
     for course in dict.fromkeys((row["link_gb"], row["speed"], row["decode_policy"]) for row in rows):
         here = {

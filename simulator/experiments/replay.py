@@ -20,12 +20,12 @@ UNKNOWN = (
 
 
 def replay(path: Path, policies: Sequence[str], progress: Progress, module: str = "") -> Result:
-    """A row per policy, over all journals of conductors at `path`.
+    """A row for each policy, over all conductors' journals at `path`.
 
     Args:
         path: a journal's file, or a folder of journals.
         policies: asked beside the recorded policy, each as the conductor's flag names the policy.
-        progress: is told of each policy.
+        progress: called with each policy.
         module: module with further classes that the journals may name; the module's code runs.
 
     Raises:

@@ -13,12 +13,12 @@ from simulator.cluster.requests import DONE, Request
 BUCKET_WIDTH = 1.002
 _LOG_BUCKET_WIDTH = math.log(BUCKET_WIDTH)
 LEAST_VALUE = 1e-9
-"""Smaller values count as this one."""
+"""Smaller values count as this value."""
 
 
 @dataclass(slots=True)
 class LatencyQuantiles:
-    """Values of at least 0. A quantile is that of nearest rank, exact to 0.1 %; the mean is exact."""
+    """Values of at least 0. Quantiles are by nearest rank, exact to 0.1 %; the mean is exact."""
 
     count: int = 0
     total: float = 0.0
@@ -33,7 +33,7 @@ class LatencyQuantiles:
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
 
     def at(self, share: float) -> float:
-        """The value that a share of all are not above; 0 for no values."""
+        """The value that `share` of all values do not exceed; 0 for no values."""
         rank, seen = max(1, math.ceil(share * self.count)), 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -55,7 +55,7 @@ def digits(value: float, count: int = 4) -> float:
 
 
 LONGEST_SHARE = 10
-"""A request's TBT is the mean over the longest 1 / `LONGEST_SHARE` of its intervals."""
+"""A request's TBT is the mean over the longest 1 / `LONGEST_SHARE` of the request's intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class Summary:
     goodput_per_s: float
     goodput_share: float
     reused_share: float
-    """Prompt tokens that were not computed, of all."""
+    """Share of prompt tokens that were not computed."""
     ttft_s: dict[str, float] = field(default_factory=dict)
     tbt_s: dict[str, float] = field(default_factory=dict)
     tpot_s: dict[str, float] = field(default_factory=dict)
     e2e_s: dict[str, float] = field(default_factory=dict)
     ttft_error: dict[str, float] = field(default_factory=dict)
-    """|predicted - measured| / measured of the TTFT."""
+    """|predicted - measured| / measured, for the TTFT."""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -156,7 +156,7 @@ class Chart:
 
     Attributes:
         title, x_label, y_label: for people.
-        series: points of each line, ascending in x.
+        series: each line's points, ascending in x.
         names: names for the places 0, 1, 2, ... when they are no numbers: bars are drawn.
         log_x: the horizontal scale is logarithmic; all x are positive.
     """
@@ -213,7 +213,7 @@ def _colours() -> Iterator[str]:
 
 
 class _Axes:
-    """Places of values in the picture; all points of the chart fit, and 0 on the vertical scale."""
+    """Values' places in the picture; all the chart's points fit, and 0 on the vertical scale."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart

@@ -33,7 +33,7 @@ def scale(config: ClusterConfig, source: RequestSource, progress: Progress) -> R
 def scheduling(
     config: ClusterConfig, source: RequestSource, progress: Progress, policies: Sequence[str] = tuple(POLICIES)
 ) -> Result:
-    """A row per policy of choosing prefill instances."""
+    """A row for each policy that chooses prefill instances."""
     rows = []
     for policy in policies:
         summary, _ = simulate(replace(config, policy=policy), source.read())
@@ -49,7 +49,7 @@ def scheduling(
 
 
 def ratio(config: ClusterConfig, source: RequestSource, progress: Progress, first: int = 1) -> Result:
-    """A row per division of the instances into prefill and decode, from `first` prefill instances on.
+    """A row for each division into prefill and decode instances, from `first` prefill instances on.
 
     Raises:
         ConfigError: there are fewer than two divisions.
@@ -88,7 +88,7 @@ class Loads:
     decode: list[float] = field(default_factory=list)
 
     def sample(self, _: object = None) -> None:
-        """Takes a sample, and the next one after a while, as long as there are requests."""
+        """Takes a sample, then the next sample after `SAMPLE_S`, as long as there are requests."""
         cluster, config = self.cluster, self.cluster.config
         now = cluster.world.seconds
         queued_s = fmean([prefill.core.drain_seconds(now) for prefill in cluster.prefills])
@@ -167,7 +167,7 @@ TALKING = WorkloadMix(
     conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0
 )
 PART_S = 600.0
-"""Seconds for each kind of requests."""
+"""Seconds for each request kind."""
 PARTS = 4
 SWAPPING = "swapping"
 
@@ -177,7 +177,7 @@ class Shifts:
     """Requests with a mix that shifts every `part_s` seconds.
 
     Attributes:
-        rates: requests per second of the two mixes.
+        rates: the two mixes' requests per second.
         part_s: see above.
         parts: how often each kind comes.
         seed: for the requests.
@@ -216,12 +216,12 @@ class Phases:
         self.good[part] += request.outcome == DONE and in_time and smooth
 
     def shares(self) -> list[float]:
-        """Within both limits, of those that came."""
+        """Share of requests within both limits."""
         return [digits(good / max(1, came)) for good, came in zip(self.good, self.came, strict=True)]
 
 
 def roles(config: ClusterConfig, shifts: Shifts, progress: Progress) -> Result:
-    """A row per fixed division of machines, and a row with role changes.
+    """A row for each fixed division of machines, and a row with role changes.
 
     Raises:
         ConfigError: there are fewer than four machines.

@@ -35,7 +35,7 @@ class Hardware:
         name: for people.
         models: each model's profile on this machine, by name or path.
         cost_per_hour: cost per instance by kind, in any unit.
-        dram_bytes, disk_bytes: of a kvstore.
+        dram_bytes, disk_bytes: a kvstore's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Hardware:
     disk_bytes: int
 
     def profile(self, model: str) -> Profile:
-        """Speeds and sizes of a model here.
+        """A model's speeds and sizes on this hardware.
 
         Raises:
             ConfigError: this hardware has no such model.
@@ -60,7 +60,7 @@ class Hardware:
 
 
 def bundled_hardware() -> list[str]:
-    """Names of what comes with Moonpool."""
+    """Names of the hardware files that come with Moonpool."""
     return sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}"))
 
 
@@ -206,11 +206,11 @@ class PlanSearch:
     """One search.
 
     Args:
-        base: the cluster, but for the numbers of instances.
+        base: the cluster, except for the numbers of instances.
         hardware: what instances cost.
         serve: serves the trace with a cluster.
         goal: share of requests that must be good.
-        bound: instances of a kind at most.
+        bound: most instances of a kind.
         progress: takes a line per mix.
     """
 
@@ -255,7 +255,7 @@ class PlanSearch:
         return self._best
 
     def _look(self, kvstore: int) -> bool:
-        """Looks for a better mix than the best with so many kvstores; whether there is one."""
+        """Looks for a better mix than the best, with so many kvstores; returns whether there is a better mix."""
         before = self._best
         if kvstore in self._looked or not 0 <= kvstore <= self._bound or not self._better(InstanceMix(1, 1, kvstore)):
             return False
@@ -302,7 +302,7 @@ class PlanSearch:
             self._best = mix
 
     def _start(self, kvstore: int) -> InstanceMix | None:
-        """A mix with so many kvstores of which no instance can be spared; None: none within the bound is good."""
+        """A mix with so many kvstores that can spare no instance; None: no mix within the bound is good."""
         enough = next((n for n in _doubled(self._bound) if self._good(InstanceMix(n, n, kvstore))), None)
         if enough is None:
             return None

@@ -55,9 +55,9 @@ class AgenticMix:
     delegating: float = 0.44
     """Sessions with sub-agents."""
     delegations: Lognormal = Lognormal(2.0, 0.7)
-    """Turns of such a session that start sub-agents."""
+    """Number of turns in such a session that start sub-agents."""
     at_once: int = 3
-    """Sub-agents that one turn starts, at most."""
+    """Most sub-agents that a turn starts."""
     sub_task: Lognormal = Lognormal(4_000, 0.8)
     sub_turns: Lognormal = Lognormal(12, 0.6)
     compact_at: int = 260_000
@@ -77,13 +77,13 @@ class _Agent:
     """Tokens behind the full blocks."""
     turns: int = 0
     last: str = ""
-    """Name of the last request."""
+    """The last request's name."""
     at: float = 0.0
     """Milliseconds at which the next request comes at the earliest."""
 
 
 class AgenticWorkload:
-    """Sessions in order of their beginnings; equal seeds give equal ones."""
+    """Sessions in starting order; equal seeds give equal sessions."""
 
     def __init__(self, seed: int, mix: AgenticMix | None = None) -> None:
         self._draws = random.Random(f"moonpool agentic workload {seed}")
@@ -151,7 +151,7 @@ class AgenticWorkload:
         return request
 
     def _grow(self, agent: _Agent, tokens: float) -> None:
-        """More tokens stand at the history's end: blocks that become full with them get their ids."""
+        """Adds tokens at the history's end; blocks that become full get ids."""
         blocks, agent.rest = divmod(agent.rest + max(1, round(tokens)), BLOCK_TOKENS)
         agent.history += [next(self._ids) for _ in range(blocks)]
 

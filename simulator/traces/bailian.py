@@ -18,7 +18,7 @@ BLOCK_TOKENS = 16
 
 
 def read_bailian(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a file, in its order.
+    """A file's requests, in file order.
 
     Raises:
         TraceError: the file cannot be read, or a line is no request; names file and line.
@@ -34,7 +34,7 @@ def read_bailian(path: Path) -> Iterator[TraceRequest]:
 
 
 class _Reader:
-    """Knows the conversations and the blocks of the lines so far."""
+    """Knows the conversations and blocks in the lines so far."""
 
     def __init__(self) -> None:
         self._ids = ChainIds(BLOCK_TOKENS)

@@ -23,7 +23,7 @@ class ClosedLoop:
         return self._kept
 
     def keeps(self, place: int, request: TraceRequest) -> bool:
-        """Keep a request that waits for an unended request; False: the request may come after its `delay`.
+        """Keep a request that waits for an unended request; False: the request may come after the request's `delay`.
 
         Args:
             place: the request's place in the trace.

@@ -46,7 +46,7 @@ class TraceRequest:
     """One line in a trace."""
 
     timestamp: float
-    """Milliseconds since the trace began; of a request that waits: if the requests before took no time."""
+    """Milliseconds since the trace began; for a waiting request, as if the requests before took no time."""
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class TraceRequest:
     session: str = ""
     """Conversation or agent that the request is a turn of; empty = none is known."""
     name: str = ""
-    """By which later requests wait for this one."""
+    """Name by which later requests wait for this request."""
     wait_for: tuple[str, ...] = ()
     """Names of earlier requests that end before this request comes."""
     delay: float = 0.0
@@ -73,7 +73,7 @@ class TraceRequest:
 
 @lru_cache(maxsize=4096)
 def block_of(hash_id: int, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
-    """The tokens of a block."""
+    """A block's tokens."""
     words = array("I", blake3(f"moonpool trace block {hash_id}".encode()).digest(length=4 * block_tokens))
     return array("i", [FIRST_TOKEN + word % (vocab_size - FIRST_TOKEN) for word in words])
 
@@ -92,7 +92,7 @@ class Trace:
         limit: requests to read at most; 0 = all.
 
     Attributes:
-        block_tokens: tokens of a block.
+        block_tokens: tokens in a block.
 
     Raises:
         TraceError: the file cannot be read; while iterating also: a line is wrong.
@@ -168,7 +168,7 @@ class _Checker:
         return TraceRequest(at, tokens, answer, tuple(ids), tenant, choices, session, name, wait_for, delay)
 
     def _waits(self, data: Mapping[str, Any], turns: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the requests that a request waits for."""
+        """Return the names that a request waits for."""
         names = data.get("wait_for") or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"wait_for must be a list of request ids, is {names!r}")
@@ -292,7 +292,7 @@ def trace_line(request: TraceRequest) -> str:
 
 
 class ChainIds:
-    """Our ids for blocks whose ids may follow different blocks elsewhere: each of ours has a single predecessor."""
+    """Our ids for blocks with ids that may follow different blocks elsewhere: each of ours has a single predecessor."""
 
     def __init__(self, block_tokens: int, fresh: Iterator[int] | None = None) -> None:
         """`fresh` gives ids that are not used yet; None = all are free."""
@@ -301,7 +301,7 @@ class ChainIds:
         self._known: dict[tuple[int, int], int] = {}  # our id, by our id before and the given id
 
     def chain(self, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Our ids for a prompt's blocks. Blocks without an id, and the last if it is not full, are not shared."""
+        """Our ids for a prompt's blocks. Blocks without an id, and a last block that is not full, are not shared."""
         chain: list[int] = []
         before = -1
         for place in range(-(-tokens // self._block_tokens)):

@@ -20,7 +20,7 @@ class WekaSessions:
     """Sessions from several files as one trace. Files share no blocks, since ids are a file's own.
 
     Attributes:
-        block_tokens: tokens of a block in all files; 0 = no file was read.
+        block_tokens: tokens in a block, in all files; 0 = no file was read.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class WekaSessions:
         self._ids = count()
 
     def read(self, path: Path, at_ms: float) -> list[TraceRequest]:
-        """Return the requests of a file; the first comes at `at_ms`.
+        """Return a file's requests; the first comes at `at_ms`.
 
         Raises:
             TraceError: the file cannot be read or is no session; names file and field.

@@ -20,19 +20,19 @@ class WorkloadMix:
     """What comes.
 
     Attributes:
-        conversations, questions: shares of arrivals that open a conversation, and that ask one application once; the
-            others are documents of their own, read once.
+        conversations, questions: shares of arrivals that open a conversation, and that ask one application once; other
+            arrivals are new documents, read once.
         applications: system prompts, the n-th asked for 1/n times as often as the first.
-        rate_per_s: arrivals per second, Poisson; turns of conversations under way come on top.
+        rate_per_s: arrivals per second, Poisson; turns in conversations under way come on top.
         pause_s: median time between two turns; lognormal.
-        goes_on: probability that a first turn is followed by another; a later one by 0.2 more. first_turn, later_turn,
+        goes_on: probability that a first turn is followed by another; 0.2 more for later turns. first_turn, later_turn,
         question, document: natural logarithm of the median number of new blocks; lognormal.
-        answer_tokens: mean length of an answer; exponential.
+        answer_tokens: mean answer length; exponential.
         tenants: the requests' tenants, called "t0", "t1", ...: all turns in a conversation are one tenant's, and the
             n-th comes 1/n times as often as the first; 0 = no tenant. Applications are shared by all tenants, but
             tenants share no KV.
-        several: share of the requests that want several answers, `most_choices` at most.
-        burst_factor: times as many arrivals during the first `burst_s` of every `burst_every_s` seconds; 1 = no bursts.
+        several: share of requests that want several answers, at most `most_choices`.
+        burst_factor: factor on arrivals during the first `burst_s` in every `burst_every_s` seconds; 1 = no bursts.
     """
 
     conversations: float = 0.55
@@ -72,7 +72,7 @@ CHAT = WorkloadMix(
 
 
 class Workload:
-    """Requests in order of time; equal seeds give equal ones."""
+    """Requests in time order; equal seeds give equal requests."""
 
     def __init__(self, seed: int, mix: WorkloadMix | None = None) -> None:
         self._random = random.Random(f"moonpool workload {seed}")
