@@ -20,7 +20,7 @@ async def wait_within(seconds: float, event: asyncio.Event) -> bool:
 
 
 class Deadline:
-    """One wait; a context manager that raises TimeoutError for a body that is cancelled because of the deadline."""
+    """One wait; a context manager that raises TimeoutError if the deadline cancels the body."""
 
     __slots__ = ("_cancelling", "_deadlines", "_expired", "_task", "at")
 
@@ -49,7 +49,7 @@ class Deadline:
 
 
 class Deadlines:
-    """Deadlines for one event loop's tasks with something in common."""
+    """Deadlines for a group of tasks on one event loop."""
 
     def __init__(self) -> None:
         self._open: dict[Deadline, None] = {}
@@ -64,14 +64,14 @@ class Deadlines:
         return Deadline(self, asyncio.get_running_loop().time() + seconds)
 
     def add(self, deadline: Deadline) -> None:
-        """For deadlines: one is entered."""
+        """Called by a deadline on entering."""
         self._open[deadline] = None
         timer = self._timer
         if timer is None or deadline.at < timer.when():
             self._set(deadline.at)
 
     def remove(self, deadline: Deadline) -> None:
-        """For deadlines: one is left."""
+        """Called by a deadline on leaving."""
         self._open.pop(deadline, None)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ T = TypeVar("T")
 
 
 async def run_in_steps(steps: Generator[None, None, T]) -> T:
-    """What `steps` return at their end; others have a turn before each of them."""
+    """The result of `steps`; other tasks have a turn before each step."""
     while True:
         await asyncio.sleep(0)
         try:
@@ -147,8 +147,8 @@ class WaiterQueue(Generic[Wanted, Result]):
     """Serves waiting tasks by priority (lowest number first), then by arrival.
 
     Args:
-        attempt: Takes what a task wants and returns it; None while the task has to wait. What `attempt` raises, the
-            task raises. `attempt` must not call the queue.
+        attempt: Takes and returns what a task wants; None while the task has to wait. What `attempt` raises, the task
+            raises. `attempt` must not call the queue.
         undo: Takes a result back if the task was cancelled before using the result.
     """
 
@@ -170,7 +170,7 @@ class WaiterQueue(Generic[Wanted, Result]):
     async def get(self, wanted: Wanted, *, priority: int = 0) -> Result:
         """Returns the attempt's result, waiting behind all others. The caller sets the deadline.
 
-        A cancelled call has taken nothing.
+        A cancelled call has taken no item.
 
         Raises:
             Exception: What the attempt raised, or the error given to `close`.
@@ -191,7 +191,7 @@ class WaiterQueue(Generic[Wanted, Result]):
             raise
 
     def notify(self) -> None:
-        """What is waited for may be there: serves tasks from the front until one has to wait."""
+        """Serves waiting tasks from the front until a task still has to wait."""
         while self._queues:
             priority = min(self._queues)
             future, wanted = next(iter(self._queues[priority].items()))

@@ -166,7 +166,7 @@ ReceivedPayload = memoryview | FilledBuffer | BorrowedBuffer
 
 
 def own_memory(message: Any, nbytes: int) -> ReceiveBuffer | None:
-    """Payloads get memory of their own."""
+    """Payloads get separate memory."""
     return None
 
 
@@ -189,7 +189,7 @@ class ReceiveCallbacks(NamedTuple):
 
 
 OutgoingItem = Message | bytes | PendingPayload | OneShotAnswer
-"""What a `SendQueue` gives: a message, an encoded message, a message with a held payload, or a one-shot answer."""
+"""Item from a `SendQueue`: a message, an encoded message, a message with a held payload, or a one-shot answer."""
 
 
 class UnsentRest(NamedTuple):
@@ -197,7 +197,7 @@ class UnsentRest(NamedTuple):
 
     Attributes:
         parts: bytes that must go out next, in order.
-        held: the message with the payload among them, free after they have gone.
+        held: the message whose payload is among the parts; free once the parts are sent.
         error: what broke the connection.
     """
 
@@ -206,7 +206,7 @@ class UnsentRest(NamedTuple):
     error: Exception | None = None
 
     def kept(self) -> UnsentRest:
-        """The same with a copy of the bytes, for callers that do not wait until they have gone."""
+        """The same with a copy of the bytes, for callers that do not wait until the bytes are sent."""
         return self._replace(parts=[memoryview(b"".join(self.parts))])
 
 
@@ -239,7 +239,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     def pause(self) -> None:
-        """Hands over nothing until `resume`: new messages stay with the system, and the peer is slowed down."""
+        """Stops handing over until `resume`: new messages stay with the system, and the peer is slowed down."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -298,7 +298,7 @@ class OfferedRegions:
     Attributes:
         shared: The peer may read these regions.
         mailbox: The peer may write payloads here; None if the peer sends none.
-        nixl_agent: NIXL's description of this process; then the peer reads over NIXL, and gets no descriptors.
+        nixl_agent: NIXL's description for this process; if given, the peer reads over NIXL, and gets no descriptors.
     """
 
     shared: Sequence[SharedRegion] = ()
@@ -313,9 +313,9 @@ class ConnectionEnd:
     Attributes:
         transport: Carries the connection.
         sock: Connected; the handshake ran here.
-        own: Regions of this process that the peer may read.
-        readable: Regions of the peer that this process may read, by number; and the mailbox, if there is one.
-        mailbox: Number of the region among `readable` that this process lends to the peer.
+        own: This process's regions that the peer may read.
+        readable: The peer's regions that this process may read, by number; and the mailbox, if there is one.
+        mailbox: Number of the region in `readable` that this process lends to the peer.
         borrowed: Number and memory of the region that the peer lends to this process.
     """
 
@@ -339,17 +339,17 @@ class ConnectionEnd:
 class Transport(ABC):
     """A way to move KV between two processes beside gRPC; one object per process.
 
-    A server listens, and offers an address in the welcome of a stream. The client connects and shows the token of the
-    offer (handshake.py). Then both sides open their `Connection`, and all further messages of the stream go there.
+    A server listens, and offers an address in a stream's welcome. The client connects and shows the offer's token
+    (handshake.py). Then both sides open their `Connection`, which carries all further messages of the stream.
 
     Attributes:
         name: As flags, logs and gauges name the transport.
-        kind: As messages name the transport: a number of LaneKind, or a free number from 100 on.
+        kind: The transport's number in messages: from LaneKind, or a free number from 100 on.
         scope: Only processes with the same scope can use the transport together; "" for all. The scope travels in
             `StreamHello.lane_place`: at most one of a process's transports has a scope.
         takes_one_shot: Connections carry one-shot messages (framing.py), also from a blocking client.
-        encrypted_as: Transport in this one's place if the process has certificates: itself if no other machine can
-            read or change what it carries; None if there is none. Then the transport needs `kv_transports_trusted`.
+        encrypted_as: Transport to use instead if the process has certificates: the same transport if no other machine
+            can read or change the bytes; None if there is none. With None, the transport needs `kv_transports_trusted`.
     """
 
     name: ClassVar[str]
@@ -361,7 +361,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
-        """The transport as the flags say, of a process with these certificates, if any.
+        """The transport as the flags say, for a process with these certificates, if any.
 
         Raises:
             ConfigError: A flag asks for what this machine lacks.
@@ -393,7 +393,7 @@ class Transport(ABC):
         """
 
     def frame(self, sock: socket.socket, *, server: bool) -> FramedSocket:
-        """A new connection's socket for framed messages; nothing is sent or received yet.
+        """A new connection's socket for framed messages; no byte is sent or received yet.
 
         Args:
             sock: Of the connection; belongs to the result.
@@ -402,14 +402,14 @@ class Transport(ABC):
         return FramedSocket(sock)
 
     def can_use(self, hello: kv_pb2.StreamHello) -> bool:
-        """Whether the sender of a hello and this process can use the transport together."""
+        """Whether a hello's sender and this process can use the transport together."""
         return not self.scope or hello.lane_place == self.scope
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
         """What a client shows to the peer; no regions unless a subclass offers some.
 
         Args:
-            share: Memory of this process that the peer may read, where payloads go to the peer.
+            share: This process's memory that the peer may read, if payloads go to the peer.
             mailbox_bytes: Payload bytes that the peer may be ahead in sending; 0 if payloads go to the peer.
         """
         return OfferedRegions()
@@ -434,6 +434,6 @@ class Transport(ABC):
 
         Args:
             end: What the handshake agreed on.
-            cls: Class of the messages that come.
+            cls: Class for incoming messages.
             acknowledge: Sends a message to the peer, in turn.
         """

@@ -39,7 +39,7 @@ from moonpool.transport.streams import ClientStream, Req, Res
 from moonpool.v1 import kv_pb2
 
 SPIN_S = 200e-6
-"""How long an answer is looked for before the thread sleeps, where this process has more than one processor."""
+"""How long to look for an answer before the thread sleeps, if this process has more than one processor."""
 MAX_SLEEP_S = 3600.0
 """At once: a caller's deadline may be infinite."""
 
@@ -54,7 +54,7 @@ class BlockingConnection:
 
     Attributes:
         name: "local", "tcp" or "tls".
-        own: regions of ours that the store may read.
+        own: our regions that the store may read.
         error: why the connection has ended.
     """
 
@@ -112,7 +112,7 @@ class BlockingConnection:
         self._release()
 
     def _release(self) -> None:
-        """Closes everything, unless an exchange is under way: the end of the exchange closes then."""
+        """Closes everything; if an exchange is under way, the exchange's end closes."""
         if not self._used.acquire(blocking=False):
             return
         self._sock.close()
@@ -133,7 +133,7 @@ class BlockingConnection:
     ) -> int:
         """Sends a message with a new number, which is returned; `follow` bytes of payload follow.
 
-        Each piece of the payload is sent as soon as given.
+        Each payload piece is sent as soon as given.
         """
         self._numbers = number = self._numbers + 1
         message = OneShotMessage(kind, number, blocks, keys, numbers, extents, 0, self._pulled, rest)
@@ -170,7 +170,7 @@ class BlockingConnection:
         """The next message, and the number of payload bytes that follow.
 
         Raises:
-            FrameError: The message is no one-shot message, or does not answer this number.
+            FrameError: The message is not a one-shot message, or does not answer this number.
             StreamBroken: The connection has ended.
             TransferFailed: No message came in time.
         """
@@ -202,11 +202,11 @@ class BlockingConnection:
         return parts[0] if len(parts) == 1 else Iovec(parts)
 
     def pulled(self) -> None:
-        """One payload has been read out of a region; the store hears this with the next message."""
+        """Notes that a payload has been read out of a region; the next message tells the store."""
         self._pulled += 1
 
     def fill(self, target: memoryview) -> None:
-        """Receives the next bytes of a payload that follows the message. Raises as `answer`."""
+        """Receives the next payload bytes behind the message. Raises as `answer`."""
         count = min(self._end - self._begin, target.nbytes)
         target[:count] = self._buffer[self._begin : self._begin + count]
         self._begin += count
@@ -281,7 +281,7 @@ class BlockingStream(ClientStream[Req, Res]):
         mailbox_bytes: int = 0,
         share: Sequence[SharedRegion] = (),
     ) -> None:
-        """Starts nothing yet.
+        """Does not connect yet.
 
         Args:
             name: The peer and the purpose.
@@ -289,7 +289,7 @@ class BlockingStream(ClientStream[Req, Res]):
             hello: First message sent; says which transports this side can use.
             dialer: Opens the connection.
             mailbox_bytes: Size of the memory where the store may write payloads; 0 on a stream of puts.
-            share: Memory besides that of `dialer` that the store may read.
+            share: Memory that the store may read, besides the memory of `dialer`.
         """
         super().__init__(name, connect, hello)
         self.direct: BlockingConnection | None = None

@@ -19,8 +19,8 @@ TRANSPORTS = {
     "tls": "moonpool.transport.tls:TlsTransport",
     "nixl": "moonpool.transport.nixl:NixlTransport",
 }
-"""Where the class of each transport stands, by the name that flags use. A class is imported on first use.
-gRPC is not in the table: every stream begins on gRPC, and stays there if no transport in the table can be used."""
+"""Module and class of each transport, by the name that flags use. A class is imported on first use. gRPC is not in the
+table: every stream begins on gRPC, and stays there if no transport in the table can be used."""
 GRPC_NAME = "grpc"
 
 
@@ -32,7 +32,7 @@ def _check_names(text: str) -> str:
 
 
 class TransportConfig(ServiceConfig):
-    """Flags of services that exchange KV."""
+    """Flags for services that exchange KV."""
 
     flag_groups: ClassVar = {"KV cache": ("kv_transports",)}
     kv_transports: Annotated[str, AfterValidator(_check_names)] = Field(

@@ -56,7 +56,7 @@ from moonpool.v1 import kv_pb2
 
 
 class MessageSender:
-    """The sending half of a connection."""
+    """A connection's sending half."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class MessageSender:
             unsent.held.finish()
 
     def on_reads(self, count: int) -> None:
-        """The peer has read so many payloads out of regions."""
+        """Notes that the peer has read so many payloads out of regions."""
         if count > len(self._unread):
             raise FrameError(f"{count} payloads were read, {len(self._unread)} lay there")
         for _ in range(count):
@@ -190,7 +190,7 @@ class MessageSender:
         return PayloadExtent(number, nbytes, offset)
 
     def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> list[memoryview] | None:
-        """If some of the payload lies in our regions: says in `frame` where the parts are; parts that must follow."""
+        """Says in `frame` which payload parts lie in our regions, and where; returns the parts that must follow."""
         found = [self._own.find(part) for part in item.parts]
         if not any(region for region, _ in found):
             return None
@@ -220,7 +220,7 @@ class _Incoming(NamedTuple):
 
     Attributes:
         left: where the next bytes go, one after the other.
-        then: called when everything is there, with whether everything is in the intended place.
+        then: called when all bytes are there; the argument says whether all are in the intended place.
         is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
     """
 
@@ -230,7 +230,7 @@ class _Incoming(NamedTuple):
 
 
 class MessageReceiver(Generic[M]):
-    """The receiving half of a connection."""
+    """A connection's receiving half."""
 
     def __init__(
         self,
@@ -241,14 +241,14 @@ class MessageReceiver(Generic[M]):
         on_reads: Callable[[int], None],
         report: Callable[[int], None],
     ) -> None:
-        """Reads nothing yet.
+        """Does not read yet.
 
         Args:
             sock: Of the connection.
             cls: Messages that come.
             readable: Regions in which the peer's payloads may lie.
-            mailbox: Number of the region among them that this side lends; None for none. The peer does not wait
-                until a payload there was read: the next message reports that, with the credits at the latest.
+            mailbox: Number of the readable region that this side lends; None for none. The peer does not wait until a
+                payload there was read: the next message reports that, with the credits at the latest.
             on_reads: Called with the number of payloads that the peer has read.
             report: Sends the waiting peer the number of the peer's payloads that were read.
         """
@@ -301,7 +301,7 @@ class MessageReceiver(Generic[M]):
             self._over.set_result(error)
 
     def take_reads(self) -> int:
-        """Number of payloads read that were not reported to the peer; the caller reports them."""
+        """Number of payloads read and not reported to the peer; the caller reports this number."""
         reads, self._reads, self._awaited = self._reads, 0, 0
         return reads
 
@@ -423,7 +423,7 @@ class MessageReceiver(Generic[M]):
             self._deliver(message, _NO_PAYLOAD)
 
     def _one_shot(self, text: bytes, follow: int) -> None:
-        """A one-shot message is there; the payload follows, or lies somewhere."""
+        """Takes a one-shot message; the payload follows, or lies in a region."""
         self._work += MESSAGE_COST
         message = decode_one_shot(text)
         if message.pulled:
@@ -464,7 +464,7 @@ class MessageReceiver(Generic[M]):
         self._expect(buffer.targets, received, buffer.is_live)
 
     def _read_payload(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
-        """Takes a payload from its place; from a remote place once it was fetched."""
+        """Takes a payload from its place; a payload in a remote region is fetched first."""
         places: dict[int, list[tuple[int, int]]] = {}
         for extent in frame.extents:
             if extent.region in self._remote:
@@ -512,7 +512,7 @@ class MessageReceiver(Generic[M]):
         self._go_on()
 
     def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:
-        """Copies a payload from where it lies, or hands the payload over as borrowed."""
+        """Copies a payload from its place, or hands the payload over as borrowed."""
         nbytes = sum([part.nbytes for part in parts])
         self._work += nbytes
         buffer = self._receive_into(message, nbytes)
@@ -576,7 +576,7 @@ class MessageReceiver(Generic[M]):
         follow: memoryview,
         fetched: Mapping[int, Iterator[memoryview]] = MappingProxyType({}),
     ) -> list[memoryview]:
-        """The place of a payload by the extents; `fetched`: parts of remote regions, in order."""
+        """A payload's place by the extents; `fetched`: parts of remote regions, in order."""
         self._check_size(extents)
         parts: list[memoryview] = []
         at = 0

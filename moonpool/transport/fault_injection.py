@@ -76,14 +76,14 @@ breaker = connection_breaker_from(os.environ)
 """This process' own; None when no connection is to break."""
 CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
 HEADER_SHARE = 0.3
-"""Share of the damage that is done to headers; the rest is done to payloads."""
+"""Share of damages that hit headers; other damages hit payloads."""
 FRAME_DAMAGED = "frame damaged on purpose"
 """The event that is logged once for each damaged frame."""
 Frame = tuple[kv_pb2.FrameHeader, list[memoryview]]
 
 
 class FrameCorruptor:
-    """Damages a share of the frames that pass.
+    """Damages a share of passing frames.
 
     Attributes:
         damaged: frames damaged so far.
@@ -151,5 +151,5 @@ def frames_to_send(
 
 
 def frame_to_send(frame: Frame) -> Frame:
-    """A frame that is made already, or a damaged one if the environment asks for that."""
+    """A ready frame; damaged if the environment asks for damage."""
     return frame if corruptor is None else corruptor(frame)

@@ -58,7 +58,7 @@ class FramedSocket:
         return self._sock
 
     async def secure(self) -> None:
-        """Makes the connection secure, if its transport is; to be called before anything is sent or received.
+        """Makes the connection secure, if the transport is; to be called before any byte is sent or received.
 
         Raises:
             PermissionDenied: The peer must not use the transport.
@@ -84,7 +84,7 @@ class FramedSocket:
                 self._loop.remove_reader(self._fd)
 
     def peek(self, nbytes: int) -> memoryview | None:
-        """The next bytes, at most `BUFFER_BYTES`, which stay the next ones until `skip`; None: they are not there yet.
+        """The next bytes, at most `BUFFER_BYTES`; the same bytes come again until `skip`. None: no bytes are there yet.
 
         Raises:
             StreamBroken: The peer has closed the other end, or the connection broke.
@@ -100,7 +100,7 @@ class FramedSocket:
         self._begin += nbytes
 
     def fill(self, targets: list[memoryview]) -> list[memoryview] | None:
-        """Receives next bytes into targets, one after the other; returns what is left of them.
+        """Receives next bytes into targets, one after the other; returns the unfilled rest of the targets.
 
         None: no bytes are there, and new bytes call the watcher. Raises as `peek`.
         """
@@ -131,7 +131,7 @@ class FramedSocket:
         return left
 
     def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
-        """Sends one part, the usual case; returns the rest, or None if the system took nothing."""
+        """Sends one part, the usual case; returns the rest, or None if the system took no byte."""
         try:
             sent = self._sock.send(data)
         except OSError:  # the next try raises the error
@@ -151,7 +151,7 @@ class FramedSocket:
             left = self.send_now(left)
 
     async def receive_message(self, cls: type[M], most: int = MESSAGE_BYTES) -> M:
-        """The next message, of at most so many bytes, without a payload.
+        """The next message, at most so many bytes long, without a payload.
 
         Raises:
             FrameError: The bytes are no message.
@@ -210,7 +210,7 @@ class FramedSocket:
         return socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
 
     def taken_over(self) -> socket.socket:
-        """Hands the socket over to a new owner, who finally closes the socket; this must not be used any more.
+        """Hands the socket over to a new owner, which closes the socket in the end; do not use this object any more.
 
         Raises:
             FrameError: unrequested bytes have come; the socket is closed then.
@@ -243,7 +243,7 @@ class FramedSocket:
             self._watcher()
 
     def _from_buffer(self, data: memoryview) -> int:
-        """Moves what has been received already; returns the number of bytes."""
+        """Moves bytes that have been received already; returns their number."""
         count = min(self._end - self._begin, data.nbytes)
         data[:count] = self._buffer[self._begin : self._begin + count]
         self._begin += count

@@ -1,13 +1,13 @@
 """A fast transport's wire format: the length prefix, and one-shot messages.
 
 A one-shot message is a small read or put, whole in one message each way, without a session and without protobuf. A
-server accepts them if the server's offer says so (`Lane.brief`). The code that decides for sessions decides here too.
-If more than one answer would be needed (the request must wait, is refused or does not fit), the answer is `OTHERWISE`:
-the client opens a session, as if the exchange had not happened.
+server accepts them if the server's offer says so (`Lane.brief`). The code that decides for sessions also decides for
+one-shot messages. If one answer does not suffice (the request must wait, is refused or does not fit), the answer is
+`OTHERWISE`: the client opens a session, as if the exchange had not happened.
 
-A one-shot message has the same two lengths in front as others, with `ONE_SHOT_FLAG` set in the first. All numbers are
-little-endian; the last 8 bytes are xxh3-64 of all bytes before them. Slices come layer after layer, and in each layer
-block after block; their hashes are bound to blocks and layers as everywhere on the way to a store.
+A one-shot message has the same two lengths in front as other messages, with `ONE_SHOT_FLAG` set in the first length.
+All numbers are little-endian; the last 8 bytes are xxh3-64 of all bytes before them. Slices come layer after layer, and
+in each layer block after block; their hashes are bound to blocks and layers as everywhere on the way to a store.
 
 | kind | keys | numbers | rest |
 |---|---|---|---|
@@ -38,9 +38,9 @@ ONE_SHOT_FLAG = 1 << 31
 ONE_SHOT_BYTES = 4 << 20
 """Most payload bytes in one exchange; copying so much holds the store's event loop for a millisecond or two."""
 PUT_OPEN_BYTES = 16 << 10
-"""Most bytes by which a put describes its blocks: then the description fits into the buffer that receives messages."""
+"""Most bytes for a put's description of blocks, so that the description fits into the buffer that receives messages."""
 PART_BYTES = 512 << 10
-"""A larger read is answered in parts near this size: the reader takes one while the store copies the next."""
+"""A larger read is answered in parts near this size: the reader takes a part while the store copies the next part."""
 GET, PUT, FOUND, STORED, OTHERWISE = range(1, 6)
 """Kinds."""
 _HEAD = struct.Struct("<BxHHHHHIQ")
@@ -68,7 +68,7 @@ class OneShotMessage(NamedTuple):
         numbers: see above.
         extents: where the payload lies; none: the payload follows the message.
         first: number of the part's first slice.
-        pulled: so many payloads that lay in regions have been read since the last message.
+        pulled: number of payloads in regions that have been read since the last message.
         rest: see above.
     """
 
@@ -127,7 +127,7 @@ def trailing_hashes(hashes: Sequence[int]) -> memoryview:
 
 
 def split_trailing_hashes(message: OneShotMessage, payload: BytesLike, slices: int) -> tuple[BytesLike, Sequence[int]]:
-    """A put's payload and the hashes of the slices, wherever they came; neither is verified yet."""
+    """A put's payload and the slices' hashes, from wherever they came; neither is verified yet."""
     end = payload.nbytes - slices * _SUM.size
     if message.numbers or end <= 0 or not isinstance(payload, memoryview):
         return payload, message.numbers
@@ -141,10 +141,10 @@ def _numbers(count: int) -> struct.Struct:
 
 @functools.lru_cache(16)
 def parse_put_open(rest: bytes) -> kvstore_pb2.PutOpen:
-    """What a put says of the blocks; nearly always the same, and not to be changed.
+    """A put's description of the blocks; nearly always the same, and not to be changed.
 
     Raises:
-        FrameError: the bytes are no such message.
+        FrameError: the bytes are not such a message.
     """
     try:
         return kvstore_pb2.PutOpen.FromString(rest)

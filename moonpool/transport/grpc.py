@@ -25,7 +25,7 @@ _NO_PAYLOAD = memoryview(b"")
 class GrpcConnection(Connection[M]):
     """The client's side of a call as a connection; owns the call.
 
-    Payloads come in memory of their own, or are copied into the receive buffer on arrival. No payload is borrowed.
+    Payloads come in separate memory, or are copied into the receive buffer on arrival. No payload is borrowed.
     """
 
     name = GRPC_NAME

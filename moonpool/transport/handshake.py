@@ -1,7 +1,6 @@
 """Opens connections of a transport that a server offers and a client takes.
 
-The server accepts a connection that shows the token of the offer. If dialing fails, the client stays on gRPC for a
-while.
+The server accepts a connection that shows the offer's token. If dialing fails, the client stays on gRPC for a while.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class TransportListener:
                 self._spawn(self._handshake(sock, transport))
 
     async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
-        """Hands a connection to the stream of the shown token, or closes the connection."""
+        """Hands a connection to the stream with the shown token, or closes the connection."""
         sock: FramedSocket | None = None
         error: Exception = StreamBroken("refused")
         taken = False
@@ -231,7 +230,7 @@ class TransportDialer:
         retry_s: float = RETRY_S,
         dial_s: float = DIAL_S,
     ) -> None:
-        """Opens nothing yet.
+        """Opens no connection yet.
 
         Args:
             transports: What this process can use, best first.

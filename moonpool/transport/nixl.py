@@ -37,7 +37,7 @@ from moonpool.v1 import kv_pb2
 BACKEND, MEMORY = "UCX", "DRAM"
 LEAST_STAGING_BYTES = 64 << 10
 POLL_S = 0.0002
-"""NIXL tells nobody that a read is over: reads under way are looked at so often."""
+"""Seconds between looks at reads under way: NIXL does not report the end of a read."""
 log = get_logger(__name__)
 
 
@@ -90,7 +90,7 @@ class NixlAgent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """A region of a peer is not read any more."""
+        """Ends the use of a peer's region: the region is not read any more."""
         self._peers[name] -= 1
         if not self._peers[name]:
             del self._peers[name]
@@ -98,7 +98,7 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
 
     def staging(self, nbytes: int) -> StagingMemory:
-        """Memory for so many bytes; `give_back` takes it again."""
+        """Memory for so many bytes; return the memory with `give_back`."""
         size = max(LEAST_STAGING_BYTES, 1 << (nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
         return free.pop() if free else StagingMemory(self._agent, size)
@@ -138,7 +138,7 @@ class NixlAgent:
             raise StreamBroken(f"NIXL: {state}")
 
     def _release(self, handle: object, memory: StagingMemory) -> bool:
-        """Ends a read; returns whether the memory is free, else NIXL keeps it."""
+        """Ends a read; returns whether the memory is free. If not, NIXL keeps the memory."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:
@@ -149,7 +149,7 @@ class NixlAgent:
 
 
 class StagingMemory:
-    """Registered memory of this process that NIXL writes to.
+    """This process's registered memory that NIXL writes to.
 
     Attributes:
         data: the bytes.
@@ -169,7 +169,7 @@ class NixlRegion(RemoteRegion):
 
     Args:
         agent: this process's.
-        peer: name of the peer's agent.
+        peer: the peer's agent name.
         address: of the first byte, at the peer.
         nbytes: size.
     """

@@ -29,14 +29,14 @@ def address_of(data: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """Memory of this process that a peer may read: a descriptor, which the owner closes, and the mapped bytes."""
+    """This process's memory that a peer may read: a descriptor, which the owner closes, and the mapped bytes."""
 
     fd: int
     data: memoryview
 
 
 class SharedMemory:
-    """Zeroed memory of this process that peers may read (`shared`). The last reference frees the memory."""
+    """Zeroed memory in this process that peers may read (`shared`). The last reference frees the memory."""
 
     def __init__(self, nbytes: int) -> None:
         """Takes address space; memory is taken when touched. Raises OSError if the system has no such memory."""
@@ -58,7 +58,7 @@ class ExportedRegions:
         ]
 
     def find(self, data: memoryview) -> tuple[int, int]:
-        """Number of the region with some bytes, and the bytes' offset; (0, 0): they lie in no region."""
+        """Number of the region with some bytes, and the bytes' offset; (0, 0): the bytes lie in no region."""
         if not self._spans or data.readonly or not data.nbytes:
             return 0, 0
         begin = address_of(data)
@@ -130,7 +130,7 @@ class MappedRegion:
 
 
 class FetchedParts(NamedTuple):
-    """Copies of parts of a remote region; `release` is called once they are not read any more."""
+    """Copied parts of a remote region; `release` is called once the copies are not read any more."""
 
     parts: list[memoryview]
     release: Callable[[], None]
@@ -174,7 +174,7 @@ def unmap_regions(regions: Sequence[MappedRegion]) -> None:
 def map_regions(
     fds: Sequence[int], told: Sequence[kv_pb2.Region]
 ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-    """A peer's regions: those to be read, by number, and number and memory of the lent region, if any.
+    """A peer's regions: regions to be read, by number; number and memory of the lent region, if any.
 
     Raises:
         FrameError: They are not what was told.
@@ -200,7 +200,7 @@ class MailboxRing:
         self._taken: collections.deque[tuple[int, int]] = collections.deque()
 
     def take(self, nbytes: int) -> int | None:
-        """The first of so many free bytes; None while there are not so many in a row."""
+        """First of so many consecutive free bytes; None while too few are free in a row."""
         if not self._taken:
             begin, free = 0, self._nbytes
         else:

@@ -14,10 +14,10 @@ log = get_logger(__name__)
 
 
 def transport_class(name: str) -> type[Transport]:
-    """The class of a transport.
+    """A transport's class.
 
     Raises:
-        ValueError: There is no transport of this name.
+        ValueError: No transport has this name.
     """
     path = TRANSPORTS.get(name)
     if path is None:
@@ -28,23 +28,23 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def transport_kinds() -> dict[str, int]:
-    """The number of each transport in messages, by name."""
+    """Each transport's number in messages, by name."""
     return {name: transport_class(name).kind for name in TRANSPORTS}
 
 
 def transport_name(kind: int) -> str:
-    """The name of the transport with this number in messages; that of gRPC if there is none."""
+    """The name of the transport with this number in messages; gRPC's name if no transport has the number."""
     return next((name for name, number in transport_kinds().items() if number == kind), GRPC_NAME)
 
 
 def open_transports(config: TransportConfig, tls: Tls | None = None) -> tuple[Transport, ...]:
-    """The transports that a process can use, best first; with certificates only those that are safe between machines.
+    """The transports that a process can use, best first; with certificates, only transports safe between machines.
 
     A transport that this machine or process lacks is left out, with a warning in the log.
 
     Args:
         config: Names the transports.
-        tls: Certificates of this process; None: as the flags say.
+        tls: This process's certificates; None: as the flags say.
 
     Raises:
         ConfigError: A flag asks for what this machine lacks.
@@ -63,7 +63,7 @@ def open_transports(config: TransportConfig, tls: Tls | None = None) -> tuple[Tr
 
 
 def _encrypted(names: Iterable[str]) -> Iterator[str]:
-    """What a process with certificates uses in the place of transports."""
+    """Transports that a process with certificates uses instead of the given transports."""
     for name in names:
         safe = transport_class(name).encrypted_as
         if safe is None:

@@ -62,7 +62,7 @@ class SendQueue:
         """Queues a small message without waiting. The message must not be changed afterwards.
 
         Raises:
-            StreamBroken: The send_queue is closed, or the peer reads nothing and too many messages wait.
+            StreamBroken: The send_queue is closed, or the peer does not read and too many messages wait.
         """
         self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
@@ -74,7 +74,7 @@ class SendQueue:
         """From now on payloads are held.
 
         Args:
-            stuck: Ends the stream when one is not done with in time.
+            stuck: Ends the stream if a payload is not done with in time.
             start: Sends something as far as that goes at once; the stream's write gets the rest.
         """
         self._stuck, self._start = stuck, start
@@ -116,7 +116,7 @@ class SendQueue:
         """Queues a message with a payload if the send_queue is open and there is room at once; returns whether queued.
 
         Raises:
-            StreamBroken: The peer reads nothing and too many messages wait.
+            StreamBroken: The peer does not read and too many messages wait.
         """
         size = payload_bytes(payload)
         if not self._room.take(size):
@@ -217,7 +217,7 @@ class SendQueue:
             self._taken.set()
 
     async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
-        """Writes what is queued, in order, until `finish` or `close`. To be run by one task per stream.
+        """Writes queued items, in order, until `finish` or `close`. To be run by one task per stream.
 
         Args:
             write: The stream's write.
@@ -240,7 +240,7 @@ class SendQueue:
             raise
 
     async def _take(self) -> OutgoingItem | UnsentRest | None:
-        """The next message, once there is one; the one before has been written. None after the last."""
+        """Waits for the next message, after the message before has been written. None after the last."""
         self._writing = False
         if self._written:
             self._room.grant(self._freed.consumed(self._written, idle=not self._queue))

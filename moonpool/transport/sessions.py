@@ -73,8 +73,8 @@ class StreamSpec(Generic[Req, Res]):
         connect: starts the call.
         hello: first message sent.
         session_of: key of the session that a message belongs to; None: no session.
-        answers: class of the peer's messages.
-        window_bytes: payload bytes that the peer may be ahead in sending; 0: the peer sends no payloads.
+        answers: class for the peer's messages. window_bytes: payload bytes that the peer may be ahead in sending; 0:
+            the peer sends no payloads.
         credit: wraps a Credit for the peer; needed with a window.
         priority: priority of frames on the link.
         options: how the stream opens.
@@ -92,16 +92,16 @@ class StreamSpec(Generic[Req, Res]):
 
 
 class SessionHandler(Protocol[ResIn]):
-    """A session's owner, who gets the session's messages. Called by the reader: must be quick, and must not wait."""
+    """A session's owner, which gets the session's messages. Called by the reader: must be quick, and must not wait."""
 
     def on_message(self, message: ResIn, payload: Any) -> None:
-        """Take a message of the session. An exception ends this session only.
+        """Take a session's message. An exception ends this session only.
 
         The payload is a memoryview, which you may keep, or a `FilledBuffer` if the session gave a `ReceiveBuffer`.
         """
 
     def on_broken(self, error: Exception) -> None:
-        """The session has ended, by StreamBroken or by an exception of `on_message`. No call follows."""
+        """The session has ended, by StreamBroken or by an exception in `on_message`. No call follows."""
 
 
 class MuxSession(Generic[Req, Res]):
@@ -184,17 +184,17 @@ class MuxSession(Generic[Req, Res]):
         return await connection.send_queue.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
 
     async def done_with(self, held: PendingPayload | None, timeout_s: float) -> None:
-        """Wait until a frame of `begin` has left; raises as `send`."""
+        """Wait until a frame from `begin` has left; raises as `send`."""
         if held is not None:
             await self._connection.send_queue.done_with(held, timeout_s)
 
     async def abandon(self, held: PendingPayload | None) -> None:
-        """Give up a frame of `begin` that has not left; the frame's memory is free then."""
+        """Give up a frame from `begin` that has not left; the frame's memory is free then."""
         if held is not None and not held.done.done():
             await self._connection.send_queue.abandon([held])
 
     def take_credit(self) -> int:
-        """Bytes of credit for the peer. The caller's next message must carry them."""
+        """Credit for the peer, in bytes. The caller's next message must carry this credit."""
         return self._connection.take_credit()
 
     def check(self) -> None:
@@ -239,7 +239,7 @@ class MuxConnection(ClientStream[Req, Res]):
     """One call with all sessions. If the call breaks, every session fails."""
 
     def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
-        """Starts nothing yet. `spawn` starts tasks; the owner of `spawn` waits for their end."""
+        """Does not connect yet. `spawn` starts tasks; the owner of `spawn` waits for their end."""
         super().__init__(
             spec.name,
             spec.connect,
@@ -325,7 +325,7 @@ class MuxConnection(ClientStream[Req, Res]):
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
 
     def take_credit(self) -> int:
-        """All bytes of credit for the peer; the caller sends them."""
+        """All credit for the peer, in bytes; the caller sends this credit."""
         return self._returns.flush()
 
     @property
@@ -400,11 +400,11 @@ class MuxStream(Generic[Req, Res]):
     """A stream that connects when the first session opens, and connects again after a break.
 
     Attributes:
-        deadlines: deadlines of the sessions' owners.
+        deadlines: the sessions' owners' deadlines.
     """
 
     def __init__(self, spec: StreamSpec[Req, Res]) -> None:
-        """Connects nothing yet."""
+        """Does not connect yet."""
         assert (spec.credit is None) == (spec.window_bytes == 0), "a window needs messages that give it"
         self.spec = spec
         self.deadlines = Deadlines()
@@ -440,7 +440,7 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def credits(self) -> ByteCredits | None:
-        """Credits of the standing connection."""
+        """The standing connection's credits."""
         return self._connection.credits if self._connection is not None and self.connected else None
 
     @property
@@ -454,7 +454,7 @@ class MuxStream(Generic[Req, Res]):
         """Open a session on this side, and connect first if needed. The caller tells the peer.
 
         Args:
-            key: key of the session.
+            key: the session's key.
             handler: gets the session's messages.
             receive_into: Gives the memory for a message's payload of so many bytes, on a transport beside gRPC.
 
@@ -478,7 +478,7 @@ class MuxStream(Generic[Req, Res]):
         Later sessions then get a new stream, even if the peer hangs or has lost the stream's other end.
 
         Args:
-            since: begin of the wait, on the event loop's clock.
+            since: start of the wait, on the event loop's clock.
         """
         if self._connection is not None:
             self._connection.give_up_if_silent(since)
@@ -542,7 +542,7 @@ class MuxStream(Generic[Req, Res]):
 
 
 class StreamClient(Generic[Req, Res]):
-    """Base class for clients that use one stream. Their sessions are reads, puts or transfers."""
+    """Base class for clients that use one stream. Sessions are reads, puts or transfers."""
 
     def __init__(self, stream: MuxStream[Req, Res]) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
 """The shared-memory transport ("local").
 
-Both processes map the regions of the other. A unix socket passes the descriptors, and carries the messages.
+Both processes map the other's regions. A unix socket passes the descriptors, and carries the messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedMemoryTransport(SocketTransport):
 
     name = "local"
     kind = kv_pb2.LANE_KIND_LOCAL
-    encrypted_as = "local"  # never leaves the machine, and nobody but the user can connect
+    encrypted_as = "local"  # never leaves the machine, and only the user can connect
 
     def __init__(self, folder: Path, uid: int | None = None) -> None:
         """Uses sockets in `folder`; peers must belong to the user `uid`, by default this process' own."""
@@ -80,7 +80,7 @@ class SharedMemoryTransport(SocketTransport):
         return await connect_socket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address)
 
     def check_peer(self, sock: socket.socket) -> None:
-        """Accepts processes of the same user."""
+        """Accepts processes that run as the same user."""
         if peer_uid(sock) != self._uid:
             raise PermissionDenied("the peer is another user's")
 
@@ -96,7 +96,7 @@ class SharedMemoryTransport(SocketTransport):
 
 
 def machine_id(folder: Path) -> str:
-    """Names this machine (until the next boot), user and folder; processes with the same one share memory."""
+    """Names this machine (until the next boot), user and folder; processes with the same name share memory."""
     found = folder.stat()
     text = f"{_BOOT.read_text().strip()}:{os.getuid()}:{found.st_dev}:{found.st_ino}"
     return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
@@ -118,7 +118,7 @@ def _socket_folder(folder: Path | None) -> Path:
 
 
 def socket_path(folder: Path, incarnation: int) -> Path:
-    """Where the instance of an incarnation listens."""
+    """Where an incarnation's instance listens."""
     return folder / f"{incarnation:016x}.sock"
 
 
@@ -137,6 +137,6 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user whose process is at a unix socket's other end."""
+    """The user that owns the process at a unix socket's other end."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])

@@ -118,7 +118,7 @@ class ClientStream(Generic[Req, Res]):
         """The stream has broken; called once."""
 
     def failure(self, error: MoonpoolError) -> Exception:
-        """The error of the stream after the call has ended with `error`."""
+        """The stream's error after the call has ended with `error`."""
         if isinstance(error, Mismatch) and not self._ready.is_set():
             return error
         return StreamBroken(f"{self.name}: {error}")
@@ -289,7 +289,7 @@ class ServerStream(Generic[Req]):
             hello_timeout_s: longest wait for the hello.
             silence_s: longest wait between messages; None: no limit.
             quiet_s: seconds without a message after which `is_there` is called; None: never.
-            max_unsent: most answers that wait for the peer; beyond, no message of the peer is read.
+            max_unsent: most answers that wait for the peer; beyond, no message from the peer is read.
             listener: offers transports beside the call; None: the stream stays on gRPC.
         """
         self.send_queue = SendQueue()
@@ -392,24 +392,24 @@ class ServerStream(Generic[Req]):
         return task
 
     def post(self, message: Message) -> None:
-        """Sends a small message; the stream of a peer that reads no messages ends."""
+        """Sends a small message; ends the stream if the peer does not read."""
         try:
             self.send_queue.post(message)
         except StreamBroken as error:
             self.send_queue.close(error)
 
     async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], write: Write) -> None:
-        """The whole life of the stream.
+        """Runs the stream from the first message to the end.
 
         Args:
-            requests: The peer's messages; beside their payloads where the class carries one.
+            requests: The peer's messages; with their payloads beside, if the class carries a payload.
             write: Sends one message; is never cancelled (`moonpool.rpc.stream_writes.bare_write`).
 
         Raises:
             InvalidRequest: the first message is no hello.
             DeadlineExceeded: no hello came in time; or no message for `silence_s`, or for `quiet_s` from a dead peer.
             Unavailable: the service is closing.
-            StreamBroken: the peer reads nothing.
+            StreamBroken: the peer does not read.
         """
         first = await self._next(requests, self._hello_timeout_s, "no hello came")
         if first is None:
@@ -478,7 +478,7 @@ class ServerStream(Generic[Req]):
             raise StreamBroken("the peer does not read its answers")
 
     def _writing(self, bare_write: Write) -> Write:
-        """The write of the connection that the peer has taken; before that the call's."""
+        """Writes to the connection that the peer has taken; before that, to the call."""
 
         async def write(message: Any) -> None:
             if self._connection is None:
@@ -556,7 +556,7 @@ class ServerStream(Generic[Req]):
 
     @property
     def borrowed(self) -> bool:
-        """The payload of the message that is being handled is borrowed."""
+        """Whether the payload of the message being handled is borrowed."""
         return self._borrowed is not None
 
     def return_buffer(self) -> None:
@@ -602,10 +602,10 @@ def _parts(item: Req | PayloadMessage[Req]) -> tuple[Req, memoryview]:
 
 
 class OpenStreams:
-    """Streams of any kind, each while `running`.
+    """Set of streams of any kind, each while `running`.
 
     Attributes:
-        quiet: set while there are none.
+        quiet: set while there are no streams.
     """
 
     def __init__(self) -> None:
@@ -624,12 +624,12 @@ class OpenStreams:
 
     @property
     def traffic(self) -> StreamTraffic:
-        """What is under way on all of them."""
+        """Traffic under way on all KV streams."""
         return sum((stream.traffic for stream in self.kv), StreamTraffic())
 
     @contextmanager
     def running(self, stream: object) -> Iterator[None]:
-        """Around the life of a stream."""
+        """Context manager around a stream's run."""
         self._open[stream] = None
         self.quiet.clear()
         try:

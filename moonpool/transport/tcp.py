@@ -33,7 +33,7 @@ class TcpTransport(SocketTransport):
         return cls()
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
-        """Listens at a free port of the host where the service listens."""
+        """Listens at a free port on the host where the service listens."""
         config = options.config
         host, _ = parse_address(config.listen)
         try:

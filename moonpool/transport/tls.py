@@ -1,7 +1,7 @@
 """The TLS transport ("tls"): the TCP transport within TLS 1.3, for processes with certificates.
 
-Both ends show a certificate of the authority in `tls_ca`. The offer's token, which travels within the stream's own TLS,
-then tells whose stream a connection belongs to.
+Both ends show a certificate from the authority in `tls_ca`. The offer's token, which travels within the stream's own
+TLS, then tells which stream a connection belongs to.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2
 
 RECORD_BYTES = 16 << 10
-"""Most payload bytes in a record of TLS. Shorter pieces go into one record together."""
+"""Most payload bytes in a TLS record. Shorter pieces go into one record together."""
 TURN_BYTES = 1 << 20
-"""Most bytes that one call decrypts: the event loop has other work."""
+"""Most bytes that a call decrypts: the event loop has other work."""
 HANDSHAKE_RECORD = b"\x16"
-"""First byte of TLS. No message of a plain client begins so: the byte would be the message's length."""
+"""First byte of TLS. No plain client's message begins so: the byte would be the message's length."""
 NEEDS_TLS = "this transport takes TLS only: set tls_cert, tls_key and tls_ca"
 _BLOCKED = ssl.SSLWantReadError, ssl.SSLWantWriteError
 
@@ -147,7 +147,7 @@ class TlsFramedSocket(FramedSocket):
                 raise PermissionDenied(f"no TLS with the peer: {error.reason or error}") from error
 
     async def _expect_tls(self) -> None:
-        """Looks at the first byte, which stays: a plain client gets an answer that it can read."""
+        """Peeks at the first byte, so that a plain client gets an answer in plaintext."""
         await self._wait(self._loop.add_reader, self._loop.remove_reader)
         try:
             first = socket.socket.recv(self._tls, 1, socket.MSG_PEEK)
@@ -178,7 +178,7 @@ class TlsTransport(TcpTransport):
 
     @classmethod
     def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
-        """Needs a certificate of this process."""
+        """Needs a certificate for this process."""
         if tls is None:
             raise ConfigError("tls_cert", "must be given, with tls_key and tls_ca, for the transport tls")
         if not tls.has_certificate:
@@ -186,7 +186,7 @@ class TlsTransport(TcpTransport):
         return cls(tls)
 
     def on_exposed(self, host: str) -> None:
-        """Nothing to say: only peers with certificates get in."""
+        """Returns no address for plain clients: only peers with certificates get in."""
 
     def frame(self, sock: socket.socket, *, server: bool) -> FramedSocket:
         """Within TLS."""
