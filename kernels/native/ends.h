@@ -61,7 +61,8 @@ static void finish_gated(const Panels& p, int64_t panel, int64_t row, int rows, 
     }
 }
 template <class T>
-static void finish(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
+static void finish(const Panels& p, int64_t panel, int64_t row, int rows, float* sums, const Result& r) {
+    if (r.added) add_low_rank<T>(*r.added, panel, row, rows, sums);
     if (p.gated) finish_gated<T>(p, panel, row, rows, sums, r);
     else finish_plain<T>(p, panel, row, rows, sums, r);
 }

@@ -117,6 +117,22 @@ template void one_panel<float>(const Panels&, const Read<float>*, int64_t, const
 template void one_panel<bf16>(const Panels&, const Read<bf16>*, int64_t, const Result&);
 template void one_panel<f16>(const Panels&, const Read<f16>*, int64_t, const Result&);
 
+template <class T> void add_low_rank(const LowRankRows& a, int64_t panel, int64_t row, int rows, float* sums) {
+    float more[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int first = 0, last; first < rows; first = last) {
+        const Panels* up = a.ups[row + first];
+        for (last = first + 1; last < rows && last - first < TILE_ROWS && a.ups[row + last] == up;) last++;
+        if (!up) continue;
+        const T* weight = (const T*)(up->weight + panel * up->bytes());
+        const Read<T>* x = (const Read<T>*)a.x + (row + first) * a.stride;
+        tile_by_part<T, TILE_ROWS>(last - first, x, a.stride, weight, up->inputs, (const char*)weight, 0, false, more);
+        for (int i = 0; i < (last - first) * PANEL; i++) sums[first * PANEL + i] += more[i];
+    }
+}
+template void add_low_rank<float>(const LowRankRows&, int64_t, int64_t, int, float*);
+template void add_low_rank<bf16>(const LowRankRows&, int64_t, int64_t, int, float*);
+template void add_low_rank<f16>(const LowRankRows&, int64_t, int64_t, int, float*);
+
 // Rows as equal tiles, of which a block has some, one after the other.
 struct Tiles {
     int64_t rows, count, blocks;

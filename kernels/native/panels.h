@@ -78,10 +78,15 @@ INLINE Seat seat(const Panels& p, int64_t output) {
 }
 // ---- what becomes of sums: [rows, columns first to last) of the result ----
 enum End { PLAIN = 0, ADD = 1, WIDE = 2 };  // the result; added to what is there; as float
-struct Result { void* out; int64_t stride; int end; int64_t first, last; };
+// What each row gets besides, before it is finished: the product of x [rows, ranks], as sums read it, with a matrix that
+// has the result's outputs in the same lanes; by row, null: nothing.
+struct LowRankRows { const void* x; int64_t stride; const Panels* const* ups; };
+struct Result { void* out; int64_t stride; int end; int64_t first, last; const LowRankRows* added; };
 
 // x [rows, inputs] by the columns first to last of the result. Returns 1 where there is no memory to work in.
 template <class T>
 int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads);
+// Adds to sums [rows, PANEL] of a panel, `row` the first of them.
+template <class T> void add_low_rank(const LowRankRows& a, int64_t panel, int64_t row, int rows, float* sums);
 // One row by the outputs of one panel, as `product`.
 template <class T> void one_panel(const Panels& p, const Read<T>* x, int64_t panel, const Result& r);

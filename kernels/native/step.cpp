@@ -37,6 +37,7 @@ template <class T> struct Run {
     int64_t rows;     // of hidden
     T* hidden;
     int D, q_width;
+    int64_t index;    // of the layer, in the stage
 
     // f(r) for all rows, each of `elements`.
     template <class F> void each(int64_t count, int64_t elements, const F& f) const {
@@ -49,9 +50,13 @@ template <class T> struct Run {
             norm_row(hidden + r * m.hidden, (T*)nullptr, (const T*)weight, m.eps, room.normed + r * room.hidden, m.hidden);
         });
     }
-    int times(const Panels& p, const T* x, int64_t stride, int64_t count, void* out, int64_t out_stride, int end,
-              int64_t from, int64_t to) const {
-        return product<T>(p, x, stride, count, Result{out, out_stride, end, from, to}, s.threads);
+    // `wanted`: which rows of the step these are; null: all.
+    int times(const Panels& p, LoraPlace place, const int64_t* wanted, const T* x, int64_t stride, int64_t count, void* out,
+              int64_t out_stride, int end, int64_t from, int64_t to) const {
+        static thread_local Memory memory;
+        LowRankRows added{};
+        if (s.loras && prepare_loras<T>(*s.loras, index, place, wanted, x, stride, count, memory, added, s.threads)) return 1;
+        return product<T>(p, x, stride, count, Result{out, out_stride, end, from, to, added.ups ? &added : nullptr}, s.threads);
     }
     // Heads of one row, at the angles of the batch's row `at`: normed and rotated where they lie.
     void turn(T* heads, int count, const char* weight, int64_t at) const {
@@ -78,7 +83,7 @@ template <class T> struct Run {
     int attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const;
     int queries_of_all(const Layer& layer, const Pool& kv);
     int queries_of_some(const Layer& layer, const Pool& kv);
-    int layer(int64_t index, bool trimmed);
+    int layer(int64_t its_index, bool trimmed);
 };
 
 extern "C" int mp_decode(const Attention* a, int threads);
@@ -94,7 +99,7 @@ template <class T> int Run<T>::attend(const T* q, int64_t stride, const Pool& kv
 }
 
 template <class T> int Run<T>::queries_of_all(const Layer& l, const Pool& kv) {
-    if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, 0, l.qkv.outputs)) return code;
+    if (int code = times(l.qkv, LORA_QKV, nullptr, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, 0, l.qkv.outputs)) return code;
     each(rows, room.columns, [&](int64_t r) {
         T* row = room.qkv + r * room.columns;
         turn(row, m.heads, l.q_norm, r);
@@ -106,7 +111,7 @@ template <class T> int Run<T>::queries_of_all(const Layer& l, const Pool& kv) {
 
 // Keys and values of all rows; queries, and all that follows, of the wanted ones only.
 template <class T> int Run<T>::queries_of_some(const Layer& l, const Pool& kv) {
-    if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, q_width, l.qkv.outputs)) return code;
+    if (int code = times(l.qkv, LORA_QKV, nullptr, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, q_width, l.qkv.outputs)) return code;
     each(rows, room.columns, [&](int64_t r) {
         T* row = room.qkv + r * room.columns;
         turn(row, m.kv_heads, l.k_norm, r);
@@ -118,23 +123,25 @@ template <class T> int Run<T>::queries_of_some(const Layer& l, const Pool& kv) {
         memmove(hidden + i * m.hidden, hidden + s.wanted[i] * m.hidden, m.hidden * sizeof(T));
     }
     if (!rows) return 0;
-    if (int code = times(l.qkv, room.picked, room.hidden, rows, room.queries, room.heads, PLAIN, 0, q_width)) return code;
+    if (int code = times(l.qkv, LORA_QKV, s.wanted, room.picked, room.hidden, rows, room.queries, room.heads, PLAIN, 0, q_width)) return code;
     each(rows, q_width, [&](int64_t i) { turn(room.queries + i * room.heads, m.heads, l.q_norm, s.wanted[i]); });
     return attend(room.queries, room.heads, kv, s.some);
 }
 
-template <class T> int Run<T>::layer(int64_t index, bool trimmed) {
+template <class T> int Run<T>::layer(int64_t its_index, bool trimmed) {
+    index = its_index;
     const Layer& l = m.layers[index];
+    const int64_t* its = trimmed ? s.wanted : nullptr;
     Pool kv{s.kv + index * s.layer_stride, s.scales ? s.scales + index * s.scale_layer_stride : nullptr};
     norm(l.input_norm);
     if (int code = trimmed ? queries_of_some(l, kv) : queries_of_all(l, kv)) return code;
     if (!rows) return 0;
-    if (int code = times(l.output, room.attended, room.heads, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
+    if (int code = times(l.output, LORA_OUTPUT, its, room.attended, room.heads, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
     norm(l.post_norm);
     if (l.experts) {
         if (int code = add_experts<T>(*l.experts, room.normed, room.hidden, rows, hidden, m.hidden, s.threads)) return code;
-    } else if (int code = times(l.gate_up, room.normed, room.hidden, rows, room.inner, room.wide, PLAIN, 0, l.gate_up.columns())) return code;
-    else if (int code = times(l.down, room.inner, room.wide, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
+    } else if (int code = times(l.gate_up, LORA_GATE_UP, its, room.normed, room.hidden, rows, room.inner, room.wide, PLAIN, 0, l.gate_up.columns())) return code;
+    else if (int code = times(l.down, LORA_DOWN, its, room.inner, room.wide, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
     if (trimmed) for (int64_t i = rows; i-- > 0;) memmove(hidden + s.wanted[i] * m.hidden, hidden + i * m.hidden, m.hidden * sizeof(T));
     return 0;
 }
@@ -153,7 +160,7 @@ static void begins(const Step& s, int64_t layer) {
 }
 template <class T> static int64_t run(const Model& m, const Step& s) {
     static thread_local Memory memory;
-    Run<T> run{m, s, {}, s.rows, (T*)s.hidden, m.head_dim, m.heads * m.head_dim};
+    Run<T> run{m, s, {}, s.rows, (T*)s.hidden, m.head_dim, m.heads * m.head_dim, 0};
     if (!run.room.take(memory, m, s.rows, s.wanted ? s.wanted_rows : 0)) return -1;
     for (int64_t layer = s.first; layer < s.last; layer++) {
         if (stopped(s, layer)) return layer;

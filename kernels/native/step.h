@@ -1,6 +1,7 @@
 // What a step is given; see step.cpp and go_on.cpp. Mirrored in kernels/native/structures.py.
 #pragma once
 #include "experts.h"
+#include "lora.h"
 
 struct Layer {  // norms in the weights' type; q_norm and k_norm may be null
     const char *input_norm, *post_norm, *q_norm, *k_norm;
@@ -34,6 +35,7 @@ struct Step {
     Items some;                                  // with rows counted in `wanted`
     const Watch* watch;                          // null: nobody watches
     Progress* progress;                          // null: nobody follows
+    const Loras* loras;                          // null: no row has an adapter
     int32_t threads;
 };
 

@@ -68,6 +68,18 @@ class Layer(ctypes.Structure):
     )  # fmt: skip
 
 
+class LowRank(ctypes.Structure):
+    """In lora.h."""
+
+    _fields_ = (("down", Panels), ("up", Panels))
+
+
+class Loras(ctypes.Structure):
+    """In lora.h."""
+
+    _fields_ = (("adapters", _P), ("of", _P))
+
+
 class Model(ctypes.Structure):
     """In step.h."""
 
@@ -106,7 +118,7 @@ class NativeStep(ctypes.Structure):
         ("all", Items),
         ("wanted", _P), ("wanted_rows", _L),
         ("some", Items),
-        ("watch", _P), ("progress", _P),
+        ("watch", _P), ("progress", _P), ("loras", ctypes.POINTER(Loras)),
         ("threads", _I),
     )  # fmt: skip
 

@@ -175,8 +175,7 @@ def inspect_checkpoint(
 
 
 def _computed(config: ModelConfig) -> str:
-    ways = described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
-    return ways if config.decoder.other else f"{ways}; with LoRA adapters torch"
+    return described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:

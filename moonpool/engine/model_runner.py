@@ -609,8 +609,7 @@ class StageRunner:
         callback thread follows them.
         """
         step, cpu = run.step, self.platform.device is None
-        native = run.batch.loras is None
-        progress = self.model.progress() if cpu and native and step.layer_events else None
+        progress = self.model.progress(run.batch.loras) if cpu and step.layer_events else None
         together = cpu and self.model.by_layers and (progress is not None or not step.layer_events)
         signals = self.kv_gates.signals(step.step_id, gated=step.gated) if together else None
         if progress is None:
@@ -648,22 +647,25 @@ class StageRunner:
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         memory = self.platform.memory
         packed = PackedBatch.build(parts, memory.block_tokens, full_hits=full_hits, slot_of=memory.slot_of)
+        self._add_loras(step, packed)
+        return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
+
+    def _add_loras(self, step: Step, packed: PackedBatch) -> None:
+        """Give a step's batch the sequences' adapters, if there are any."""
         if any(it.lora for it in step.sequences):
             loras = [self.loras[it.lora] if it.lora else None for it in step.sequences]
             packed.loras = BatchLoras(loras, packed.query_start.tolist(), "cpu")
-        return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
     def _begin_native(self, step: Step, masks: PendingMasks | None) -> StepRun | None:
         """Return a run whose first step is like the later steps, so that native calls take the step; else None."""
         if step.steps == 1 or not self.model.native or not all(map(_like_further, step.sequences)):
-            return None
-        if any(it.lora for it in step.sequences):
             return None
         if masks is not None and masks.waits:  # for grammars, which are compiled beside the layers of a first step
             return None
         # As left by the step before: native code begins with each sequence's next token.
         parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
         packed = PackedBatch.build(parts, self.platform.memory.block_tokens)
+        self._add_loras(step, packed)
         run = StepRun(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
         run.sampler = StepSampler(self.model, step, self.kv_gates.dropped(step.step_id))
         run.sampler.set_previous(packed.arrays["token_ids"].tolist())

@@ -308,8 +308,6 @@ def describe_compute(runner: "StageRunner") -> str:
     """Return what computes the stage's steps, for `WorkerReady`."""
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
     layers = described_ways(model.not_native, model.layer_begin)
-    if runner.max_lora_rank and not all(model.not_native):
-        layers += ", torch with LoRA adapters"
     return f"{model.kernels}, {layers}{graphs}"
 
 

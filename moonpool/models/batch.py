@@ -34,6 +34,7 @@ class BatchLoras:
         adapted: each adapter, a `moonpool.models.lora.StageLora`, with its rows [n] int64; None: all rows.
         base: rows without an adapter; None: no row.
         layers: by index in the model, what the adapters make of a layer's weights.
+        native: what native layers take, by the first of them (`moonpool.models.native_step`).
     """
 
     def __init__(self, of: Sequence[Any], query_start: Sequence[int], device: torch.device | str) -> None:
@@ -52,6 +53,7 @@ class BatchLoras:
         self.base = rows.get(b"")
         self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
         self.layers: dict[int, Any] = {}
+        self.native: dict[int, Any] = {}
 
     def of_steps(self) -> BatchLoras:
         """Return the adapters of a batch with one row for each sequence, on a CPU."""

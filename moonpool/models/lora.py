@@ -8,8 +8,9 @@ Every row is computed alone, so that its bits do not depend on other rows where 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +36,8 @@ PartT = TypeVar("PartT")
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """One product's addition."""
+class LowRankPair:
+    """One product's addition; `up` is gated if the product is, so that both have outputs in the same places."""
 
     down: Linear  # inputs to ranks
     up: Linear  # ranks to outputs
@@ -47,8 +48,10 @@ class LowRank:
         return self.down.nbytes + self.up.nbytes
 
     def __call__(self, x: Tensor, *, deterministic: bool) -> Tensor:
-        """Return the addition [rows, outputs] for `x` [rows, inputs]."""
-        return self.up(self.down(x, deterministic=deterministic), deterministic=deterministic)
+        """Return the addition [rows, outputs] for `x` [rows, inputs]; of a gated product gates, then ups."""
+        ranks = self.down(x, deterministic=deterministic)
+        product = self.up.apart if self.up.gated else self.up
+        return product(ranks, deterministic=deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class StageLora:
     """One adapter's part of a stage: additions by layer of the model, and by place in `LayerWeights`."""
 
     id: bytes
-    layers: Mapping[int, Mapping[str, LowRank]]
+    layers: Mapping[int, Mapping[str, LowRankPair]]
+    native: dict[int, Any] = field(default_factory=dict, compare=False)
+    """What native layers take, by the first of them (`moonpool.models.native_step`)."""
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +72,9 @@ class StageLora:
 class LoraLinear(Linear):
     """A product with additions, each for some rows."""
 
-    def __init__(self, base: Linear, additions: Sequence[tuple[Tensor | None, LowRank]], others: Tensor | None) -> None:
+    def __init__(
+        self, base: Linear, additions: Sequence[tuple[Tensor | None, LowRankPair]], others: Tensor | None
+    ) -> None:
         """Make the product. `additions` have their rows [n] int64, None = all; `others`: rows without; None = none."""
         self.__dict__.update(base.__dict__)
         self._additions = additions
@@ -113,7 +120,7 @@ def with_loras(loras: BatchLoras, index: int, weights: LayerWeights) -> LayerWei
 
 
 def _with_additions(loras: BatchLoras, index: int, weights: LayerWeights) -> LayerWeights:
-    places: dict[str, list[tuple[Tensor | None, LowRank]]] = {}
+    places: dict[str, list[tuple[Tensor | None, LowRankPair]]] = {}
     for lora, rows in loras.adapted:
         for place, addition in lora.layers.get(index, {}).items():
             places.setdefault(place, []).append((rows, addition))
@@ -169,7 +176,7 @@ def load_lora(
     places = lora_places(config, lora)
     first = layers[0].attention.output
     parts = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
-    arena, found = WeightArena(), dict[int, dict[str, LowRank]]()
+    arena, found = WeightArena(), dict[int, dict[str, LowRankPair]]()
     with torch.inference_mode():
         for index, weights in enumerate(layers, layer_begin):
             slots = _slots(config, index)
@@ -177,7 +184,8 @@ def load_lora(
                 its = [(slots[f"{name}.weight"], places.get((index, name))) for name in names.split()]
                 if any(module is not None for _, module in its):
                     reader = _PairReader(lora.modules, parts, first.dtype, first.device, arena)
-                    found.setdefault(index, {})[place] = reader.pair(its)
+                    base: Linear = attrgetter(place)(weights)
+                    found.setdefault(index, {})[place] = reader.pair(its, gated=base.gated)
     return StageLora(lora.id, found)
 
 
@@ -237,7 +245,7 @@ class _PairReader:
     device: torch.device
     arena: WeightArena
 
-    def pair(self, parts: Sequence[tuple[Stored, str | None]]) -> LowRank:
+    def pair(self, parts: Sequence[tuple[Stored, str | None]], *, gated: bool) -> LowRankPair:
         """Return the addition to a product of projections, each with its adapted module, if there is one."""
         modules = dict.fromkeys(name for _, name in parts if name is not None)
         at, ranks = dict[str, int](), 0
@@ -256,7 +264,7 @@ class _PairReader:
                 rows = rows if stored.arrange is None else stored.arrange(rows)
                 up[row : row + count, at[module] : at[module] + self.modules[module].rank] = rows
             row += count
-        return LowRank(*(self._linear(matrix) for matrix in (down, up)))
+        return LowRankPair(self._linear(down), self._linear(up, gated=gated))
 
     def _inputs(self, modules: Mapping[str, None]) -> int:
         return self.modules[next(iter(modules))].inputs
@@ -267,6 +275,6 @@ class _PairReader:
                 return found.float()
         raise CheckpointError(f"{WEIGHTS}: {name}.lora_{part}.weight is missing")
 
-    def _linear(self, matrix: Tensor) -> Linear:
+    def _linear(self, matrix: Tensor, *, gated: bool = False) -> Linear:
         # Two copies: the second, to a device, is then over when the call is.
-        return Linear(matrix.to(self.dtype).to(self.device), arena=self.arena)
+        return Linear(matrix.to(self.dtype).to(self.device), gated=gated, arena=self.arena)

@@ -22,9 +22,10 @@ from kernels.plan import AttentionPlan
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
 from moonpool.families.spec import LayerSpec
-from moonpool.models.batch import PackedBatch, logits_rows
+from moonpool.models.batch import BatchLoras, PackedBatch, logits_rows
 from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear
+from moonpool.models.lora import StageLora
 from moonpool.models.weights import AttentionWeights, LayerWeights
 
 
@@ -128,6 +129,40 @@ class NativeLayers:
         """Return the progress of a step that has not begun."""
         return Progress(self.native, self.index, len(self._layers))
 
+    def takes(self, loras: BatchLoras | None) -> bool:
+        """Whether a batch's adapters change these layers only where native code adds."""
+        return loras is None or all(self._adapter(lora) is not None for lora, _ in loras.adapted)
+
+    def _adapter(self, lora: StageLora) -> ctypes.Array[structures.LowRank] | None:
+        """Return an adapter's part of these layers, [layers, places]; None: there are other places."""
+        if self.index not in lora.native:
+            lora.native[self.index] = self._made_adapter(lora)
+        found: ctypes.Array[structures.LowRank] | None = lora.native[self.index]
+        return found
+
+    def _made_adapter(self, lora: StageLora) -> ctypes.Array[structures.LowRank] | None:
+        made = (structures.LowRank * (len(self._weights) * len(_LORA_PLACES)))()
+        for layer in range(self.index, self.end):
+            for place, pair in lora.layers.get(layer, {}).items():
+                if place not in _LORA_PLACES or pair.down.panels is None or pair.up.panels is None:
+                    return None
+                at = (layer - self.index) * len(_LORA_PLACES) + _LORA_PLACES.index(place)
+                made[at] = structures.LowRank(_panels(pair.down), _panels(pair.up))
+        return made
+
+    def _loras(self, loras: BatchLoras, rows: int) -> structures.Loras:
+        """Return the adapters of a batch's rows as native code takes them, made once for each batch."""
+        if self.index not in loras.native:
+            of = np.full(rows, -1, np.int32)
+            adapters = [self._adapter(lora) for lora, _ in loras.adapted]
+            for number, (_, its) in enumerate(loras.adapted):
+                of[slice(None) if its is None else its.numpy()] = number
+            pointers = np.array([ctypes.addressof(its) for its in adapters if its is not None], np.int64)
+            made = structures.Loras(pointers.ctypes.data, of.ctypes.data)
+            loras.native[self.index] = made, of, pointers, adapters  # live as long as the batch
+        found: structures.Loras = loras.native[self.index][0]
+        return found
+
     def run(self, step: structures.NativeStep) -> int:
         """Run a step's layers and return the layer reached, counted in the whole model."""
         return self.native.step(self.model, step) + self.index
@@ -157,6 +192,7 @@ class NativeLayers:
             some,
             None if signals is None else signals.address,
             None if progress is None else progress.address,
+            None if batch.loras is None else ctypes.pointer(self._loras(batch.loras, hidden.shape[0])),
             torch.get_num_threads(),
         )  # fmt: skip
         # The tensors live as long as the step has their addresses.
@@ -202,6 +238,8 @@ def _why_not(config: ModelConfig, index: int, layer: LayerWeights) -> str:
     return missing
 
 
+_LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
+"""`LoraPlace` of lora.h, by the place in `LayerWeights`."""
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 """`Scores` of experts.h."""
 

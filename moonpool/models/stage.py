@@ -24,7 +24,7 @@ from kernels.int8_head import Int8Head
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families.spec import AttentionSpec, LayerSpec
-from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
+from moonpool.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.models.experts import DenseAndExperts
 from moonpool.models.layers import Linear, Norm, RopeTable, activate, elementwise, in_tiles
 from moonpool.models.lora import with_loras
@@ -159,9 +159,13 @@ class StageModel:
         parts += [self.positions, self._per_layer, *self.layers, *self._tail]
         return sum(part.nbytes for part in parts if part is not None)
 
-    def progress(self) -> Progress | None:
-        """Return what another thread follows one step's `run` by; None if layers are not one native call."""
-        return None if self._one_call is None else self._one_call.progress()
+    def progress(self, loras: BatchLoras | None = None) -> Progress | None:
+        """Return what another thread follows one step's `run` by; None if layers are not one native call.
+
+        `loras`: the batch's adapters.
+        """
+        whole = self._one_call
+        return None if whole is None or not whole.takes(loras) else whole.progress()
 
     @in_inference_mode
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -215,7 +219,8 @@ class StageModel:
             if self._per_layer is not None:
                 batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
         while first < last:
-            run = self._runs.get(first) if batch.loras is None else None
+            run = self._runs.get(first)
+            run = run if run is not None and run.takes(batch.loras) else None
             # Layers of several shapes may lie anywhere: each is a call.
             end = min(last, run.end) if run is not None and isinstance(kv, Tensor) else first + 1
             if run is not None:
@@ -311,7 +316,7 @@ class StageModel:
             out: The step before's logits, whose memory may be used.
         """
         whole, ends = self._one_call, self.is_first and self.is_last and self._plain_end
-        if whole is None or not ends or self._factors or batch.loras is not None:
+        if whole is None or not ends or self._factors or not whole.takes(batch.loras):
             return None
         assert self.final_norm is not None
         assert self.final_norm.weight is not None

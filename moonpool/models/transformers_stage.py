@@ -19,7 +19,7 @@ from kernels.attention import AttentionKind, make_plan, paged_attention, write_k
 from kernels.choice import prepare
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
+from moonpool.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.models.native_step import NativeRun, Progress, StepSignals
 from moonpool.models.recurrent import StateUndo
 from moonpool.models.stage import StageModel, in_inference_mode
@@ -96,8 +96,9 @@ class TransformersStage(StageModel):
         """Memory of all weights, bytes."""
         return sum(weight.nbytes for weight in self._model.parameters())
 
-    def progress(self) -> Progress | None:
+    def progress(self, loras: BatchLoras | None = None) -> Progress | None:
         """See `StageModel.progress`."""
+        del loras
         return None
 
     @in_inference_mode

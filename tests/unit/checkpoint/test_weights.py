@@ -105,7 +105,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path).fit_blocks is None
     assert report.file_bytes == (tmp_path / "model.safetensors").stat().st_size
     assert (report.context_tokens, report.kv_context_bytes) == (4096, 256 * 4096)
-    assert report.computed == "all layers native; with LoRA adapters torch"
+    assert report.computed == "all layers native"
     short = inspect_checkpoint(tmp_path, block_tokens=16, max_model_len=100)
     assert (short.context_tokens, short.kv_context_bytes) == (100, 7 * 4096)
     with pytest.raises(InvalidRequest, match="memory_bytes"):
@@ -113,7 +113,7 @@ def test_inspect(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="max_model_len"):
         inspect_checkpoint(tmp_path, max_model_len=0)
     write_config(tmp_path, architectures=["MistralForCausalLM"], sliding_window=64, tie_word_embeddings=True)
-    assert inspect_checkpoint(tmp_path).computed == "all layers torch (a sliding window); with LoRA adapters torch"
+    assert inspect_checkpoint(tmp_path).computed == "all layers torch (a sliding window)"
 
 
 def test_inspect_tells_recurrent_states(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_inspect_tells_recurrent_states(tmp_path: Path) -> None:
         "1 layers with a recurrent state, 512 bytes a block each; 1 layers, 128 bytes a token each"
     )
     assert report.kv_block_bytes == 512 + 16 * 128
-    assert report.computed == "layers 1 native; layers 0 torch (a recurrent state); with LoRA adapters torch"
+    assert report.computed == "layers 1 native; layers 0 torch (a recurrent state)"
 
 
 def test_the_package_needs_no_torch() -> None:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,35 @@ def test_rows_in_a_mixed_batch_are_those_alone(
         "some": create_lora(tmp_path / "some", config, 2, ("q", "v", "up"), rank=3),
     }
     served = Served(path, folders, dtype)
-    assert served.stages[0].native
+    stage, both = served.stages[0], list(served.loras[0].values())
+    assert stage.progress(BatchLoras([*both, None], range(4), "cpu")) is not None  # in the native call
     assert_rows_alone(served, ["all", "", "some", ""])
     assert_rows_alone(served, ["some", "all"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_layer_of_some_rows_alone(
+    dtype: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each row keeps its own adapter where the others are left out."""
+    path = checkpoint("tiny-llama")
+    config = load_config(path)
+    folders = {"a": create_lora(tmp_path / "a", config, 1), "b": create_lora(tmp_path / "b", config, 2, rank=3)}
+    served = Served(path, folders, dtype)
+    stage, (a, b) = served.stages[0], served.loras[0].values()
+    texts = prompts(config.vocab_size)[:4]
+    ends = [0, *accumulate(map(len, texts))]
+    found = []
+    some = [2, 3, 2, 0]  # a single row would be attended in another way
+    for last_rows in (None, some):
+        pool = torch.zeros(config.num_layers, 64, config.num_kv_heads, 2, BLOCK, config.head_dim, dtype=dtype)
+        parts = [(array("i", text).tobytes(), 0, list(range(16 * i, 16 * i + 16))) for i, text in enumerate(texts)]
+        batch = PackedBatch.build(parts, BLOCK)
+        batch.loras = BatchLoras([a, None, b, a], ends, "cpu")
+        hidden = stage.embed(batch.token_ids)
+        found.append(stage.run(hidden, batch, pool, 0, config.num_layers, last_rows=last_rows)[1])
+    rows = [row for end, count in zip(ends[1:], some, strict=True) for row in range(end - count, end)]
+    assert torch.equal(found[0][rows], found[1][rows])
 
 
 def test_rows_are_those_alone_in_deterministic_mode_without_native_kernels(
@@ -203,6 +229,8 @@ def test_answers_are_pefts(borders: Sequence[int], checkpoint: Callable[[str], P
         ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
         ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]),
         ("lfm2", ["in_proj", "out_proj", "w1"]),
+        ("qwen3_moe", ["q_proj", "o_proj"]),
+        ("qwen2_moe", ["v_proj", "shared_expert.up_proj", "shared_expert.down_proj"]),
     ],
 )
 def test_answers_are_pefts_in_other_families(case: str, targets: Sequence[str], tmp_path: Path) -> None:
