@@ -242,8 +242,12 @@ class AsyncContexts:
     async def delete(
         self, name: str, *, tenant: str = "", timeout_s: float = DELETE_TIMEOUT_S
     ) -> tuple[str, DeletedKV]:
-        """Delete a context and the context's KV on every instance. Returns the id and the deleted KV."""
-        answer = await self._query(pb.DeleteContextRequest(name=_checked_name(name), tenant=tenant), timeout_s)
+        """Delete a context and the context's KV on every instance. Returns the id and the deleted KV.
+
+        If a conductor ends before it answers, another one goes on, and the id is `name` as given.
+        """
+        request = pb.DeleteContextRequest(name=_checked_name(name), tenant=tenant, id=world.random_hex(16))
+        answer = await self._query(request, timeout_s)
         return answer.id, deleted_kv(answer.deleted)
 
 

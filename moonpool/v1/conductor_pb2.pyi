@@ -2941,19 +2941,25 @@ class DeleteContextRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its id or one of its tags."""
     tenant: _builtins.str
     """Whose it is."""
+    id: _builtins.str
+    """Names the deletion, as in `DeleteKVRequest`. Who asks again with the same id, here or at another conductor, because
+    no answer came, is not told that there is no such context, unless it had no KV.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "name", b"name", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2968,7 +2974,7 @@ class DeleteContextResponse(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Its id."""
+    """Its id; where an earlier request of the same id has ended it, the name in the request."""
     @_builtins.property
     def deleted(self) -> Global___DeleteKVResponse:
         """What was deleted of its KV."""

@@ -666,15 +666,19 @@ class NamedContextManager:
         return _within_list_bytes(LIST_BYTES, self._contexts.of_tenant(request.tenant))
 
     async def delete(self, request: pb.DeleteContextRequest) -> pb.DeleteContextResponse:
-        """Delete a context, and the context's KV everywhere."""
+        """Delete a context, and the context's KV everywhere, also if a request of the same id has begun to."""
         await self._sync.pull()
+        deletions, name = self._services.deletions, request.id or world.random_hex(16)
+        if (begun := deletions.begun(name)) is not None:
+            return pb.DeleteContextResponse(id=request.name, deleted=await deletions.delete(begun, name))
         context = self._contexts.find(request.tenant, request.name)
-        await self._sync.push(self._contexts.deleted(context))
+        chosen = KVSelection(keys=frozenset(unpack_keys(context.keys)))
+        # Together: a conductor that knows the one knows the other.
+        await self._sync.push([*self._contexts.deleted(context), *([deletions.new(name, chosen)] if chosen else ())])
         await self._pins.unpin(context)
         response = pb.DeleteContextResponse(id=context.id)
-        keys = frozenset(unpack_keys(context.keys))
-        if keys:
-            response.deleted.CopyFrom(await self._services.deletions.delete(KVSelection(keys=keys)))
+        if chosen:
+            response.deleted.CopyFrom(await deletions.delete(chosen, name))
         return response
 
     # --- uses ------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class KVDeletions:
         if not selection:
             raise InvalidRequest("selection", "names nothing: give keys, tenants or namespaces")
         await asyncio.sleep(self._settled_at - world.monotonic())
-        record = await self._named(name, selection) if name else self._new(world.random_hex(16), selection)
+        record = await self._named(name, selection) if name else self.new(world.random_hex(16), selection)
         recorded = await self.sync.push([record])
         response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)
         for chosen in _engines_first(self._members()):
@@ -114,17 +114,25 @@ class KVDeletions:
         return response
 
     async def _named(self, name: str, selection: KVSelection) -> kv_pb2.Record:
+        await self.sync.pull()
+        begun = self.begun(name)
+        if begun is not None and begun != selection:
+            raise InvalidRequest("id", "is that of another deletion")
+        return self.sync.records.get(DELETION, "", name) or self.new(name, selection)
+
+    def begun(self, name: str) -> KVSelection | None:
+        """What a deletion deletes that this conductor knows by its id; None: knows none.
+
+        Raises:
+            InvalidRequest: this is no id.
+        """
         if len(name) not in NAME_CHARS or not name.isprintable():
             raise InvalidRequest("id", f"has {NAME_CHARS[0]} to {NAME_CHARS[-1]} printable characters, or none")
-        await self.sync.pull()
         known = self.sync.records.get(DELETION, "", name)
-        if known is None:
-            return self._new(name, selection)
-        if deletion_from_record(known) != selection:
-            raise InvalidRequest("id", "is that of another deletion")
-        return known
+        return None if known is None else deletion_from_record(known)
 
-    def _new(self, name: str, selection: KVSelection) -> kv_pb2.Record:
+    def new(self, name: str, selection: KVSelection) -> kv_pb2.Record:
+        """The record of a deletion that begins."""
         deletion = kv_pb2.Deletion(id=name, selection=selection_to_proto(selection))
         expires_at = self.sync.clock() + DELETION_KEPT_S
         return self.sync.record(DELETION, "", name, deletion.SerializeToString(), expires_at)

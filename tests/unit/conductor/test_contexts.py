@@ -203,6 +203,25 @@ async def test_a_deleted_context_is_gone_with_its_pin_and_its_kv() -> None:
                 await calling()
 
 
+async def test_a_context_whose_deletion_is_asked_for_again_is_no_unknown_one() -> None:
+    """As by a client whose conductor ended before it answered; the KV goes, whoever began."""
+    p, d, store = prefill(), decode(), FakeStore()
+    write_back(p, store)
+    async with stack(store, p, d) as s:
+        made = await s.client.contexts.create(token_ids=PROMPT, tenant="ours", tags=["t"])
+        await settled(s, "t")
+        request = pb.DeleteContextRequest(name="t", tenant="ours", id="e" * 32)
+        first, again = [await s.servicer.DeleteContext(request, None) for _ in range(2)]
+        assert (first.id, again.id) == (made.id, "t")
+        assert first.deleted.id == again.deleted.id == request.id
+        assert [sum(it.blocks for it in one.deleted.instances) for one in (first, again)] == [3, 0]
+        assert store.keys == []
+        with pytest.raises(NotFound):
+            await s.client.contexts.delete("t", tenant="ours")
+        with pytest.raises(InvalidRequest, match="16 to 64"):
+            await s.servicer.DeleteContext(pb.DeleteContextRequest(name="t", tenant="ours", id="short"), None)
+
+
 async def test_before_a_kvstore_has_told_no_context_is_called_unknown() -> None:
     """A conductor that has just begun: the client may try again, or ask another conductor."""
     async with stack(prefill(), decode()) as s:
