@@ -459,7 +459,7 @@ OTHER_VARIABLES = (
     "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
     "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
     "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
-    "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED",
+    "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
     "STACK_BASE", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH", "STACK_SIZE",  # of compose.yaml
 )  # fmt: skip
 """MOONPOOL_* variables that are no setting of a service."""

@@ -96,7 +96,7 @@ TRIED_S = 30.0
 """Usual seconds of the tests that run for a mutant at once; more tests are left out."""
 SLOW_S = 600.0
 """Seconds after which tests count as hanging. pytest ends a test that waits before that."""
-HANG_S = 30.0
+HANG_S = 10.0
 """Processor seconds beyond three times the usual ones after which tests hang, whatever else the machine does."""
 MEMORY_BYTES = 8 << 30
 """Most memory of a process of a test: a mutant may never stop to allocate."""

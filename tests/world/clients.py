@@ -55,6 +55,7 @@ class Outcome:
     Attributes:
         ask: the request.
         begin, end: seconds of the storm.
+        place: among all outcomes; requests that are asked again, or that none has drawn, share their number.
         ended: "complete", "left", "late" (its own deadline), "refused" (in other words than its own limits), "limited"
             (by its own limits) or "failed".
         error: what the client was told.
@@ -83,6 +84,7 @@ class Outcome:
     resumes: int = 0
     placements: int = 0
     unexpected: str = ""
+    place: int = 0
 
     def answer(self, index: int) -> Answer:
         """Answer `index`, which begins if it has not."""
@@ -100,7 +102,7 @@ async def ask_sdk(client: AsyncClient, ask: Ask, outcome: Outcome, now: Now) -> 
     arguments: dict[str, Any] = {
         "token_ids": ask.tokens, "sampling": ask.how, "tenant": ask.tenant, "priority": ask.priority,
         "cache_salt": ask.salt, "slo": ask.slo, "session": ask.session, "context": ask.context,
-        "request_id": f"{outcome.begin:.6f} {ask.number}",
+        "request_id": f"{outcome.begin:.6f} {ask.number} {outcome.place}",
         "timeout_s": ask.limit if ask.ending == "deadline" else TIMEOUT_S,
     }  # fmt: skip
     try:

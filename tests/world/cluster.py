@@ -22,7 +22,7 @@ from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import GaugeReading, describe
 from moonpool.engine.emulated.kv import continuation, token_seed
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.process import ProcessContext
 from moonpool.telemetry.spans import Recorder
@@ -188,12 +188,20 @@ class Service:
     async def start(self) -> str:
         """Begin a life; returns the address when the service is ready."""
         self.begin()
+        if not await self.is_ready():
+            self.task.result()
+        return self.address
+
+    async def is_ready(self) -> bool:
+        """Waits until the service serves; False if it could not start because its disk fails."""
         ready = self._process.ready
         both: list[asyncio.Future[Any]] = [self.task, ready]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if self.task.done():
+        if not self.task.done():
+            return True
+        if self.disk is None or not isinstance(self.task.exception(), ConfigError):
             self.task.result()
-        return ready.result()
+        return False
 
     def begin(self) -> None:
         """Begin a life, without waiting for it."""

@@ -1,6 +1,6 @@
 """A disk that knows what was synced: a killed process loses nothing, and a loss of power what was not synced.
 
-It may be full for a while, or fail, or damage bytes.
+It may be full for a while, or fail, or damage bytes; or the system has no memory for what is read and written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import lmdb
 from moonpool.kv.file_io import FileSpan, ReadOutcome
 from tests.unit.kvstore.ssd.power import PowerFiles
 
-DiskFault = Literal["full", "broken"]
-"""Nothing can be written; or nothing can be written nor read."""
-ERRORS: dict[DiskFault, int] = {"full": errno.ENOSPC, "broken": errno.EIO}
+DiskFault = Literal["full", "broken", "no memory"]
+"""Nothing can be written; or nothing can be written nor read, for want of memory only what needs some."""
+ERRORS: dict[DiskFault, int] = {"full": errno.ENOSPC, "broken": errno.EIO, "no memory": errno.ENOMEM}
+NEEDS_NONE = ("unlink", "truncate", "remove_folder")
+"""Operations that always succeed."""
+OF_INDEX = ("transaction", "open_index", "index_sync")
 
 RECORDS = "records"
 """Folder of a kvstore's deletions. They are synced as they are written, and not through the file layer."""
@@ -38,15 +41,18 @@ class FailingFiles(PowerFiles):
         self.fault: DiskFault | None = None
 
     def _step(self, name: str) -> None:
-        if self.fault is None or name in ("unlink", "truncate", "remove_folder"):
+        if self.fault is None or name in NEEDS_NONE:
             return
-        if name in ("transaction", "open_index", "index_sync"):
-            raise lmdb.DiskError(os.strerror(ERRORS[self.fault]))
+        if self.fault == "no memory" and name not in ("write", *OF_INDEX):
+            return
+        if name in OF_INDEX:
+            kind = lmdb.MemoryError if self.fault == "no memory" else lmdb.DiskError
+            raise kind(os.strerror(ERRORS[self.fault]))
         raise OSError(ERRORS[self.fault], os.strerror(ERRORS[self.fault]))
 
     def read(self, path: Path, spans: Sequence[FileSpan]) -> ReadOutcome:
-        if self.fault == "broken":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self.fault in ("broken", "no memory"):
+            raise OSError(ERRORS[self.fault], os.strerror(ERRORS[self.fault]))
         return super().read(path, spans)
 
 

@@ -11,32 +11,35 @@ from typing import Any, Literal
 from tests.faults.disturbances import Disturbances
 from tests.world.asks import FLOODS, Flood
 from tests.world.cluster import Cluster, Service, Simulation
+from tests.world.disk import DiskFault
 from tests.world.gateway import Gateway
 
 FaultKind = Literal[
     "kill", "lose power", "stop", "starve", "drain", "engine", "gateway", "reset", "partition", "one way", "slow",
-    "lossy", "clock", "full disk", "broken disk", "damaged disk", "stage stop", "slow stage", "gateway stop",
-    "flood of answers", "flood of prompts", "flood of bodies",
+    "lossy", "clock", "full disk", "broken disk", "no memory", "damaged disk", "stage stop", "slow stage",
+    "gateway stop", "flood of answers", "flood of prompts", "flood of bodies",
 ]  # fmt: skip
 WEIGHTS: Mapping[FaultKind, int] = {
     "kill": 5, "lose power": 2, "stop": 4, "starve": 1, "drain": 2, "engine": 1, "gateway": 1, "reset": 4,
     "partition": 3, "one way": 2, "slow": 2, "lossy": 2, "clock": 2, "full disk": 1, "broken disk": 1,
-    "damaged disk": 2, "stage stop": 1, "slow stage": 1, "gateway stop": 1, "flood of answers": 1,
+    "no memory": 1, "damaged disk": 2, "stage stop": 1, "slow stage": 1, "gateway stop": 1, "flood of answers": 1,
     "flood of prompts": 1, "flood of bodies": 1,
 }  # fmt: skip
 HARMLESS: tuple[FaultKind, ...] = (
-    "starve", "clock", "full disk", "broken disk", "damaged disk", "stage stop", "slow stage", "gateway stop",
-    "flood of answers", "flood of prompts", "flood of bodies",
+    "starve", "clock", "full disk", "broken disk", "no memory", "damaged disk", "stage stop", "slow stage",
+    "gateway stop", "flood of answers", "flood of prompts", "flood of bodies",
 )  # fmt: skip
 """Faults for which no request may fail."""
 OF_STAGES: tuple[FaultKind, ...] = ("engine", "stage stop", "slow stage")
 SLOWER = 4.0, 20.0
 """So many times as long a step of a slow stage takes."""
-OF_STORES: tuple[FaultKind, ...] = ("lose power", "full disk", "broken disk", "damaged disk")
+OF_STORES: tuple[FaultKind, ...] = ("lose power", "full disk", "broken disk", "no memory", "damaged disk")
+DISK_FAULTS: Mapping[FaultKind, DiskFault] = {"full disk": "full", "broken disk": "broken", "no memory": "no memory"}
 OF_LINKS: tuple[FaultKind, ...] = ("reset", "partition", "one way", "slow", "lossy")
 RECOVERY_S = 6.0
 """After a fault's end a service is as before within so long: it has joined all conductors, and is known to be well."""
 LONGEST_S, SKEW_S = 4.0, 5.0
+START_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +173,9 @@ class Faults:
                 self._back(service, seconds, stage.quicken)
             case "clock":
                 service.node.skew_s += drawn.uniform(-SKEW_S, SKEW_S)
-            case "full disk" | "broken disk":
+            case "full disk" | "broken disk" | "no memory":
                 assert disk is not None
-                disk.files.fault = "full" if kind == "full disk" else "broken"
+                disk.files.fault = DISK_FAULTS[kind]
                 self._beside(self._later(seconds, lambda: setattr(disk.files, "fault", None)))
             case "damaged disk":
                 assert disk is not None
@@ -190,9 +193,17 @@ class Faults:
                 await first
             await asyncio.sleep(seconds)
             back()
+            if isinstance(service, Service) and service.disk is not None:
+                await self._started(service)
             self._busy.discard(service.name)
 
         self._beside(work())
+
+    async def _started(self, service: Service) -> None:
+        """A store ends with the reason if its disk fails as it starts; it is started again until the disk is well."""
+        while not await service.is_ready():
+            await asyncio.sleep(START_AGAIN_S)
+            service.begin()
 
     async def _drained(self, service: Service) -> None:
         await service.drain()

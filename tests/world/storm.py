@@ -175,6 +175,7 @@ class Storm:
         self._contexts: dict[str, tuple[str, list[int]]] = {}
         """Tenant and tokens of each context that ever was."""
         self._texts = _ids_of_texts(self._tokenizer)
+        self._told: list[str] = []
         self._began = 0.0
         self.story: list[str] = []
         self.bad: list[str] = []
@@ -192,7 +193,7 @@ class Storm:
             await self._make_contexts()
             self._began = self._loop.time()
             faults = Faults(self._simulation, self.cluster, self._gateway, self.plan.faults, self._flood)
-            self._faults = faults
+            self._faults, self._told = faults, faults.told
             injection = self._loop.create_task(faults.run(self._now, self.plan.seconds))
             self._use_stores()
             await self._ask_things()
@@ -211,7 +212,7 @@ class Storm:
     @property
     def faults_told(self) -> list[str]:
         """A line for each fault."""
-        return self._faults.told
+        return self._told
 
     def _result(self, log: str) -> dict[str, Any]:
         answers = [(it.ask.number, it.begin, it.ended, [one.tokens for one in it.answers]) for it in self._outcomes]
@@ -271,7 +272,7 @@ class Storm:
                 self._spawn(self._ask(self._asks.next()))
 
     async def _ask(self, ask: Ask) -> Outcome:
-        outcome = Outcome(ask, self._now())
+        outcome = Outcome(ask, self._now(), place=len(self._outcomes))
         self._outcomes.append(outcome)
         if is_sdk(ask):
             work: Coroutine[Any, Any, None] = ask_sdk(self._client, ask, outcome, self._now)

@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.client import AsyncClient, SamplingParams
 from tests.world.cluster import Cluster, Simulation, answer, prompt
-from tests.world.disk import Disk
+from tests.world.disk import Disk, DiskFault
 from tests.world.process import on_virtual_time
 from tests.world.profiles import slow_prefill
 
@@ -53,3 +53,19 @@ async def test_what_is_durable_outlives_the_loss_of_power(
             await cluster.rest()
             lost += sum(cached != PREFIX for cached in await serve())
     assert bool(lost) == bool(without), f"{lost} chains are lost"
+
+
+@on_virtual_time
+async def test_a_store_starts_without_memory_and_not_while_its_disk_fails(
+    simulation: Simulation, tmp_path: Path
+) -> None:
+    cluster = Cluster(simulation, {}, FLAGS)
+    store = cluster.services["kvstore-0"]
+    store.disk = Disk(tmp_path / "disk", simulation.seed)
+    await cluster.start()
+    faults: tuple[tuple[DiskFault | None, bool], ...] = (("no memory", True), ("broken", False), (None, True))
+    for fault, starts in faults:
+        store.kill()
+        store.disk.files.fault = fault
+        store.begin()
+        assert await store.is_ready() == starts
