@@ -4,9 +4,9 @@ The modules are those that verify KV, keep leases, resume streams, keep tenants 
 noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so that child processes run it, too.
 Mutants and their order follow from the seed.
 
-Only tests that run the changed line are tried. They come from test files that import the module, directly or by way of
-other modules. Unit tests come first; of these, the fewer modules lie between, and the more words the names share, the
-sooner a file is looked at. Later files are looked at only if the tests of earlier ones pass, and once all mutants were
+Only unit tests that run the changed line are tried. They come from files that import the module, directly or by way of
+other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at. Later
+files are looked at only if the tests of earlier ones pass, and once all mutants were
 tried with the first files. Each file runs once without a mutation; `tools.covered` notes which tests run which lines.
 A test that takes too long, or fails without a mutation, is left out. All runs are forks (`tools.preloaded`).
 
@@ -369,19 +369,16 @@ def _selection(files: Sequence[Source], importers: Mapping[str, set[str]], modul
         for importer in sorted(importers.get(name, set()) - distance.keys()):
             distance[importer] = distance[name] + 1
             reached.append(importer)
-    tests = [one for one in files if one.module in distance and Path(one.path).name.startswith("test_")]
+    tests = [one for one in files if one.module in distance and _is_seen(one)]
     return [
         one.path
-        for one in sorted(
-            tests,
-            key=lambda one: (not _is_unit(one), distance[one.module] - _common_words(one.module, module), one.path),
-        )
+        for one in sorted(tests, key=lambda one: (distance[one.module] - _common_words(one.module, module), one.path))
     ]
 
 
-def _is_unit(test: Source) -> bool:
-    """Whether a test's code runs in its own process, mostly: what others run is not seen."""
-    return test.module.startswith("tests.unit.")
+def _is_seen(source: Source) -> bool:
+    """Whether the file has unit tests: most others run the code in other processes, whose lines are not seen."""
+    return source.module.startswith("tests.unit.") and Path(source.path).name.startswith("test_")
 
 
 def _common_words(one: str, other: str) -> int:

@@ -64,3 +64,17 @@ async def test_more_beams_than_places_in_a_step_are_refused() -> None:
     async with decoding(max_num_seqs=WIDTH - 1) as it:
         with pytest.raises(InvalidRequest, match=r"sequence\.sampling\.beam_width"):
             await reserve(it, asked(prompt(20), 4, []))
+
+
+async def test_as_many_candidates_as_beams_are_enough() -> None:
+    tokens = prompt(20)
+    [(answer, score)] = plain_search(tokens, WIDTH, 4, SearchRules(0.5, False), following, [])[:1]
+    async with decoding() as it, conducting(it) as conductor:
+        target = await reserve(it, asked(tokens, 4, [], 1))
+        await transfer(it, target, tokens)
+        first = most_likely(digest_after(tokens), WIDTH)
+        await conductor.start("a", target, *first.tokens, scores=first.log_probabilities)
+        await conductor.until(lambda: "a" in conductor.reasons or "a" in conductor.failed)
+        assert conductor.failed == {}
+        assert (conductor.tokens["a"], conductor.scores["a"]) == (answer, score)
+        await it.rest()

@@ -19,6 +19,7 @@ from moonpool.kv.frames import (
     checksum,
     pack_frames,
     part_bytes,
+    run_bytes,
     split_run,
     whole_runs,
 )
@@ -307,3 +308,9 @@ def test_a_frame_of_layers_that_the_layout_lacks_is_not_taken_whole() -> None:
         ((header, payload),) = pack(slices, 1 << 20, deeper)
         assert (whole_runs(header, len(payload), LAYOUT) is not None) == (layer < LAYOUT.layers)
     assert whole_runs(kv_pb2.FrameHeader(checksum=checksum(kv_pb2.FrameHeader())), 0, LAYOUT) is None
+
+
+@pytest.mark.parametrize(("begin", "end"), [(1, 1), (0, 0), (3, 2), (0, 5), (-1, 2)])
+def test_a_run_has_heads_of_its_layout(begin: int, end: int) -> None:
+    with pytest.raises(FrameError, match="no such heads"):
+        run_bytes(SliceRun(0, 0, 1, begin, end, FULL), LAYOUT)

@@ -14,6 +14,7 @@ import pytest
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.store_writer import BlocksToPut
 from moonpool.transport.base import ConnectionEnd
@@ -289,3 +290,11 @@ async def test_one_who_speaks_first_gets_no_direct_connection() -> None:
         BlockingConnection(ConnectionEnd(TcpTransport(), sock, ExportedRegions(()), {}, None))
     assert far.recv(1) == b"", "it is closed"
     far.close()
+
+
+@pytest.mark.parametrize(("layers", "most"), [(4, 4), (16, 1), (17, 0)])
+async def test_a_read_takes_as_many_blocks_as_one_answer_may_have(layers: int, most: int) -> None:
+    """4 MiB."""
+    layout = KVLayout.uniform(layers=layers, kv_heads=2, head_dim=64, block_tokens=256, dtype="float32")
+    with joined() as (connection, _):
+        assert BlockingReader(connection, layout).most == most

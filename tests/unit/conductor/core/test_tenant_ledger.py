@@ -316,3 +316,14 @@ def test_use_counts_if_the_conductor_was_heard_of_lately(silent_s: float, counte
     ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.0)
     row = TenantActivity("ann", 1, requests=1)
     assert len(ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (row,))], silent_s)) == counted
+
+
+def test_a_conductor_looks_again_after_a_heartbeat() -> None:
+    """Not sooner, and at that time: then another conductor's part is left to it."""
+    ledger = TenantLedger({"ann": TenantBudget(concurrent=4)}, heartbeat_s=1.0)
+    assert ledger.refusal("ann", 1, 0.0) is None
+    ledger.began("ann", 1.0, 1, 0.0, charged=True)
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.5)
+    assert ledger.refusal("ann", 3, 0.75) is None
+    assert ledger.refusal("ann", 3, 1.0) is not None
+    assert ledger.refusal("ann", 2, 1.0) is None

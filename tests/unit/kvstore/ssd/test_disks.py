@@ -1,6 +1,7 @@
 """Several disks: where blocks go, disks that fail while the store runs, and folders that are missing or swapped."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -14,6 +15,7 @@ from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from services.kvstore.eviction.tenants import TenantAccount, TenantRow
+from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
@@ -48,6 +50,15 @@ def over(ssd: SsdTier, batch_records: int = 2) -> Driven:
 
 def keys_on(ssd: SsdTier, disk: int) -> set[BlockKey]:
     return {key for key in ssd.catalogue if (found := ssd.catalogue.find(key)) and found[0].disk == disk}
+
+
+def open_below(folder: Path) -> list[str]:
+    """Files below a folder that this process has open, named ones and others."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one of the listing
+            found.append(str(descriptor.readlink()))
+    return [name for name in found if name.startswith(f"{folder}/")]
 
 
 def put(ssd: SsdTier, keys: Sequence[BlockKey], disk: int) -> None:
@@ -179,6 +190,8 @@ async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
         assert {*KEYS[:2], *KEYS[4:12]} <= keys_on(ssd, 0)
         assert set(KEYS[2:4]).isdisjoint(ssd.catalogue)
         assert (ssd.disks_out, ssd.capacity_bytes) == (1, 16 * RECORD)
+        assert open_below(folders(tmp_path)[0] / "segments")
+        assert not open_below(folders(tmp_path)[1] / "segments"), "the disk could not be unmounted"
         told = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert len(told) == 1
         assert "a disk is left out" in told[0].getMessage()
@@ -338,3 +351,24 @@ def test_a_block_is_not_written_anew_while_another_disk_writes_what_was_deleted(
         driven.flush()
         assert KEYS[0] in ssd.catalogue
         assert not queue.recalled
+
+
+def test_what_is_being_written_counts_as_used(tmp_path: Path) -> None:
+    """So that other batches go to the disks that have room."""
+    with tier(folders(tmp_path)) as ssd:
+        plan, used = ssd.plan([block_of(key) for key in KEYS[:2]], 0), ssd.used_bytes
+        assert used == 2 * RECORD
+        ssd.commit(plan)
+        ssd.committed(plan)
+        assert ssd.used_bytes == used
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_file_without_a_name_takes_no_room_unless_it_is_read(tmp_path: Path, readable: bool) -> None:
+    files, path = FileLayer(), tmp_path / "folder" / "file"
+    files.make_folder(path.parent)
+    files.write(path, [bytes(4096)], 0)
+    files.unlink(path, readable=readable)
+    assert bool(open_below(path.parent)) == readable
+    files.close(path)
+    assert not open_below(path.parent)

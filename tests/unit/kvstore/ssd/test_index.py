@@ -165,3 +165,35 @@ def test_a_damaged_file_is_lost_and_never_touched_further(tmp_path: Path, damage
     data.write_bytes({"garbage": b"\xa5" * len(whole), "cut": whole[: len(whole) // 2], "empty": b"x"}[damage])
     with pytest.raises(IndexLostError):
         Index(FileLayer(), tmp_path / "i").load()
+
+
+def as_of_version_4(path: Path) -> None:
+    """Makes an index one of the version before: without checksums and counts."""
+    with open_lmdb(path, map_size=1 << 20) as env:
+        tables = {name: env.open_db(name) for name in (b"meta", b"segments", b"entries", b"dropped", b"kinds")}
+        with env.begin(write=True) as txn:
+            txn.put(b"version", b"4", db=tables[b"meta"])
+            for name in (b"segments", b"entries", b"dropped", b"kinds"):
+                for key, value in [(bytes(key), bytes(value)) for key, value in txn.cursor(tables[name])]:
+                    txn.put(key, value[8:16] if name == b"segments" else value[8:], db=tables[name])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_index_of_the_version_before_is_read(tmp_path: Path, damaged: bool) -> None:
+    """It is to be written anew; a damaged size costs one segment."""
+    with contextlib.closing(made(tmp_path / "i")) as index:
+        for number in (1, 2):
+            index.commit(segment_of(number, 3))
+        whole = index.load()
+    as_of_version_4(tmp_path / "i")
+    if damaged:
+        with open_lmdb(tmp_path / "i", map_size=1 << 20) as env:
+            table = env.open_db(b"segments")
+            with env.begin(write=True) as txn:
+                txn.put((1).to_bytes(8, "big"), b"short", db=table)
+    with contextlib.closing(Index(FileLayer(), tmp_path / "i")) as index:
+        image = index.load()
+    assert image.stale
+    assert list(image.segments) == ([2] if damaged else [1, 2])
+    assert all(image.entries[number] == whole.entries[number] for number in image.segments)
+    assert all(image.kinds[number] == whole.kinds[number] for number in image.segments)
