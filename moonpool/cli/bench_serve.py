@@ -68,7 +68,7 @@ class PromptSource:
         self.vocab_size = vocab_size
 
     def tokens(self, index: int) -> "array[int]":
-        """The prompt of a request."""
+        """A request's prompt."""
         shape = self._shape
         if self._trace:
             return self._trace[index].tokens(self.vocab_size, self._block_tokens)[: shape.prompt_tokens or None]
@@ -89,13 +89,13 @@ class PromptSource:
 
 
 LINE_BYTES = 1 << 22
-"""Longest event of a stream."""
+"""A stream's longest event, bytes."""
 ERROR_BYTES = 1 << 16
 
 
 @contextlib.asynccontextmanager
 async def sdk_target(addresses: Sequence[str], prompts: PromptSource, ttft_slo_s: float) -> AsyncIterator[SendRequest]:
-    """Requests through the SDK; one that is predicted to miss the TTFT limit is refused."""
+    """Requests through the SDK; a request that is predicted to miss the TTFT limit is refused."""
     slo = Slo(ttft_s=ttft_slo_s if math.isfinite(ttft_slo_s) else None)
     async with AsyncClient(addresses) as client:
 
@@ -165,7 +165,7 @@ def _http_request(host: str, path: str, body: bytes, api_key: str) -> bytes:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> None:
-    """Read the head of an answer.
+    """Read an answer's head.
 
     Raises:
         MoonpoolError: the answer is a refusal.
@@ -302,7 +302,7 @@ def summary_table(summary: LoadSummary) -> str:
 
 
 def exit_status(outcomes: Sequence[RequestOutcome]) -> int:
-    """0 = every request was answered or refused for overload, 1 = another one failed."""
+    """0 = every request was answered or refused for overload, 1 = a request failed otherwise."""
     return int(any(outcome.error not in ("", "Overloaded") for outcome in outcomes))
 
 

@@ -145,7 +145,7 @@ def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: st
 async def measure_engine(
     make: str, url: str, vocab_size: int, repeats: int
 ) -> "tuple[EngineFacts, list[PrefillTime], list[DecodeTime]]":
-    """What an engine at a URL is, and the seconds of its steps. Raises Unavailable."""
+    """An engine's description, given a URL, and the engine's step seconds. Raises Unavailable."""
     from services.adapter.calibration import EngineTimer
     from services.adapter.http_session import HttpSession
     from services.adapter.service import ENGINE_CLIENTS

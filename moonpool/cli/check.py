@@ -68,7 +68,7 @@ class GaugeReading:
 
     @property
     def resting(self) -> bool:
-        """Whether the value is the one that the gauge must have when no request runs."""
+        """Whether the gauge has the value that is due when no request runs."""
         return self.at_rest is None or self.value == self.at_rest
 
 
@@ -103,7 +103,7 @@ class GaugeReader:
     """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
     def __init__(self, conductors: str | Sequence[str], tls: Tls | None = None) -> None:
-        """Takes the conductors' addresses; instances are those that any of them knows.
+        """Takes the conductors' addresses; the instances are all that any conductor knows.
 
         Without `tls` connections are secured as the environment says.
         """

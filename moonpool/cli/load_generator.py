@@ -1,8 +1,8 @@
-"""Load generator: open-loop and closed-loop arrivals, latency summary, and a chart of latencies (SVG).
+"""Load generator: open-loop and closed-loop arrivals, latency summary, and a latency chart (SVG).
 
 Open loop: requests start when due, whatever the others do, and latency counts from the due time, so a stalled server
 cannot hide the stall (no coordinated omission). Closed loop: a fixed number of clients, each starting a request after
-the client's last has ended. A trace is both: requests come at their times, and turns of an agent when the turn before
+the client's last has ended. A trace is both: requests come at their times, and an agent's turns when the turn before
 has ended.
 """
 
@@ -28,12 +28,12 @@ class RequestOutcome:
 
     Attributes:
         due: planned start.
-        first: time of the first token; None before.
-        ended: time of the end.
-        last: time of the last tokens.
+        first: first token's time; None before.
+        ended: end time.
+        last: last tokens' time.
         tokens: tokens received.
         gaps: seconds from one token to the next.
-        nbytes: bytes of KV moved.
+        nbytes: KV bytes moved.
         error: type name of the error that ended the request; empty for none.
     """
 
@@ -47,7 +47,7 @@ class RequestOutcome:
     error: str = ""
 
     def note(self, tokens: int, now: float) -> None:
-        """Tokens have come together: the time since the last ones is shared among them."""
+        """Notes tokens that came together: they share the time since the last tokens."""
         if tokens and self.first is None:
             self.first = self.last = now
             self.tokens, tokens = 1, tokens - 1
@@ -79,17 +79,17 @@ class LoadSummary:
 
 
 def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> list[float]:
-    """Due times of a Poisson process."""
+    """Due times from a Poisson process."""
     generator = random.Random(seed)
     due = 0.0
     return [due := due + generator.expovariate(rate_per_s) for _ in range(count)]
 
 
 class TraceSchedule:
-    """When the requests of a trace are due: at their times, or after those that they wait for. The first comes at 0.
+    """When a trace's requests are due: at their times, or after the requests they wait for. The first comes at 0.
 
     Args:
-        requests: those of the trace.
+        requests: the trace's requests.
         time_scale: trace seconds that pass in one second, delays for tools and people included.
         clock: seconds since the first request was due.
     """
@@ -109,7 +109,7 @@ class TraceSchedule:
         return due
 
     def ended(self, request: TraceRequest) -> None:
-        """A request has ended, also by an error: those that wait for the request may come."""
+        """Notes a request's end, also by an error: requests that wait for this request may come."""
         if request.name:
             self._over[request.name].set()
 
@@ -193,7 +193,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def summarize(
     outcomes: Sequence[RequestOutcome], *, warmup: int = 0, ttft_slo_s: float = math.inf, tpot_slo_s: float = math.inf
 ) -> LoadSummary:
-    """Sums up all but the first `warmup` requests by due time; goodput counts those within both SLOs."""
+    """Sums up all but the first `warmup` requests by due time; goodput counts requests within both SLOs."""
     counted = sorted(outcomes, key=lambda outcome: outcome.due)[warmup:]
     good = [outcome for outcome in counted if not outcome.error and outcome.first is not None]
     duration = max((outcome.ended for outcome in counted), default=0.0) - min((o.due for o in counted), default=0.0)
@@ -222,7 +222,7 @@ _CHART_COLOURS = {"first": "#2a6fdb", "end": "#d9822b", "error": "#c4262e"}
 
 
 def latency_chart(title: str, outcomes: Sequence[RequestOutcome]) -> str:
-    """Left: seconds to the first answer and to the end, by due time. Right: the share of requests within them."""
+    """Left: seconds to the first answer and to the end, by due time. Right: share of requests within that time."""
     good = [outcome for outcome in outcomes if not outcome.error]
     first = [(o.due, o.first - o.due) for o in good if o.first is not None]
     end = [(o.due, o.ended - o.due) for o in good]
@@ -256,7 +256,7 @@ def rounded_up(most: float) -> float:
 
 
 class _Axes:
-    """A rectangle with a horizontal scale from 0 to `most_x` and a vertical one from 0 to `most_y`."""
+    """A rectangle with a horizontal scale from 0 to `most_x` and a vertical scale from 0 to `most_y`."""
 
     def __init__(self, x0: int, x1: int, most_x: float, most_y: float) -> None:
         self._x0, self._x1, self._y0, self._y1 = x0, x1, HEIGHT - MARGIN, MARGIN

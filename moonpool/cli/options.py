@@ -1,4 +1,4 @@
-"""What several verbs have in common: headings, options, and what these name: conductors, and files of text."""
+"""Shared by several verbs: headings, options, and what options name: conductors and text files."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ PREDICT, SINGLE = "Measure and predict", "Run a single service"
 """Headings of the verbs in `moonpool --help`. They come in the order in which their first verbs are added."""
 
 FORMER_VERBS = {"up": "serve", "down": "stop", "model fetch": "pull"}
-"""Verbs that had another name; an old name is an error that says the new one."""
+"""Verbs that had another name; an old name is an error that says the new name."""
 
 
 def verb(run: Callable[[Any], None]) -> Callable[..., None]:
@@ -100,7 +100,7 @@ def _renamed_flag(flag: str, command: Any) -> str:
 
 
 def addresses(text: str) -> list[str]:
-    """The addresses of a list with commas.
+    """The addresses in a list with commas.
 
     Raises:
         InvalidRequest: the list is empty, or has an empty place.

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class StartProgress(Protocol):
-    """Shows what the parts of a start do. Any thread may call this."""
+    """Shows what a start's parts do. Any thread may call this."""
 
     def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
         """A part's progress: `done` items out of `of`; `of` 0 = unknown."""

@@ -46,7 +46,7 @@ class TraceReplay:
     limits: Slo | None = None
 
     def told(self) -> Slo | None:
-        """The limits in seconds of the stack's clock."""
+        """The limits, in seconds on the stack's clock."""
         if self.limits is None:
             return None
         ttft_s, tbt_s = (it and it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
@@ -66,8 +66,8 @@ class FittedSimulation:
     """A simulation fitted to a replay's first requests, beside the other requests.
 
     Attributes:
-        extras: what was fitted; `near` how near the fit is, as a mean of |ln ratio|.
-        measured: the requests that were left out of the fit.
+        extras: the fitted numbers; `near`: how near the fit is, as a mean |ln ratio|.
+        measured: the requests that the fit left out.
         simulated: the same in each simulation; these differ in what chance adds.
     """
 
@@ -131,7 +131,7 @@ async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[
 
 
 def summary_of(requests: Sequence[Request], slo: SloTargets) -> Summary:
-    """The report of some requests that have ended."""
+    """The report on some ended requests."""
     collector = Collector(slo)
     for request in requests:
         collector.add(request)
@@ -139,7 +139,7 @@ def summary_of(requests: Sequence[Request], slo: SloTargets) -> Summary:
 
 
 async def cluster_like(address: str | Sequence[str], config: ClusterConfig) -> ClusterConfig:
-    """The cluster with as many instances and as large pools as the one that runs there."""
+    """A simulated cluster with as many instances, and pools as large, as the running cluster."""
     async with AsyncClient(address) as client:
         state = await client.cluster_state()
     count = Counter(instance.kind for instance in state.instances)
@@ -157,7 +157,7 @@ def fit_and_compare(
     first: int,
     simulations: int = SIMULATIONS,
 ) -> FittedSimulation:
-    """Fits the cluster to the first measured requests, and simulates all: the others tell how good the fit is.
+    """Fits the cluster to the first measured requests, and simulates all: the other requests show how good the fit is.
 
     Simulates them `DRAWS` times, with what chance adds drawn anew.
     """
@@ -168,7 +168,7 @@ def fit_and_compare(
 
 
 def note_tokens(answer: Answer, tokens: int, now: int) -> None:
-    """Tokens have come together: the time since the last one is shared among them."""
+    """Notes tokens that came together: they share the time since the last token."""
     if tokens:
         gap = (now - answer.last_at) // tokens if answer.made else 0
         answer.take(TokenTimes(answer.last_at + gap if answer.made else now, [gap] * (tokens - 1), now))

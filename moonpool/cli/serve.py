@@ -56,7 +56,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
     """Starts a stack, reports the addresses, runs until SIGINT or SIGTERM, and drains.
 
     Args:
-        plan: what the stack consists of.
+        plan: the stack's parts and settings.
         data_dir: data folder; None = a temporary one.
         restart: start a service again that ends unasked; otherwise the end of a service stops the stack.
         as_json: print JSON lines.
@@ -218,7 +218,7 @@ def _emulated_note(plan: StackPlan) -> tuple[dict[str, object], str]:
 
 
 def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) -> str:
-    """Restarts services until a signal comes; returns why one was given up, empty when none was."""
+    """Restarts services until a signal comes; returns why a service was given up, or ""."""
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
@@ -240,7 +240,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
 
 def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
-    """Waits for a signal or the end of a service; returns which one ended, empty when none did.
+    """Waits for a signal or a service's end; returns which service ended, or "".
 
     A service that ended to change roles is started anew.
     """

@@ -41,7 +41,7 @@ def _setting_of(flag: str) -> str:
 
 
 def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[str]]:
-    """For each kind of service, the flags for these settings.
+    """For each service kind, the flags for these settings.
 
     Args:
         config: YAML file of `{SECTION: {NAME: VALUE}}`; None = no file.
@@ -69,7 +69,7 @@ def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[
 
 
 def lora_settings(modules: Sequence[str]) -> list[str]:
-    """The settings, as texts, with which a stack has these LoRA adapters, each NAME=FOLDER, and room for them.
+    """The settings, as texts, that give a stack these LoRA adapters, each NAME=FOLDER, and room for the adapters.
 
     Raises:
         ConfigError: an adapter is not of the form, or a name stands there twice.
@@ -131,7 +131,7 @@ def _check_section(section: str) -> None:
 
 
 def _takers(section: str, name: str) -> list[str]:
-    """The kinds of services in a section that have the setting."""
+    """The service kinds in a section that have the setting."""
     if name in OWN_NAMES:
         raise ConfigError(f"{section}.{name}", "`moonpool serve` decides this itself")
     takers = [kind for kind in SECTIONS[section] if name in config_class(kind).model_fields]

@@ -1,4 +1,4 @@
-"""A local stack: all services as processes of this machine, with restarts.
+"""A local stack: all services as processes on this machine, with restarts.
 
 `moonpool serve`, `run`, `demo` and the integration tests run the same class.
 """
@@ -31,10 +31,10 @@ GATEWAY_ID = "gateway-0"
 SHARE_SETTING = "gpu_memory_utilization"
 """Engine setting: each engine's share of a GPU."""
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
-"""Kinds of services that join no conductor."""
+"""Service kinds that join no conductor."""
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 CONDUCTOR = "conductor"
-"""The first conductor; further ones are conductor-1, conductor-2 and so on."""
+"""The first conductor; further conductors are conductor-1, conductor-2 and so on."""
 LOG_TAIL_LINES = 25
 _LOADING_LINE = re.compile(r"loading: (\d+) (\d+)/(\d+)")
 WAIT_S = 0.1
@@ -46,22 +46,22 @@ DRAIN_S = 8.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StackPlan:
-    """What a local stack consists of.
+    """A local stack's parts and settings.
 
     Attributes:
-        model: folder of a checkpoint, or a hub id.
-        data_dir: folder of kvstore data and logs.
+        model: a checkpoint's folder, or a hub id.
+        data_dir: folder for kvstore data and logs.
         dtype: "auto", "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto", "int8" or "fp8".
-        prefill, decode, kvstore: number of instances of each.
-        conductors: side by side; all instances join all of them.
-        kvstore_replicas: kvstores that hold a copy of each prefix.
-        pipeline_parallel_size: pipeline stages of each prefill instance.
-        port: the first conductor's port, the others have the following ones; 0 = any free ones.
-        http_port: the gateway's port; 0 = any free one, None = no gateway.
-        engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
+        prefill, decode, kvstore: number of instances, by kind.
+        conductors: number of conductors side by side; all instances join all conductors.
+        kvstore_replicas: number of kvstores that hold a copy of each prefix.
+        pipeline_parallel_size: pipeline stages in each prefill instance.
+        port: the first conductor's port; further conductors have the following ports. 0 = any free ports.
+        http_port: the gateway's port; 0 = any free port, None = no gateway.
+        engine: "real", or "emulated:PROFILE" to emulate compute at prefill and decode.
         time_scale: emulated profile seconds that pass in one second; 0 = the profile's own.
-        threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
+        threads: most compute threads per engine process; 0 = all cores, which engines lend each other.
         core_page: file by which the stack's engines lend each other cores, and to no other engine; None = this user's.
         block_size: tokens per KV block.
         kv_cache_memory_bytes: KV pool bytes for each engine instance; 0 = the default of `EngineConfig`.
@@ -70,7 +70,7 @@ class StackPlan:
         spans_dir: where services record their spans; None = nowhere.
         swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
         tls: with which the stack asks the conductors; None = as the environment says. Services take theirs by `extra`.
-        extra: further flags by kind of service, for example {"prefill": ["--set", "max_queue=9"]}.
+        extra: further flags by service kind, for example {"prefill": ["--set", "max_queue=9"]}.
     """
 
     model: str
@@ -101,7 +101,7 @@ class StackPlan:
 
 
 OnStart = Callable[["ServiceProcess", str, int, int], None]
-"""Called with a service, what the start does, and how many parts of how many are done; 0 = unknown."""
+"""Called with a service, what the start does, how many parts are done, and how many there are; 0 = unknown."""
 
 
 class ServiceProcess:
@@ -172,7 +172,7 @@ class ServiceProcess:
         self._ready.set()
 
     def _take(self, text: str) -> None:
-        """A line of standard output."""
+        """A line from standard output."""
         self._heard = time.monotonic()
         if text.startswith("ready: ") and not self.address:
             self.address = text.removeprefix("ready: ")
@@ -265,9 +265,9 @@ class LocalStack:
         """Makes a stack that is not started yet.
 
         Args:
-            plan: what the stack consists of.
+            plan: the stack's parts and settings.
             on_ready: called with each service that has become ready, one after the other.
-            on_start: is told what the start of each service does, on threads.
+            on_start: called on threads, with what each service's start does.
         """
         self._on_start = on_start
         self.plan = plan
@@ -294,7 +294,7 @@ class LocalStack:
         """Starts everything and waits until every instance has joined every conductor.
 
         Args:
-            silence_s: seconds in which the start of each service must go on.
+            silence_s: seconds within which each service's start must make progress.
 
         Returns:
             The first conductor's address.
@@ -363,7 +363,7 @@ class LocalStack:
         return [service for service in self.services.values() if service.kind == "conductor"]
 
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        """Starts one service, in place of any earlier service with that id; does not wait for readiness."""
+        """Starts one service, replacing any earlier service with that id; does not wait for readiness."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
         starts_engine = kind in OTHER_ROLE and self._real_engines
         service = ServiceProcess(
@@ -465,9 +465,9 @@ class LocalStack:
 
 
 def memory_share(plan: StackPlan, kind: str) -> float | None:
-    """GPU share for each engine of this kind; None where the user says.
+    """GPU share for each engine of this kind; None if the user says.
 
-    Engines of the stack that share a device divide `MEMORY_SHARE`.
+    The stack's engines that share a device divide `MEMORY_SHARE`.
     """
     given = plan.extra.get(kind, ())
     if any(part.startswith(f"{SHARE_SETTING}=") for part in given) or ENV_PREFIX + SHARE_SETTING.upper() in os.environ:
@@ -484,7 +484,7 @@ def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
 
 
 def setting_of(plan: StackPlan, kind: str, name: str, default: str) -> str:
-    """A setting of the services of one kind, from settings, flags or the environment."""
+    """A setting for one service kind, from settings, flags or the environment."""
     given = list(pairwise(plan.extra.get(kind, ())))
     flags = [value for flag, value in given if flag == f"--{name}"]
     settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith(f"{name}=")]
@@ -533,8 +533,8 @@ class Supervisor:
     Args:
         services: the stack's services by id, as they are now.
         restart: starts a service anew, without waiting; in the other role if the service ended for that.
-        on_end: told of a service's id, exit status and the seconds until the restart.
-        on_ready: told of a service that is ready again.
+        on_end: called with a service's id, exit status and the seconds until the restart.
+        on_ready: called with a service that is ready again.
         clock: seconds.
     """
 

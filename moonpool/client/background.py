@@ -56,7 +56,7 @@ class _LoopThread:
 
 
 class BackgroundLoop:
-    """Runs coroutines for blocking callers of any thread. The background thread starts with the first call."""
+    """Runs coroutines for blocking callers on any thread. The background thread starts with the first call."""
 
     def __init__(self, process_id: Callable[[], int] = os.getpid) -> None:
         self._process_id = process_id
@@ -66,7 +66,7 @@ class BackgroundLoop:
         self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine.
+        """Return a coroutine's result.
 
         An exception in the waiting thread, such as KeyboardInterrupt, cancels the coroutine.
 
@@ -102,7 +102,7 @@ class BackgroundLoop:
             self._check_caller(self._running)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Call `callback` soon on the loop. Does nothing if the loop has stopped."""
+        """Call `callback` soon on the loop; ignored if the loop has stopped."""
         running = self._running
         if running is not None:
             with contextlib.suppress(RuntimeError):  # closed
@@ -139,7 +139,7 @@ class BackgroundLoop:
 
 
 class BlockingFacade(Generic[TargetT]):
-    """Base class for blocking classes whose methods run an asyncio object's coroutines on a background loop."""
+    """Base class for blocking classes that run an asyncio object's coroutines on a background loop."""
 
     def __init__(self, target: TargetT, loop: BackgroundLoop) -> None:
         self._target = target

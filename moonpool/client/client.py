@@ -63,7 +63,7 @@ class AsyncClient:
 
         Args:
             address: "host:port", or several addresses; the client tries the next if a conductor cannot be reached.
-            timeout_s: default time limit of a request, in seconds.
+            timeout_s: default time limit for a request, in seconds.
             connect_timeout_s: seconds for which the client retries conductors that cannot be reached.
             resume_timeout_s: seconds for which the client tries to resume a lost stream; 0: never resume.
             silence_s: seconds after which a connected conductor that does not even answer a health check counts as
@@ -145,7 +145,7 @@ class AsyncClient:
         """Load a LoRA adapter at all engines: from then on, requests may name the adapter as `model`.
 
         `lora_path` is a folder in PEFT's format, in or below the conductor's `lora_folder`. With `load_inplace`, an
-        adapter of this name is replaced.
+        adapter with this name is replaced.
 
         Raises:
             InvalidRequest: the name is taken, the path is not allowed, or the adapter cannot be computed; names the
@@ -160,7 +160,7 @@ class AsyncClient:
         """Unload a LoRA adapter. Requests that have begun go on.
 
         Raises:
-            NotFound: no adapter of this name is loaded.
+            NotFound: no adapter with this name is loaded.
         """
         await self._query(translate.unload_lora_adapter(lora_name), timeout_s)
 
@@ -176,7 +176,7 @@ class AsyncClient:
     async def update_session(
         self, session: SessionTurn, *, tenant: str = "", timeout_s: float = QUERY_TIMEOUT_S
     ) -> bool:
-        """Tell what is known of a session now: that it has ended (`last`), or when its next request is expected.
+        """Tell what is known about a session now: the end (`last`), or when the next request is expected.
 
         Times are from now on. Returns whether the conductor knows the session.
 
@@ -195,13 +195,13 @@ class AsyncClient:
         tenant: str = "",
         timeout_s: float = QUERY_TIMEOUT_S,
     ) -> int:
-        """Tell which prompts will come within so many seconds, such as those of a batch: their KV is brought nearer.
+        """Tell which prompts will come within so many seconds, such as a batch's prompts: their KV is brought nearer.
 
         With None in place of the seconds, the prompts will not come after all. Returns how many have at least one full
         block of KV.
 
         Args:
-            requests: the arguments of `generate`, or no more of each than its prompt.
+            requests: for each request, the arguments of `generate`, or the prompt alone.
             within_s: seconds from now.
             tenant: whose prompts.
             timeout_s: time limit, in seconds.

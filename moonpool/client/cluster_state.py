@@ -9,7 +9,7 @@ from moonpool.client.types import Timing, Usage
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """A tier of a kvstore, "dram" or "ssd"."""
+    """A kvstore's tier, "dram" or "ssd"."""
 
     name: str
     blocks: int
@@ -49,9 +49,9 @@ class LoraInfo:
 
     Attributes:
         name: the adapter's name.
-        path: folder of the adapter's files.
+        path: folder with the adapter's files.
         rank: largest rank.
-        base_model: the model that the adapter says it was made for; "" if it does not.
+        base_model: the model that the adapter was made for, as the adapter says; "" if the adapter does not say.
     """
 
     name: str
@@ -62,7 +62,7 @@ class LoraInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantInfo:
-    """Requests of a tenant at the conductor: all, and those that wait. `weight` is the tenant's share."""
+    """A tenant's requests at the conductor: all, and those waiting. `weight` is the tenant's share."""
 
     tenant: str
     weight: float
@@ -76,7 +76,7 @@ class QueueInfo:
 
     Attributes:
         for_limits: requests that wait for a placement that keeps their SLO.
-        for_room: requests that wait for KV memory of a decode instance.
+        for_room: requests that wait for KV memory at a decode instance.
         prompt_bytes: prompts' size in `for_limits`.
         tenants: at most 100 tenants with requests at the conductor, waiting or not.
     """
@@ -101,11 +101,11 @@ class EndedRequest:
 
     Attributes:
         request_id: id.
-        tenant: owner of the request.
+        tenant: the request's owner.
         usage: tokens counted.
         timing: times measured.
         refused: why the request was refused; "" if not refused.
-        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if it did not.
+        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if not failed.
         cancelled: the client stopped the request, or left, before the answer was whole.
     """
 
@@ -125,7 +125,7 @@ class RecentInfo:
     Attributes:
         window_s: 60, or less if the conductor is younger.
         requests: number of requests, at most 1,024.
-        usage: tokens of all requests.
+        usage: tokens in all requests.
         ttft_s: time to first token, in seconds.
         tpot_s: mean time per token, in seconds, over answers with more than one token.
         last: at most 32 requests, newest first; they may have ended before the window.
@@ -145,10 +145,10 @@ class ClusterState:
 
     Attributes:
         ready: whether requests can be served.
-        model: name of the model; "" before the first engine instance has joined.
+        model: the model's name; "" before the first engine instance has joined.
         max_tokens: most tokens in a sequence.
-        block_tokens: tokens of a KV block.
-        conductor: address of the conductor.
+        block_tokens: tokens in a KV block.
+        conductor: the conductor's address.
         instances: all instances.
         emulated: name of the profile if compute is emulated; "" for real compute.
         queue: requests that wait.

@@ -43,17 +43,17 @@ class Context:
         name: a name for people.
         status: "pending" while the KV is computed, "ready", "error" if the KV could not be kept (`error` has the
             reason), or "inactive" after the time to live. You can use a context unless the context is inactive.
-        created_at: time of creation, in seconds since 1970.
+        created_at: creation time, in seconds since 1970.
         expires_at: end of the time to live, in seconds since 1970.
-        tokens: tokens of the prompt.
-        blocks: full KV blocks of the prompt.
+        tokens: number of tokens in the prompt.
+        blocks: number of full KV blocks in the prompt.
         pinned_blocks: blocks that are pinned, which means that they are not evicted.
-        pinned_bytes: size of the pinned blocks.
+        pinned_bytes: the pinned blocks' size.
         hits: requests that used the context.
         saved_tokens: tokens that these requests did not compute.
         messages: the conversation, if the context has messages.
         token_ids: the tokens, if the context has tokens.
-        keys: keys of the blocks.
+        keys: the blocks' keys.
     """
 
     id: str
@@ -105,7 +105,7 @@ class DeletedKV:
     """Result of deleting KV.
 
     Attributes:
-        id: name of the deletion in logs.
+        id: the deletion's name in logs.
         instances: what each instance deleted. If the conductor had to repeat the call, the counts are the last call's.
         recorded: kvstores that keep a record of the deletion for instances that are away.
     """
@@ -121,7 +121,7 @@ class DeletedKV:
 
     @property
     def bytes(self) -> int:
-        """Size of the deleted copies, in bytes."""
+        """The deleted copies' size, in bytes."""
         return sum(instance.bytes for instance in self.instances)
 
     @property
@@ -139,14 +139,14 @@ class CreateContextArguments(TypedDict, total=False):
         tools: functions that the model may call, with `messages`.
         name: a name for people.
         ttl_s: time to live in seconds; 0: one hour.
-        tenant: owner of the context.
+        tenant: the context's owner.
         tags: further names that requests may use.
         description: for people.
         metadata: any texts, by name.
-        model: name of the model; "" for the model that is served.
+        model: the model's name; "" for the model that is served.
         pin_only: the context only pins KV: no request can name the context, no list has the context, and the pin ends
             with the time to live.
-        cache_salt: the context pins the KV of requests with this salt; only with `pin_only`.
+        cache_salt: the context pins KV for requests with this salt; only with `pin_only`.
     """
 
     messages: Sequence[Message] | None
@@ -181,7 +181,7 @@ class AsyncContexts:
         The context can be used at once; the KV is computed afterwards.
 
         Args:
-            timeout_s: time limit of the call, in seconds.
+            timeout_s: time limit for the call, in seconds.
             arguments: see `CreateContextArguments`.
 
         Raises:
@@ -206,7 +206,7 @@ class AsyncContexts:
         return context((await self._query(request, timeout_s)).context)
 
     async def list(self, *, tenant: str = "", timeout_s: float = CREATE_TIMEOUT_S) -> tuple[Context, ...]:
-        """Return the contexts of a tenant, newest first."""
+        """Return a tenant's contexts, newest first."""
         answer = await self._query(pb.ListContextsRequest(tenant=tenant), timeout_s)
         return tuple(map(context, answer.contexts))
 
@@ -230,7 +230,7 @@ class AsyncContexts:
         tenant: str = "",
         timeout_s: float = CREATE_TIMEOUT_S,
     ) -> Context:
-        """Change the time to live (from now on), the metadata or the tags of a context."""
+        """Change a context's time to live (from now on), metadata or tags."""
         request = pb.UpdateContextRequest(
             id=_checked_name(name), tenant=tenant, add_tags=add_tags, remove_tags=remove_tags
         )
@@ -271,7 +271,7 @@ def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Se
 
 
 def deleted_kv(message: pb.DeleteKVResponse) -> DeletedKV:
-    """Translate the result of a deletion."""
+    """Translate a deletion's result."""
     instances = (InstanceDeletion(it.instance, it.blocks, it.bytes, it.error) for it in message.instances)
     return DeletedKV(message.id, tuple(instances), message.recorded)
 

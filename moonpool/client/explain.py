@@ -10,14 +10,14 @@ from moonpool.client.types import Placement, Timing, Usage
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """A phase of a request. Times are seconds since the request arrived at the conductor.
+    """A request's phase. Times are seconds since the request arrived at the conductor.
 
     Attributes:
         name: a key of `PHASE_NAMES`.
-        begin_s: start of the phase.
-        end_s: end of the phase; equal to `begin_s` if only one time is known.
-        tokens: tokens of the prompt or the answer; 0 if the phase has no tokens.
-        attempt: number of the placement that the phase belongs to, from 1 on.
+        begin_s: the phase's start.
+        end_s: the phase's end; equal to `begin_s` if only one time is known.
+        tokens: prompt or answer tokens; 0 if the phase has no tokens.
+        attempt: number of the phase's placement, from 1 on.
     """
 
     name: str
@@ -39,11 +39,11 @@ PHASE_NAMES = {
     "prompt": "decode computes the missing part of the prompt",
     "steps": "decode generates the answer",
 }
-"""Descriptions by name, in the order in which phases of a placement begin."""
+"""Descriptions by name, in the order in which a placement's phases begin."""
 
 
 def request_phases(found: Explanation) -> list[RequestPhase]:
-    """The known phases of a request, placement by placement; empty before the first token."""
+    """A request's known phases, placement by placement; empty before the first token."""
     phases: list[RequestPhase] = []
     began_s = heard_s = 0.0  # when the last placement was given up, and when the last token came
     for number, attempt in enumerate(found.attempts, 1):
@@ -93,16 +93,16 @@ class Candidate:
     """A prefill instance that was considered, with predicted times in seconds. Their sum is the time to first token.
 
     Attributes:
-        instance: id of the instance.
-        local_blocks: blocks of the prompt in the instance's pool.
-        used_blocks: blocks of the prompt that would be reused.
+        instance: the instance's id.
+        local_blocks: the prompt's blocks in the instance's pool.
+        used_blocks: the prompt's blocks that would be reused.
         queue_s: waiting in the instance's queue.
         load_s: loading KV.
         prefill_s: computing the rest of the prompt.
         excluded: why the instance was excluded; "" if considered.
         overhead_s: calls, and other time that does not depend on the prompt.
         source: kvstore or instance to load KV from; "" if nothing is loaded.
-        cold_blocks: blocks to load that are only on the SSD of the source.
+        cold_blocks: blocks to load that are only on the source's SSD.
     """
 
     instance: str
@@ -119,7 +119,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TimedTokens:
-    """Prompt tokens whose KV was loaded or computed. Times are seconds since arrival at the prefill instance."""
+    """Prompt tokens with KV that was loaded or computed. Times are seconds since arrival at the prefill instance."""
 
     tokens: int
     begin_s: float
@@ -135,8 +135,8 @@ class Attempt:
         cause: why the request was placed anew; "" for the first placement.
         candidates: prefill instances that were considered.
         waited_s: seconds that the request waited at the conductor for this placement.
-        placed_s: time of the placement.
-        prompt_tokens: tokens whose KV is needed: prompt and answer so far.
+        placed_s: the placement's time.
+        prompt_tokens: tokens that need KV: prompt and answer so far.
         local_tokens: part of `prompt_tokens` in the computing instance's pool.
         loaded_tokens: part of `prompt_tokens` loaded from kvstores and other instances.
         queue_s: seconds of waiting at the prefill instance.
@@ -147,11 +147,11 @@ class Attempt:
         transfer_tail_s: seconds from then until decode had all KV; 0 if decode had all KV before.
         sent_bytes: KV sent to decode.
         transport: transport on which the KV went; "" if no KV was sent.
-        tokens: new tokens of the answer.
-        first_token_s: time of the first new token; 0 if none came.
-        last_token_s: time of the last new token.
+        tokens: new tokens in the answer.
+        first_token_s: the first new token's time; 0 if no token came.
+        last_token_s: the last new token's time.
         ended_s: time at which the placement was given up; 0 if not given up.
-        overtaken_tokens: tokens computed while a load of them was under way, as the load took longer.
+        overtaken_tokens: tokens computed while their load was under way, as the load took longer.
     """
 
     placement: Placement
@@ -184,7 +184,7 @@ class Timeline:
     After several placements, the course of the placement that gave the first token.
 
     Attributes:
-        tenant: owner of the request.
+        tenant: the request's owner.
         arrived_at: arrival at the conductor, in seconds since 1970.
         usage: tokens so far.
         timing: times so far; `e2e_s` is 0 while the request runs.
@@ -193,7 +193,7 @@ class Timeline:
         chunks: prefill steps; at most the first 256.
         transfer_tail_s: seconds from the first token until decode had all KV; 0 if decode had all KV before the token.
         sent_bytes: KV sent to decode.
-        token_s: times of tokens, in seconds since arrival; at most the first 512.
+        token_s: token times, in seconds since arrival; at most the first 512.
     """
 
     tenant: str = ""
@@ -218,9 +218,9 @@ class Explanation:
         measured_ttft_s: measured time to first token, in seconds.
         measured_tpot_s: measured mean time per token, in seconds.
         refused: why the request was refused; "" if not refused.
-        policy: name of the placement policy.
+        policy: the placement policy's name.
         waited_s: seconds that the request waited at the conductor for a placement.
-        timeline: the course of the request.
+        timeline: the request's course.
         transport: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
         attempts: all placements, in their order.
         regret_s: seconds to first token that the last placement lost against the best alternative, by later
@@ -229,7 +229,7 @@ class Explanation:
         decode_regret_s: seconds from the first token to the last that the placement lost likewise at decode; 0 until
             the answer is complete.
         better_decode: decode instance that would have been sooner; "" if none would.
-        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if it did not.
+        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if not failed.
         cancelled: the client stopped the request, or left, before the answer was whole.
     """
 

@@ -58,7 +58,7 @@ def answer(
 
 
 class FakeConductor:
-    """A fake conductor: answers requests by a script, and records the requests and the cancelled ones."""
+    """A fake conductor: answers requests by a script, and records all requests and the cancelled requests."""
 
     def __init__(self, script: Callable[[pb.GenerateRequest], Script] | None = None) -> None:
         """Answer with `script(request)`. Default: the tokens 1, 2, 3, at most `max_tokens`."""
@@ -178,7 +178,7 @@ class _FakeTransport:
         return self._fake.answer(request)
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Returns at once: a fake conductor has no connection to close."""
 
 
 def _default_script(request: pb.GenerateRequest) -> Script:

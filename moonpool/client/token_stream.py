@@ -26,7 +26,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 
 class StreamState(Enum):
-    """State of a token stream.
+    """A token stream's state.
 
     A lost stream goes from RECEIVING back to CONNECTING: the next call asks for the rest of the answer.
     """
@@ -54,11 +54,11 @@ _TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamTimeouts:
-    """Time limits of a stream, in seconds.
+    """A stream's time limits, in seconds.
 
     Attributes:
         request_s: for the whole request.
-        connect_s: for retries of conductors that cannot be reached.
+        connect_s: for retries if conductors cannot be reached.
         resume_s: for attempts to resume a lost stream; 0: the stream is not resumed.
     """
 

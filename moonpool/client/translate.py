@@ -38,7 +38,7 @@ from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Maximum size of a gRPC message, at the client and at the conductor."""
+"""A gRPC message's maximum size, at the client and at the conductor."""
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
     kv_pb2.FINISH_REASON_LENGTH: "length",
@@ -88,11 +88,11 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
 
 
 MAX_ANNOUNCED, MAX_ANNOUNCED_BYTES = 256, MAX_REQUEST_BYTES // 2
-"""Most requests of one announcement, and most of their bytes if there are several."""
+"""Most requests in one announcement, and most bytes if there are several requests."""
 
 
 def in_portions(requests: Sequence[conductor_pb2.GenerateRequest]) -> Iterator[list[conductor_pb2.GenerateRequest]]:
-    """The requests in portions that one message holds, in their order."""
+    """The requests in order, in portions that fit into a message."""
     portion: list[conductor_pb2.GenerateRequest] = []
     nbytes = 0
     for request in requests:
@@ -107,7 +107,7 @@ def in_portions(requests: Sequence[conductor_pb2.GenerateRequest]) -> Iterator[l
 
 
 def session_to_proto(session: SessionTurn) -> conductor_pb2.SessionTurn:
-    """What a client says of a session.
+    """What a client says about a session.
 
     Raises:
         InvalidRequest: a value does not fit the field; names the field.
@@ -149,7 +149,7 @@ def _set_json(chat: conductor_pb2.ChatPrompt, field: str, value: Any) -> None:
 
 
 class ResultCollector:
-    """Turns the messages of a stream into events and a result, and checks that no token is missing or repeated."""
+    """Turns a stream's messages into events and a result, and checks that no token is missing or repeated."""
 
     def __init__(self) -> None:
         self.result: GenerateResult | None = None
@@ -294,7 +294,7 @@ class ResultCollector:
 
 
 def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of each token.
+    """Each token's log probabilities.
 
     Raises:
         StreamBroken: their number does not match the tokens.
@@ -324,7 +324,7 @@ _ENGINE_KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTA
 
 
 def change_role(instance_id: str, kind: str) -> conductor_pb2.ChangeRoleRequest:
-    """Build a request to change the role of an instance.
+    """Build a request to change an instance's role.
 
     Raises:
         InvalidRequest: the role is unknown.
@@ -358,7 +358,7 @@ def unload_lora_adapter(lora_name: str) -> conductor_pb2.UnloadLoraAdapterReques
 
 
 def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
-    """Translate the state of a cluster."""
+    """Translate a cluster's state."""
     return ClusterState(
         ready=message.ready,
         model=message.model.name,
@@ -462,7 +462,7 @@ def _converters(cls: Any) -> Sequence[tuple[str, Callable[[Any], Any]]]:
 
 
 def _converter(hint: Any) -> Callable[[Any], Any]:
-    """The function that converts the value of a message's field to a type."""
+    """The function that converts a message field's value to a type."""
     if isinstance(hint, type) and is_dataclass(hint):
         return partial(from_message, hint)
     if get_origin(hint) is tuple:

@@ -54,14 +54,14 @@ class GenerateCall(Protocol):
 
 
 class ConductorTransport(Protocol):
-    """The calls of a conductor that a client needs. Times are in seconds; every call raises MoonpoolError."""
+    """The conductor's calls that a client needs. Times are in seconds; every call raises MoonpoolError."""
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         """Start a request."""
         ...
 
     async def query(self, request: Message, timeout_s: float) -> Any:
-        """Call the method `X` of the conductor with an `XRequest`; returns the `XResponse`."""
+        """Call the conductor's method `X` with an `XRequest`; returns the `XResponse`."""
         ...
 
     async def aclose(self) -> None:
@@ -154,7 +154,7 @@ class _GrpcCall:
 async def _await_answer(
     monitor: ConnectionMonitor, give_up: Callable[[], object], answer: Awaitable[Response]
 ) -> Response:
-    """Wait for the answer of a call.
+    """Wait for a call's answer.
 
     Raises:
         NotConnected: the conductor is silent.
@@ -177,7 +177,7 @@ LAST_PAUSE_S = 1.0
 
 
 class ConductorList:
-    """The transports of all conductors, in the order given. The conductor that answered last is tried first.
+    """All conductors' transports, in the order given. The conductor that answered last is tried first.
 
     Raises:
         InvalidRequest: the list is empty.
@@ -202,7 +202,7 @@ class ConductorList:
 
 
 class ConductorFailover:
-    """The order in which one call tries the conductors.
+    """The order in which a call tries the conductors.
 
     Attributes:
         round: how many times all conductors were tried.
@@ -269,7 +269,7 @@ def remaining_s(deadline: float) -> float:
 async def pause_before_retry(pause_s: float | None, deadline: float) -> None:
     """Wait before the next attempt.
 
-    Call this while the error of the last attempt is handled: without a further attempt, the error is raised again.
+    Call this while the last attempt's error is handled: without a further attempt, the error is raised again.
     """
     if pause_s is None or loop_time() + pause_s >= deadline:
         raise

@@ -29,12 +29,12 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One message of a conversation.
+    """One message in a conversation.
 
     Attributes:
         role: "system", "user", "assistant" or "tool" (the result of a tool call).
         content: the text.
-        tool_calls: tool calls of an assistant's message.
+        tool_calls: tool calls in an assistant's message.
         tool_call_id: id of the call that the tool's message answers.
         reasoning_content: the assistant's thoughts before the text.
     """
@@ -51,7 +51,7 @@ class Slo:
     """Latency limits in seconds; None for no limit. A request that would miss a limit is refused with `Overloaded`.
 
     Attributes:
-        ttft_s: time to first token, without the time of `queue_s`.
+        ttft_s: time to first token, without the time in `queue_s`.
         tbt_s: time between tokens.
         queue_s: how long the request may wait for a placement that keeps the limits. 0: refused at once. None: the
             conductor's `--queue-deadline-s`.
@@ -76,15 +76,15 @@ class GenerateArguments(TypedDict, total=False):
         continue_final_message: the answer continues the last message, an assistant's.
         sampling: sampling parameters.
         slo: latency limits.
-        tenant: owner of the request; tenants do not share KV.
+        tenant: the request's owner; tenants do not share KV.
         model: name of the model or of a LoRA adapter; "" for the model that is served.
         request_id: unique in the cluster; "": the conductor chooses an id.
         context: id or tag of a context that precedes the messages or tokens; "" for none.
         context_ttl_s: new time to live of the context in seconds; 0 leaves the time unchanged.
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
         cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
-        session: the session that the request is a turn of, with what is known of the session; None: no session.
-        timeout_s: time limit of the request in seconds; None for the client's default.
+        session: the session that the request is a turn of, with what is known about the session; None: no session.
+        timeout_s: time limit for the request in seconds; None for the client's default.
     """
 
     prompt: str | None
@@ -117,7 +117,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of a request in seconds, measured by the conductor. A resumed stream counts from the last resume.
+    """A request's times in seconds, measured by the conductor. A resumed stream counts from the last resume.
 
     Attributes:
         ttft_s: from arrival to the first token.
@@ -136,7 +136,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request runs: ids of instances, "" for none, and the predicted times."""
+    """Where a request runs: instance ids, "" for none, and the predicted times."""
 
     prefill: str = ""
     decode: str = ""
@@ -146,14 +146,14 @@ class Placement:
     emulated: bool = False
     """Compute is emulated: the times come from a profile, and the tokens have no meaning."""
     predicted_tbt_s: float = 0.0
-    """Time of a decode step, as the decode instance predicted; 0 if no prediction was needed."""
+    """A decode step's time, as the decode instance predicted; 0 if no prediction was needed."""
     predicted_tpot_s: float = 0.0
     """Mean time per token, as `Timing.tpot_s`; 0 if not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of an answer, and the text that became certain with them.
+    """New tokens in an answer, and the text that became certain with these tokens.
 
     The text may lag behind the tokens, while a character or a stop text is incomplete. The last event may have text and
     no tokens. All events' texts together are the answer's text. The token that ends an answer has no text.
@@ -162,8 +162,8 @@ class TokenEvent:
         position: index of the first token in the answer.
         token_ids: the tokens.
         text: the text.
-        choice: number of the answer, if the request has several (`SamplingParams.n`). Events of the answers alternate.
-        logprobs: log probabilities of the tokens, if `SamplingParams.logprobs` asks for them.
+        choice: the answer's number, if the request has several (`SamplingParams.n`). The answers' events alternate.
+        logprobs: the tokens' log probabilities, if `SamplingParams.logprobs` asks for them.
         finish_reason: why the answer ended, with the answer's last event. None: the answer goes on, or only the result
             tells.
         prompt_logprobs: log probabilities of the prompt's tokens, with the request's first event, if
@@ -191,7 +191,7 @@ class Choice:
     finish_reason: FinishReason
     score: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log probabilities of all tokens, if `SamplingParams.logprobs` asks for them."""
+    """All tokens' log probabilities, if `SamplingParams.logprobs` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +213,9 @@ class GenerateResult:
     resumes: int = 0
     """How many times the stream lost the conductor or the connection and was resumed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """`Choice.logprobs` of the first answer."""
+    """The first answer's `Choice.logprobs`."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Log probabilities of the prompt's tokens, if `SamplingParams.prompt_logprobs` asks for them. The first token has
+    """The prompt tokens' log probabilities, if `SamplingParams.prompt_logprobs` asks for them. The first token has
     None."""
     embedding: tuple[float, ...] = ()
     """The prompt's embedding, if `SamplingParams.embedding` asks for the embedding."""

@@ -48,7 +48,7 @@ class _CallerIdentity(NamedTuple):
 
 
 class _ValueToPut(NamedTuple):
-    """A value, its key in the store, and the key before in a chain."""
+    """A value, the value's key in the store, and the key before in a chain."""
 
     key: BlockKey
     parent: BlockKey
@@ -77,16 +77,16 @@ class AsyncKVClient:
         """Talk to the kvstore at `address`. The client connects on first use.
 
         Args:
-            address: "host:port" of the kvstore.
+            address: the kvstore's "host:port".
             namespace: everything that makes KV differ: engine, model, data type, layout, version. Namespaces do not
                 share keys.
-            tenant: owner of the values, for quotas and deletions; other tenants do not find the values. With an API key
+            tenant: the values' owner, for quotas and deletions; other tenants do not find the values. With an API key
                 or a client certificate, the store knows the tenant, and the argument may be left out.
-            timeout_s: default time limit of a call, in seconds.
+            timeout_s: default time limit for a call, in seconds.
             tls: certificates. Default: the files that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, or
                 no TLS if MOONPOOL_TLS_CA is not set.
             api_key: API key, sent over TLS only. Default: MOONPOOL_API_KEY.
-            transports: as `--kv-transports` of the services (docs/transports.md). Default: MOONPOOL_KV_TRANSPORTS, else
+            transports: as the services' `--kv-transports` (docs/transports.md). Default: MOONPOOL_KV_TRANSPORTS, else
                 local. With certificates, `tcp` is `tls`; without an own certificate (API keys), values go to other
                 machines over gRPC.
             memory_bytes: size of `memory`, in bytes.
@@ -121,14 +121,14 @@ class AsyncKVClient:
     def memory(self) -> memoryview:
         """Writable memory of `memory_bytes`, which a store on this machine reads directly.
 
-        On the transport `local`, a value in this memory is not copied on its way to the store. Do not change the value
+        On the transport `local`, a value in this memory is not copied on the way to the store. Do not change the value
         before `put` returns.
         """
         return self._shared.shared.data if self._shared is not None else memoryview(bytearray())
 
     @property
     def transport(self) -> str:
-        """Transport of the last value: "local", "tcp", "tls" or "grpc"; "" before the first value."""
+        """The last value's transport: "local", "tcp", "tls" or "grpc"; "" before the first value."""
         return self._connection.transport
 
     async def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
@@ -140,7 +140,7 @@ class AsyncKVClient:
             timeout_s: time limit in seconds.
 
         Raises:
-            InvalidRequest: the key or the value is wrong, or values of the tenant were deleted during the call.
+            InvalidRequest: the key or the value is wrong, or the tenant's values were deleted during the call.
             Overloaded: the store is full; has the reason and the time to retry.
             Unavailable: the store cannot be reached.
             TransferFailed: the call took too long, or the store gave up.
@@ -179,7 +179,7 @@ class AsyncKVClient:
         return (await self.batch_get([key], timeout_s=timeout_s))[0]
 
     async def batch_get(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytearray | None]:
-        """Return the values in the order of the keys; None for values that the store does not have. Raises as `get`."""
+        """Return the values in key order; None for values that the store does not have. Raises as `get`."""
         deadline = self._deadline(timeout_s)
         tenant = (await self._identify(deadline)).tenant
         wanted = [ValueRead(self._store_key(tenant, key)) for key in keys]
@@ -187,10 +187,10 @@ class AsyncKVClient:
         return [one.value() for one in wanted]
 
     async def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
-        """Read a value into a buffer. Returns the size of the value in bytes; None if the store does not have it.
+        """Read a value into a buffer. Returns the value's size in bytes; None if the store does not have the value.
 
         Args:
-            key: key of the value.
+            key: the value's key.
             buffer: writable and contiguous, at least as large as the value, and fastest if exactly as large. The bytes
                 behind the value are undefined afterwards. After a miss or an error, all bytes are undefined.
             timeout_s: time limit in seconds.
@@ -203,7 +203,7 @@ class AsyncKVClient:
     async def batch_get_into(
         self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None
     ) -> list[int | None]:
-        """Read each value into its buffer, as `get_into`. Returns the sizes in the order of the keys."""
+        """Read each value into a buffer, as `get_into`. Returns the sizes in key order."""
         deadline = self._deadline(timeout_s)
         tenant = (await self._identify(deadline)).tenant
         guesses: dict[KVLayout | None, list[ValueRead]] = {}
@@ -255,7 +255,7 @@ class AsyncKVClient:
         await self.aclose()
 
     def _deadline(self, timeout_s: float | None) -> float:
-        """End of a call on the clock `world.monotonic`. All parts of the call share the time."""
+        """A call's end on the clock `world.monotonic`. All the call's parts share the time."""
         return world.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     async def _identify(self, deadline: float) -> _CallerIdentity:
@@ -269,7 +269,7 @@ class AsyncKVClient:
         return self._identity
 
     async def _find(self, keys: Sequence[BlockKey], deadline: float) -> list[KVLayout | None]:
-        """The layout of each block; None if the store does not have the block."""
+        """Each block's layout; None if the store does not have the block."""
         found: list[KVLayout | None] = []
         for portion in _split_portions(keys):
             answer = await self._connection.find(portion, self._tenant, remaining_s(deadline))
@@ -306,7 +306,7 @@ class AsyncKVClient:
     async def _without_other_layouts(
         self, layout: KVLayout, group: Sequence[_ValueToPut], deadline: float
     ) -> list[_ValueToPut]:
-        """The values whose key has no value with another size. The store refuses all values if one has."""
+        """Drops values whose key has a value with another size: the store would refuse all values."""
         found = await self._find([one.key for one in group], deadline)
         return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
 
@@ -360,7 +360,7 @@ class AsyncBlockClient(AsyncKVClient):
 
 def _transport_config(transports: str | None) -> TransportConfig:
     try:
-        # The client has its certificates already, perhaps none of its own.
+        # The client has certificates already, perhaps none of its own.
         settings: dict[str, Any] = dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_revoked"))
         return TransportConfig(**settings | ({} if transports is None else {"kv_transports": transports}))
     except ValidationError as error:
@@ -370,7 +370,7 @@ def _transport_config(transports: str | None) -> TransportConfig:
 
 
 def bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
-    """The bytes of a buffer.
+    """A buffer's bytes.
 
     Raises:
         InvalidRequest: the buffer is not contiguous, or is read-only although `writable` is set.
@@ -470,7 +470,7 @@ class KVClient:
 
     @property
     def transport(self) -> str:
-        """Transport of the last value; see `AsyncKVClient.transport`."""
+        """The last value's transport; see `AsyncKVClient.transport`."""
         return self._client.transport
 
     def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
@@ -482,7 +482,7 @@ class KVClient:
         return self._client.read_one(key, None, timeout_s).value()
 
     def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
-        """Read a value into a buffer. Returns the size of the value, or None. See `AsyncKVClient.get_into`."""
+        """Read a value into a buffer. Returns the value's size, or None. See `AsyncKVClient.get_into`."""
         return self._client.read_one(key, bytes_of(buffer, "buffer", writable=True), timeout_s).length()
 
     batch_put = _blocking(AsyncKVClient.batch_put)

@@ -61,8 +61,8 @@ class SizeClassStreams:
     """The streams for one size class.
 
     Attributes:
-        writer: stream of puts.
-        reader: stream of reads.
+        writer: stream for puts.
+        reader: stream for reads.
         users: calls that use the streams, or wait for their connection.
     """
 
@@ -101,7 +101,7 @@ translated_errors = ErrorTranslation()
 
 
 def _ignore_layer(layer: int) -> None:
-    """Do nothing: a value is useful only with all layers."""
+    """Ignores single layers: a value is useful only with all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class StoreAddress:
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata of each call."""
+        """Each call's metadata."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key and self.tls is not None else ()
 
 
@@ -183,7 +183,7 @@ class KVConnection:
 
     @asynccontextmanager
     async def _using(self, layout: KVLayout) -> AsyncIterator[SizeClassStreams]:
-        """The streams for values of a layout. They stay open while a call uses them."""
+        """The streams for values with a layout. The streams stay open while a call uses them."""
         while (found := self._streams.get(layout)) is None:
             idle = [size for size, streams in self._streams.items() if not streams.users]
             surplus = [self._streams.pop(size) for size in idle[: max(0, len(self._streams) + 1 - MAX_SIZE_CLASSES)]]
@@ -226,7 +226,7 @@ class KVConnection:
 
     @property
     def transport(self) -> str:
-        """Transport of the streams that were used last: "local", "tcp", "tls" or "grpc"; "" without streams."""
+        """Transport of the last used streams: "local", "tcp", "tls" or "grpc"; "" without streams."""
         if not self._streams:
             return ""
         return self.transport_of(next(reversed(self._streams)))
@@ -247,7 +247,7 @@ class ValueRead:
     """One value to read.
 
     Attributes:
-        key: key of the block.
+        key: the block's key.
         memory: where to put the value; None for new memory.
         target: the bytes so far; complete once `found` is set.
         found: whether the value is complete.
@@ -337,7 +337,7 @@ class _OpenDirect(Generic[DirectT]):
         user: reader or writer on the connection.
         stream: stream that opened the connection.
         again_at: time from which on another connection may be opened.
-        used: number of the last use; higher is later.
+        used: the last use's number; higher is later.
     """
 
     user: DirectT
@@ -351,7 +351,7 @@ _DirectFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], 
 
 
 class _DirectTable(Generic[DirectT]):
-    """Direct connections for one kind by value layout, shared by all threads."""
+    """Direct connections for one kind, by value layout, shared by all threads."""
 
     def __init__(self, loop: BackgroundLoop, clock: Callable[[], float]) -> None:
         self._loop = loop
