@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to the text of a prompt, in a sandbox.
+"""Chat templates: from a conversation to a prompt's text, in a sandbox.
 
 Control tokens come from templates only. Before a template runs, control tokens within a conversation's texts are
 marked, so that the prompt can be tokenised with those texts as plain text.
@@ -24,7 +24,7 @@ from moonpool.checkpoint.past_calls import call_arguments
 from moonpool.errors import CheckpointError, InvalidRequest
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Variables of templates that `template_kwargs` cannot set."""
+"""Template variables that `template_kwargs` cannot set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ChatOptions:
     """How a conversation becomes a prompt.
 
     Attributes:
-        add_generation_prompt: the text ends with what begins an answer.
+        add_generation_prompt: the text ends with the beginning of an answer.
         continue_final_message: the text ends with the last message, which the answer continues; in place of
             `add_generation_prompt`.
         template_kwargs: further template variables, for example Qwen 3's `enable_thinking`.
@@ -45,11 +45,11 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The text of a prompt.
+    """A prompt's text.
 
     Attributes:
         text: the whole text.
-        literals: begin and end of control tokens in `text` that the conversation brought, and that are plain text.
+        literals: begin and end of control tokens in `text` that the conversation brought; these are plain text.
     """
 
     text: str
@@ -152,7 +152,7 @@ class ChatTemplates:
         Args:
             sources: by name: "default", and "tool_use" for conversations with tools.
             special: `bos_token` and the like, as templates see them.
-            control: the control tokens of the checkpoint.
+            control: the checkpoint's control tokens.
 
         Raises:
             CheckpointError: a template is not valid, or none has the name "default".
@@ -166,9 +166,9 @@ class ChatTemplates:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> RenderedChat:
-        """Return the text of a conversation.
+        """Return a conversation's text.
 
-        A template that takes no tools gets them in a system message, and calls and their results as text.
+        A template that takes no tools gets the tools in a system message, and calls and their results as text.
 
         Args:
             messages: each with `role` and `content`; an assistant's turn may have `tool_calls` in OpenAI's form, a
@@ -218,7 +218,7 @@ class ChatTemplates:
 
 
 def _mark_final(turns: list[dict[str, Any]], stop: str) -> None:
-    """Put `stop` behind the text of the last turn.
+    """Put `stop` behind the last turn's text.
 
     Raises:
         InvalidRequest: there is no text to continue.

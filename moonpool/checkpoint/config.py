@@ -30,7 +30,7 @@ END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-"""Special tokens' texts that end an answer whatever the ids say: files often name one end token, chat models have
+"""Special tokens' texts that end an answer even if no id says so: files often name one end token, chat models have
 several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 """
 
@@ -40,7 +40,7 @@ class TokenizerParts(NamedTuple):
 
     Attributes:
         backend: the tokenizer.
-        chat_templates: source of the chat templates by name, "default" and "tool_use" for example.
+        chat_templates: the chat templates' source by name, for example "default" and "tool_use".
         special: special tokens by name, as templates see them; "bos_token" for example.
     """
 
@@ -100,17 +100,17 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the layer that has most."""
+        """Query heads in the layer with most."""
         return max(layer.attention.num_heads for layer in self.decoder.layers)
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that the KV pool holds of each token in the layer that has most."""
+        """KV heads per token in the pool, in the layer with most."""
         return max(layer.attention.num_kv_heads for layer in self.decoder.layers)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head in the KV pool, in the layer with the widest."""
+        """Elements per head in the KV pool, in the layer with the widest head."""
         return max(layer.attention.head_dim for layer in self.decoder.layers)
 
     @property
@@ -125,7 +125,7 @@ def _inner_width(spec: FeedForwardSpec) -> int:
 
 
 def config_hash(config: ModelConfig) -> bytes:
-    """Return 32 bytes that are equal exactly where two configurations compute the same function of the weights.
+    """Return 32 bytes that are equal exactly if two configurations compute the same function of the weights.
 
     The declared dtype, the end tokens and the suggested sampling are left out: they change neither KV nor logits.
     """
@@ -143,11 +143,11 @@ _LATER = (
     "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
 )  # fmt: skip
-"""Fields that came after version 2 of the hash: they count where they are used, so that other KV keeps its name."""
+"""Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 
 
 def _forget_unused(fields: Any) -> None:
-    """Remove the fields that came later and say nothing, from an object and all within."""
+    """Remove unused fields that came later, from an object and from all objects within."""
     if isinstance(fields, dict):
         for name in [name for name in _LATER if name in fields and not fields[name]]:
             del fields[name]

@@ -21,7 +21,7 @@ from moonpool.families.fields import read_json
 
 _TOKENIZER = "tokenizer.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that every tokenizer class of transformers has."""
+"""Special tokens that every tokenizer class in transformers has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
 
 
 def folder_end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer by the tokenizer's account.
+    """Return the ids of tokens that end an answer, as the tokenizer says.
 
-    They are `eos_token`, and special tokens whose text ends a turn in chat templates.
+    These are `eos_token`, and special tokens whose text ends a turn in chat templates.
 
     Raises:
         CheckpointError: a file is malformed.
@@ -143,7 +143,7 @@ def _extra(fields: Mapping[str, Any]) -> list[Any]:
 
 
 def _text(value: Any) -> str | None:
-    """Return the text of a token: files have texts, or objects with the text as `content`."""
+    """Return a token's text: files have texts, or objects with the text as `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
@@ -188,10 +188,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> N
 
 
 def _tokenizer_class(folder: Path, fields: Mapping[str, Any], content: Mapping[str, Any]) -> str:
-    """Return the class with which transformers loads the tokenizer of this folder.
+    """Return the class with which transformers loads this folder's tokenizer.
 
-    Qwen's models have their own class unless the folder names another one. A folder with Llama's class and a tokenizer
-    that works on bytes is taken as the file says.
+    Qwen's models have their own class unless the folder names another class. A folder with Llama's class and a
+    tokenizer that works on bytes is taken as the file says.
     """
     config = _optional(folder / "config.json")
     model_type = config.get("model_type")
@@ -249,7 +249,7 @@ _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
 }
-"""Special tokens of a class that the folder may leave out."""
+"""A class's special tokens that the folder may leave out."""
 
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _vocabulary(content: Mapping[str, Any]) -> dict[str, Any]:
 def _chat_templates(folder: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates by name.
 
-    Files of templates come before `tokenizer_config.json`; `chat_template.json`, which older processors have, last.
+    Template files come before `tokenizer_config.json`; `chat_template.json`, which older processors have, last.
     """
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

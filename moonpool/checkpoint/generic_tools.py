@@ -1,4 +1,4 @@
-"""Tools for chat templates that take none: definitions, calls and results as texts of ordinary messages.
+"""Tools for chat templates without tool support: definitions, calls and results as texts in ordinary messages.
 
 The form is Hermes', which many models have seen: `<tools>`, `<tool_call>` and `<tool_response>` around JSON.
 """
@@ -27,7 +27,7 @@ def with_generic_tools(
     """Return `messages` with the tools, and with past calls and their results as text.
 
     Args:
-        messages: in OpenAI's form, the arguments of calls as objects.
+        messages: in OpenAI's form, with calls' arguments as objects.
         tools: OpenAI's definitions; empty = none.
         system: role of the message that shows the tools: "system", or "user" for templates without system messages.
     """

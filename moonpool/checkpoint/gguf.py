@@ -91,7 +91,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of the file `path` and further parts; names of metadata and tensors are the file's own."""
+    """The header of the file `path` and of further parts; metadata and tensors have the file's own names."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -120,7 +120,7 @@ class GgufFile:
         return cls(path, first.metadata, tensors)
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Return the elements of the F32 tensor `name`.
+        """Return the F32 tensor `name`'s elements.
 
         Raises:
             CheckpointError: stored in another type.
@@ -140,7 +140,7 @@ def is_gguf(path: Path | str) -> bool:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the model's files, if `path` is the model or its first part.
+    """Return the model's files, if `path` is the model or the model's first part.
 
     Raises:
         CheckpointError: another part, or a part is missing.
@@ -203,7 +203,7 @@ class _Cursor:
         return self.raw(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """Return a value of a type that the file has just named."""
+        """Return a value, of the type that the file has just named."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
@@ -462,7 +462,7 @@ def _kv_heads(fields: JsonFields, name: str, heads: int, *, some: bool) -> int:
 
 
 def _vocabulary(file: GgufFile) -> int:
-    """Return the rows of the embedding; the list of tokens may be shorter."""
+    """Return the embedding's rows; the token list may be shorter."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or not embedding.shape:
         raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
@@ -499,7 +499,7 @@ def _token_id(file: GgufFile, fields: JsonFields, key: str) -> int | None:
 
 
 def _end_tokens(file: GgufFile, fields: JsonFields) -> tuple[int, ...]:
-    """Return the tokens that end an answer, the one that the file names first."""
+    """Return the tokens that end an answer; the token that the file names comes first."""
     ids = [_token_id(file, fields, f"tokenizer.ggml.{key}") for key in _END_IDS]
     tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
     ids += [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if _end_ids(token, kind)]
@@ -617,7 +617,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
 
     Raises:
         CheckpointError: the file or the tokenizer is damaged.
-        UnsupportedModel: a kind of tokenizer that is not built; names the key.
+        UnsupportedModel: this tokenizer kind is not built; names the key.
     """
     metadata = GgufFile.read(path).metadata
     kind = metadata.get("tokenizer.ggml.model")
@@ -654,7 +654,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizer
 
 
 def _listed(metadata: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a list that a tokenizer of this kind cannot do without."""
+    """Return a list that this tokenizer kind needs."""
     values = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list):
         raise ValueError(f"tokenizer.ggml.{key} is missing")
@@ -717,7 +717,7 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], Sequence[str]], tokenizers.Token
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Make tokens that the file marks match as a whole: control tokens, which are special, and user-defined ones."""
+    """Make tokens that the file marks match as a whole: control tokens, which are special, and user-defined tokens."""
     kinds = metadata.get("tokenizer.ggml.token_type") or ()
     marked = list(zip(tokens, kinds, strict=False))
     control = [token for token, kind in marked if kind == _CONTROL]

@@ -54,7 +54,7 @@ def cached(name: str, revision: str | None) -> Path | None:
 
 
 def complete_models() -> dict[str, Path]:
-    """Return the snapshots of the local cache that can be loaded, by hub id."""
+    """Return the local cache's snapshots that can be loaded, by hub id."""
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:
@@ -64,7 +64,7 @@ def complete_models() -> dict[str, Path]:
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Fetch what may be fetched of a hub repository; returns the snapshot folder.
+    """Fetch a hub repository's permitted files; returns the snapshot folder.
 
     Raises:
         CheckpointError: no such model, or the model cannot be fetched.
@@ -85,7 +85,7 @@ def fetch(name: str, revision: str | None) -> Path:
 def _downloaded(name: str, revision: str | None) -> Path:
     """The snapshot, downloaded on separate threads, so that signals are handled meanwhile.
 
-    A terminal gets bars of the hub's library; elsewhere a line now and then says how much has come.
+    A terminal gets the hub library's bars; elsewhere, a line now and then says how much has come.
     """
     bars = sys.stderr.isatty()
     found: Future[str] = Future()

@@ -46,7 +46,7 @@ def folder_weights(folder: Path) -> list[Path]:
     A whole `model.safetensors` comes before an index, which may be left from an earlier save.
 
     Raises:
-        CheckpointError: there are none, one that the index names is missing, or only pickle files are there.
+        CheckpointError: no file is there, a file that the index names is missing, or only pickle files are there.
     """
     index = folder / _INDEX
     if (folder / "model.safetensors").exists():
@@ -107,10 +107,10 @@ def quantisation_settings(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors that one safetensors file declares.
+    """Return the tensors that a safetensors file declares.
 
     Raises:
-        CheckpointError: the file is no safetensors file or is cut short.
+        CheckpointError: the file is not a safetensors file, or is cut short.
     """
     size = file.stat().st_size
     try:
@@ -178,7 +178,7 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
 
 
 def _computed_by(family: ModelFamily, data: Mapping[str, Any], model_impl: ModelImpl) -> ModelFamily:
-    """Return the family, or the same architecture without family if transformers' own code is to compute it.
+    """Return the family; if transformers' own code is to compute the architecture, the same without family.
 
     Raises:
         UnsupportedModel: the architecture is not computed so; names `model_impl`.

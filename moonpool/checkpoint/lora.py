@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors` in a folder. Torch-free.
 
-What would change answers and is not computed here is refused by name. An adapter's identity is the hash of both files.
-Source: Hu et al. 2021; PEFT's format.
+Settings that would change answers and are not computed here are refused by name. An adapter's identity is the hash of
+both files. Source: Hu et al. 2021; PEFT's format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = frozenset(
         "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
     }
 )  # fmt: skip
-"""Settings of training, and settings whose effect the tensors in the file show: which modules there are."""
+"""Training settings, and settings that the file's tensors show, such as the modules."""
 _PLAIN_VALUES: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
@@ -53,8 +53,8 @@ class LoraAdapter:
     """An adapter's description.
 
     Attributes:
-        id: 32 bytes, the hash of the content: equal for equal files, whatever the adapter is called.
-        base_model: the model that the adapter was made for, as the adapter says; "" if it does not.
+        id: 32 bytes, the content's hash: equal for equal files, independent of the adapter's name.
+        base_model: the model that the adapter was made for, as the adapter says; "" if the adapter does not say.
         modules: the adapted projections by name in the base model, for example "model.layers.0.self_attn.q_proj".
     """
 
@@ -69,7 +69,7 @@ class LoraAdapter:
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Return the adapter in `folder`; of the weights only the header is read, and all bytes are hashed.
+    """Return the adapter in `folder`; reads only the weights' header, and hashes all bytes.
 
     Raises:
         CheckpointError: a file is missing, damaged, or the two files do not belong together.
@@ -110,7 +110,7 @@ def describe_adapter(
     Args:
         settings: content of `adapter_config.json`.
         weights_digest: BLAKE3 of the file with the tensors.
-        shapes: of the tensors, by name.
+        shapes: the tensors' shapes, by name.
         folder: for errors.
     """
     try:
@@ -172,7 +172,7 @@ def _module(fields: JsonFields, name: str, a: Sequence[int], b: Sequence[int]) -
 
 
 def _of_module(fields: JsonFields, patterns: str, default: str, name: str) -> float:
-    """Return a module's number: that of the first pattern that fits the end of the name, as in PEFT, or `default`'s."""
+    """Return a module's number: the first pattern that fits the name's end decides, as in PEFT; else `default`."""
     found = fields.get(patterns) or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{CONFIG}: {patterns} must be an object, not {found!r}")

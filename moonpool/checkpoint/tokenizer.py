@@ -68,7 +68,7 @@ class StopWatcher:
         return begin, stop
 
     def _prefix_length(self, stop: str) -> int:
-        """Return the length of the longest end of the held text that begins `stop`."""
+        """Return the length of the held text's longest end that begins `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
@@ -91,7 +91,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @dataclass(frozen=True, slots=True)
 class PromptSegment:
-    """A part of a prompt.
+    """A prompt's part.
 
     Attributes:
         text: the text.
@@ -155,7 +155,7 @@ class Tokenizer:
 
         Args:
             path: the checkpoint.
-            chat_template: file with a template that takes the place of the checkpoint's.
+            chat_template: file with a template that replaces the checkpoint's.
 
         Raises:
             CheckpointError: the tokenizer is missing or damaged, or the chat template is missing or not valid.
@@ -207,7 +207,7 @@ class Tokenizer:
     def is_longer(self, text: str, max_tokens: int) -> bool:
         """Tell whether `text` certainly has more than `max_tokens` tokens.
 
-        Memory and time are those for `max_tokens` tokens however long `text` is: the text is tokenised piece by piece.
+        Takes memory and time for `max_tokens` tokens, however long `text` is: the text is tokenised piece by piece.
         """
         if len(text.encode()) <= max_tokens:
             return False
@@ -236,7 +236,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: ChatOptions = ChatOptions(),  # noqa: B008  # frozen
     ) -> RenderedChat:
-        """Return what the chat template makes of `messages`; see `ChatTemplates.render`.
+        """Return the chat template's text for `messages`; see `ChatTemplates.render`.
 
         Raises:
             InvalidRequest: the checkpoint has no chat template, or the template refuses these messages.
@@ -246,7 +246,7 @@ class Tokenizer:
         return self._templates.render(messages, tools, options)
 
     def encode_chat(self, chat: RenderedChat, add_special: bool = False) -> list[int]:
-        """Return the tokens of a prompt; the template writes the control tokens.
+        """Return a prompt's tokens; the template writes the control tokens.
 
         Control tokens that the conversation brought become tokens of plain text.
 
@@ -335,7 +335,7 @@ class Tokenizer:
         return self.encode_chat(self.render_chat(messages, tools, options))
 
     def stream(self, prompt: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """Return a detokenizer for tokens that come singly, after `prompt` (whose text is not returned)."""
+        """Return a detokenizer for tokens that come singly, after `prompt`; the prompt's text is not returned."""
         return Detokenizer(self, prompt, skip_special)
 
 
@@ -346,7 +346,7 @@ class Detokenizer:
     text (the method in Hugging Face's text-generation-inference). Tokens without text are not in the window: after such
     tokens alone, some decoders would treat the next token as the text's first and drop the token's space. A character
     with missing bytes is held back. Exceptions: a byte sequence that stays invalid longer than 32 tokens is cut there;
-    decoders like SentencePiece's spell valid bytes before invalid ones as invalid, too.
+    decoders like SentencePiece's spell valid bytes before invalid bytes as invalid, too.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
@@ -375,7 +375,7 @@ class Detokenizer:
         return self._unseen(self._decode(self._window))
 
     def _unseen(self, text: str) -> str:
-        """Return what was not returned of the window's `text`; what stays broken of the prompt is not returned."""
+        """Return the unreturned part of the window's `text`, without the prompt's broken end."""
         if self._begun and len(text) > self._shown:
             broken = text[self._shown : self._shown + self._begun]
             self._shown += len(broken) - len(broken.lstrip(_REPLACEMENT))

@@ -92,7 +92,7 @@ def usage_line(result: GenerateResult) -> str:
 
 CHAT_PROMPT = "\n> "
 CHAT_BLOCK_TOKENS = 16
-"""Block size for a one-chat stack: turns are short, and only whole blocks are found again."""
+"""Block size for a stack with one chat: turns are short, and only whole blocks are found again."""
 CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 

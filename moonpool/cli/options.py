@@ -35,7 +35,7 @@ UsedContextTtl = Annotated[
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings for a verb that reads its flags itself."""
+"""Settings for a verb that reads the verb's own flags."""
 START, LOOK, OPERATE = "Start here", "Look at a stack", "Operate a stack"
 PREDICT, SINGLE = "Measure and predict", "Run a single service"
 """Headings of the verbs in `moonpool --help`. They come in the order in which their first verbs are added."""

@@ -15,7 +15,7 @@ KINDS = SERVICES
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
 """Services that a section is for; a narrower section goes before a wider one."""
 OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
-"""Settings that `moonpool serve` decides itself."""
+"""Settings that only `moonpool serve` decides."""
 
 
 class ServeCommand(TyperCommand):

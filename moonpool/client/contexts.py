@@ -244,7 +244,7 @@ class AsyncContexts:
     ) -> tuple[str, DeletedKV]:
         """Delete a context and the context's KV on every instance. Returns the id and the deleted KV.
 
-        If a conductor ends before it answers, another one goes on, and the id is `name` as given.
+        If a conductor ends before answering, another conductor goes on, and the id is `name` as given.
         """
         request = pb.DeleteContextRequest(name=_checked_name(name), tenant=tenant, id=world.random_hex(16))
         answer = await self._query(request, timeout_s)

@@ -50,7 +50,7 @@ def speeds_to_proto(speeds: Speeds) -> conductor_pb2.SpeedReport:
 
 
 def speeds_from_proto(report: conductor_pb2.SpeedReport) -> Speeds:
-    """The plain values; NaN, negative and infinite ones become 0 (unknown)."""
+    """The plain values; NaN, negative and infinite values become 0 (unknown)."""
     return Speeds(**{name: finite_or_zero(getattr(report, name)) for name in _NAMES})
 
 

@@ -335,7 +335,7 @@ class KVLayout:
         return self.pool_bytes(blocks, min(blocks, self.window_blocks + 1))
 
     def first_windowed_block(self, tokens: int) -> int:
-        """First block whose windowed slices a sequence with `tokens` tokens needs: earlier slices are not sent.
+        """First block with windowed slices that a sequence with `tokens` tokens needs: earlier slices are not sent.
 
         With these slices, the sequence can be continued behind the last full block.
         """
@@ -354,7 +354,7 @@ class KVLayout:
         return tuple(LayoutPart(self._of(layers), layers) for layers in parts)
 
     def unread_windows(self, blocks: int) -> int:
-        """Leading blocks, in a prefix of `blocks` blocks, whose windowed slices are not read from others."""
+        """Leading blocks, in a prefix with `blocks` blocks, that are not read with their windowed slices."""
         return max(0, blocks - self.window_blocks) if len(self.stored_parts) > 1 else 0
 
     def _of(self, layers: Iterable[int]) -> KVLayout:

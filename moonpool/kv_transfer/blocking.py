@@ -56,9 +56,9 @@ class BlockingReader:
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
         """Reads the leading blocks of `keys`, at most `most`; returns the number that the store has.
 
-        Returns None if the read needs a session, which then says why: blocks are not in memory, or damaged; another
-        thread uses the connection; the connection has ended, or ends now. Arguments as for `BlockReader.read`. Slices
-        are handed out in order when all have arrived.
+        Returns None if the read needs a session, which then says why: blocks are not in memory, or damaged. A read also
+        needs a session if another thread uses the connection, or the connection has ended or ends now. Arguments as for
+        `BlockReader.read`. Slices are handed out in order when all have arrived.
 
         Raises:
             TransferFailed: the read took longer than `timeout_s`.
@@ -172,8 +172,9 @@ class BlockingWriter:
     def put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome | None:
         """Stores blocks, at most `most`; returns when all are VISIBLE.
 
-        Returns None, and has stored nothing, if the put needs a session, which then gives the reason: no room, or a
-        refusal; too many deletions to name; another thread uses the connection, or the connection has ended.
+        Returns None, without storing a block, if the put needs a session. The session then gives the reason: no room, a
+        refusal, or too many deletions to name. A put also needs a session if another thread uses the connection, or the
+        connection has ended.
 
         Raises:
             TransferFailed: the put took longer than `timeout_s`; blocks may be stored all the same.

@@ -65,7 +65,7 @@ class SliceBitmap:
         return (~whole & whole + 1).bit_length() - 1
 
     def accept(self, run: SliceRun) -> None:
-        """Records a run; changes nothing if the call raises.
+        """Records a run; if the call raises, the record is unchanged.
 
         Raises:
             FrameError: A part has come before, is held, or is not expected.
@@ -79,7 +79,7 @@ class SliceBitmap:
         self._accept_heads(run, run.first_block + run.block_count)
 
     def check(self, run: SliceRun) -> None:
-        """As `accept` for a run with all heads, but records nothing."""
+        """As `accept` for a run with all heads, but without recording."""
         self._expected(run)
         if any((run.layer, run.first_block + at) in self._parts for at in range(run.block_count)):
             raise FrameError(f"{run}: a part of it has come before")

@@ -265,7 +265,7 @@ class WriteBack:
     def _failed(self, job: WriteBackJob, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
         if isinstance(error, InvalidRequest | FrameError) or getattr(error, "reason", "") == "kvstore_guaranteed":
-            return  # what is wrong with this job, or its tenant's limits, must not keep others' blocks back
+            return  # a fault in this job, or this tenant's limits, must not keep other tenants' blocks back
         pause_s = self._limits.pause_s
         if isinstance(error, Overloaded):
             pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))

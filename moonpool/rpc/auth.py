@@ -302,12 +302,12 @@ _caller: ContextVar[RpcCaller | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> RpcCaller | None:
-    """The caller whose call is being answered; None if connections are not secured."""
+    """The caller of the call being answered; None if connections are not secured."""
     return _caller.get()
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant whose call is being answered, whatever a client claims.
+    """The tenant of the call being answered, whatever a client claims.
 
     Args:
         asked: the tenant that the request names. Gateways and operators speak for others; a client does not.

@@ -283,7 +283,7 @@ class ProcessorWait:
     RESAMPLE_S = 0.1
 
     def __init__(self, total_s: Callable[[], float]) -> None:
-        """`total_s`: seconds for which the peer has had no processor since its start."""
+        """`total_s`: seconds for which the peer has had no processor since the peer's start."""
         self._total_s = total_s
         self._then_s = 0.0
         self._sampled_at = -math.inf

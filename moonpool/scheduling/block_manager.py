@@ -33,7 +33,7 @@ from moonpool.scheduling.state_machine import digest_of
 
 
 class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
-    """Fewer blocks are free or cached than asked for; nothing changed."""
+    """Fewer blocks are free or cached than asked for; the pool is unchanged."""
 
 
 NO_KEY_CHANGES = KeyChanges()
@@ -172,7 +172,7 @@ class BlockManager:
         """Gives each used block without key a window slot if the block lacks a slot; takes slots not needed.
 
         Raises:
-            OutOfBlocks: Too few slots are available; nothing changed.
+            OutOfBlocks: Too few slots are available; the pool is unchanged.
         """
         if not self._window_blocks:
             return
@@ -208,7 +208,7 @@ class BlockManager:
             self._cached_slots.pop(block, None)
 
     def take_slot_moves(self) -> "list[MoveSlots]":
-        """An action for blocks whose window slot has changed since the last call, if there are any."""
+        """An action for blocks with a window slot that has changed since the last call, if any."""
         if not self._moved_slots:
             return []
         moved, self._moved_slots = self._moved_slots, {}

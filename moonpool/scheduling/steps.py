@@ -21,7 +21,7 @@ from moonpool.v1 import kv_pb2
 MAX_WAIT_STEPS = 3.0
 """Longest wait before a patient step, as a multiple of the step's own seconds."""
 SAVED, SAVED_S = 16, 1.5
-"""Earlier steps whose unused waiting time a patient step may use, and the longest such wait, seconds."""
+"""Number of earlier steps that pass unused waiting time on to a patient step, and the longest such wait, seconds."""
 STEP_TOKENS = 512
 """Tokens of the largest step, by default."""
 MAX_RESULTS_TOGETHER = 16

@@ -264,7 +264,7 @@ class ServerStream(Generic[Req]):
         send_queue: answers on their way to the peer.
         silent: whether the stream ended because no message came for `silence_s`.
         borrows: payloads in a peer's region are borrowed: `on_message` copies the wanted bytes, verifies the copy, and
-            keeps nothing else (`borrowed`, `return_buffer`).
+            keeps no other reference (`borrowed`, `return_buffer`).
         one_shot_kind: kind of one-shot messages that the stream takes; another kind ends the stream. None: the stream
             takes no one-shot messages.
     """

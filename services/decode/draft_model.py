@@ -42,7 +42,7 @@ class _Drafted:
     table: list[int] = field(default_factory=list)
     computed: "array[int]" = field(default_factory=lambda: array("i"))
     agreed: int = 0
-    """Leading tokens of `computed` that the answer has."""
+    """Leading tokens in `computed` that the answer has."""
 
 
 class DraftModel:
@@ -68,7 +68,7 @@ class DraftModel:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the small model's pool that no answer has."""
+        """Blocks in the small model's pool that no answer has."""
         return len(self._free)
 
     def forget(self, number: int) -> None:
@@ -122,7 +122,7 @@ class DraftModel:
         return answer
 
     async def _catch_up(self, tokens: "array[int]", answer: _Drafted) -> None:
-        """Computes what an answer has beyond one step's tokens."""
+        """Computes an answer's tokens beyond one step's tokens."""
         while len(tokens) - answer.agreed > self._chunk:
             end = answer.agreed + self._chunk
             part = SequenceStep(tokens_to_bytes(tokens[answer.agreed : end]), answer.agreed, tuple(answer.table))

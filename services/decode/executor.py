@@ -86,7 +86,7 @@ MAX_GENERATION = (1 << 32) - 1
 
 
 def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
-    """Tokens whose KV will arrive, and the most tokens in each sequence.
+    """Number of tokens with KV that will arrive, and the most tokens in each sequence.
 
     Raises:
         InvalidRequest: the request can never fit, or no token is to be generated; names the field.
@@ -109,7 +109,7 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
 
 
 def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
-    """The transfer with a request's KV, whose leading `held` blocks are cached here."""
+    """The transfer for a request's KV; the leading `held` blocks are cached here."""
     blocks = layout.blocks_for(tokens)
     last = layout.valid_tokens(tokens, blocks - 1)
     return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
@@ -134,7 +134,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _RunEnd:
-    """What `RunDone` tells of a run's last step."""
+    """What `RunDone` tells about a run's last step."""
 
     ended: list[tuple[int, int]] = field(default_factory=list)
     filled: list[tuple[int, BlockKey]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _RunEnd:
 
 
 class RunLoop:
-    """Gives the engine one run after the other. While a step is computed, the tokens of the step before are sent.
+    """Gives the engine one run after the other. While a step is computed, the previous step's tokens are sent.
 
     Args:
         parts: engine, write-back, journal and the like.
@@ -226,7 +226,7 @@ class RunLoop:
         self._over(run, sequences, result)
 
     def _next_token(self, sequence: LiveSequence, steps: int = 1) -> SequenceStep:
-        """The sequence's part of a step, or of a run's first, that computes the last token."""
+        """The sequence's part in a step, or in a run's first step, that computes the last token."""
         may_skip = sequence.request.search is None
         last = len(sequence.tokens) - 1
         return sequence.step(last, 1, self._block_tokens, sample=True, steps=steps, may_skip=may_skip)
@@ -291,7 +291,7 @@ class RunLoop:
     async def _check_guesses(
         self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]
     ) -> list[CheckedDraft]:
-        """Executes a run of one step that checks guesses; returns how many were right."""
+        """Executes a run with one step that checks guesses; returns how many guesses were right."""
         began, parts = self._clock(), list[SequenceStep]()
         for sequence, guess in zip(sequences, guesses, strict=True):
             parts += sequence.draft_steps(guess, self._block_tokens) if guess else [self._next_token(sequence)]
@@ -354,7 +354,7 @@ class RunLoop:
     def _take_last(
         self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
     ) -> None:
-        """Takes a sequence's tokens of a run's last step, where the sequence's first part has this index."""
+        """Takes a sequence's tokens from a run's last step; the sequence's first part has this index."""
         request, found = sequence.request, result.sampled[index]
         if index in result.failed:
             self._abort(request, result.failed[index])
@@ -404,7 +404,7 @@ class RunLoop:
 
 @frozen
 class Drafting:
-    """Which guesses of next tokens are made.
+    """How next tokens are guessed.
 
     Attributes:
         always: guesses are checked at any cost.
@@ -418,7 +418,7 @@ class Drafting:
 
 
 NGRAM_DRAFTING = Drafting()
-"""Prompt look-up, where it pays."""
+"""Prompt look-up, if guesses pay."""
 PROGRESS_PER_LEASE = 8  # transfer progress reports per lease, instead of one per frame
 
 
@@ -480,7 +480,7 @@ class DecodeExecutor:
         return iter(list(self._live.requests.values()))
 
     def loras(self) -> set[bytes]:
-        """LoRA adapters of all requests."""
+        """All requests' LoRA adapters."""
         return {live.incoming.lora for live in self._live.requests.values()}
 
     @property
@@ -538,7 +538,7 @@ class DecodeExecutor:
         return live, answer.tbt_s
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
-        """The request of a transfer; None if the request is unknown, has ended or has another generation."""
+        """A transfer's request; None if the request is unknown, has ended or has another generation."""
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
@@ -558,14 +558,14 @@ class DecodeExecutor:
         live.send_verdict = send_verdict
 
     def transfer_progress(self, live: LiveRequest) -> None:
-        """Some of a request's KV has arrived."""
+        """Notes that a part of a request's KV has arrived."""
         now = self._clock()
         if now - live.progress_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
             live.progress_at = now
             self._driver.post(TransferProgress(live.id))
 
     def transfer_complete(self, live: LiveRequest) -> None:
-        """All KV of a request has arrived. The scheduler is told once the KV is where steps compute."""
+        """Notes that all of a request's KV has arrived. The scheduler is told once the KV is where steps compute."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
         loading = self._engine.load()
         if loading is None:
@@ -616,7 +616,7 @@ class DecodeExecutor:
             )
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
-        """Ends one answer of a request; for the conductor, the answer is complete; the others continue."""
+        """Ends one of a request's answers; for the conductor, the answer is complete; other answers continue."""
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
@@ -731,7 +731,7 @@ class DecodeExecutor:
             self.pool.answered(action)
 
     def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
-        """Reports the end of an answer or a request. An internal error ends this request only."""
+        """Reports an answer's or a request's end. An internal error ends this request only."""
         if isinstance(action, RequestFreed):
             self._gone(self._live.take(action.id), retained=action.retained)
             return

@@ -63,11 +63,11 @@ FAILED_STORE_PAUSE_S = 2.0
 
 
 class StoreLoads:
-    """Loads from kvstores; each is answered by one `IoEnded`.
+    """Loads from kvstores; each load is answered by one `IoEnded`.
 
     Args:
         engine: the blocks are written to the engine's pool. Each slice is compared with the hash first.
-        open_reader: makes the client of a store at an address.
+        open_reader: makes a store's client, given the address.
         post: tells the core.
         clock: seconds; never goes back.
     """
@@ -156,11 +156,11 @@ class StoreLoads:
 
 
 class BlockIo:
-    """The scheduler's I/O on blocks; each is answered by one `IoEnded`.
+    """The scheduler's I/O on blocks; each operation is answered by one `IoEnded`.
 
     Args:
         parts: the engine with the pool, the write-back and the clock.
-        open_reader: makes the client of the kvstore at an address.
+        open_reader: makes a kvstore's client, given the address.
         post: tells the scheduler.
 
     Attributes:

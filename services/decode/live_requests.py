@@ -35,7 +35,7 @@ class AnswerOutput:
 
     Attributes:
         tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
-        prompt_tokens: tokens of the prompt in `tokens`.
+        prompt_tokens: number of prompt tokens in `tokens`.
         finish: why the answer has ended normally; unspecified while the answer continues.
         score: the score, if the answer is a search hypothesis.
         logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
@@ -70,14 +70,14 @@ class AnswerOutput:
 
 @dataclass(slots=True, eq=False)
 class RequestOutput:
-    """The output of a request, and what a takeover must show. The log keeps this record after the request's end.
+    """A request's output, and what a takeover must show. The log keeps this record after the request's end.
 
     Attributes:
         request_id: id at the conductor.
         generation: the transfer's generation.
         secret: a conductor that knows the secret may take the request over; b"" = no conductor may.
         chain_root: root of the tenant's keys.
-        answers: output of each answer. A search has no output before the end.
+        answers: each answer's output. A search has no output before the end.
         why: why the request has ended early; "" = not failed.
     """
 
@@ -127,8 +127,8 @@ class LiveSequence:
     """One answer to a request.
 
     Attributes:
-        choice: index of the answer.
-        keys: keys of the full blocks, prompt and answer.
+        choice: the answer's index.
+        keys: the full blocks' keys, prompt and answer.
         output: tokens, end and log probabilities.
         table: block table.
         history: tokens, for engines that check the blocks' content.
@@ -164,7 +164,7 @@ class LiveSequence:
         return self.output.tokens
 
     def begin(self, *first_tokens: int) -> None:
-        """Takes the first token, and the known tokens behind; a sequence of a search begins with the prompt alone."""
+        """Takes the first token, and the known tokens behind; a search's sequence begins with the prompt alone."""
         output = self.output
         output.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(output.tokens)
@@ -183,7 +183,7 @@ class LiveSequence:
             self.output.logprobs.extend(logprobs)
 
     def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
-        """Why the answer ends with the last token; unspecified if the answer continues. Called at the end of a run."""
+        """Why the answer ends with the last token; unspecified if the answer continues. Called at a run's end."""
         stopped, tokens = self.stopped, self.output.tokens
         self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
         return self.output.finish
@@ -235,7 +235,7 @@ class LiveSequence:
         full_hit: bool = False,
         may_skip: bool = False,
     ) -> SequenceStep:
-        """The sequence's part of a step: `count` tokens from `start` on.
+        """The sequence's part in a step: `count` tokens from `start` on.
 
         If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
         sequence may go without a token in a step.
@@ -253,7 +253,7 @@ class LiveSequence:
         )
 
     def draft_steps(self, guess: Sequence[int], block_tokens: int) -> list[SequenceStep]:
-        """The sequence's parts of a step that checks guessed next tokens: one for the last token, one for each guess.
+        """The sequence's parts in a step that checks guessed next tokens: one for the last token, one for each guess.
 
         Each part samples the token behind, as if all guesses before were right.
         """
@@ -281,11 +281,11 @@ class LiveSequence:
 
 @dataclass(slots=True, eq=False)
 class LiveSearch:
-    """A search's tokens: candidates of each sequence, and hypotheses.
+    """A search's tokens: each sequence's candidates, and hypotheses.
 
     Attributes:
-        sequences: those that go on, best first.
-        hypotheses: prompt and answer of the hypotheses that the scheduler keeps, by number.
+        sequences: continuing sequences, best first.
+        hypotheses: prompt and answer for each hypothesis that the scheduler keeps, by number.
     """
 
     sequences: list[LiveSequence]
@@ -296,13 +296,13 @@ class LiveSearch:
         self._following = [()] * len(self.sequences)
 
     def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
-        """Takes the candidates of a sequence; returns what the scheduler needs of them."""
+        """Takes a sequence's candidates; returns what the scheduler needs to know."""
         sequence, self._following[index] = self.sequences[index], found.tokens
         ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
 
     def select(self, chosen: ForkSequences) -> None:
-        """Each sequence takes the parent's tokens and one more."""
+        """Each sequence takes the parent's tokens and a further token."""
         for number, parent, candidate in chosen.ended:
             self.hypotheses[number] = self._followed(parent, candidate)
         self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
@@ -362,10 +362,10 @@ class LiveRequest:
             self.output.answers = [sequence.output for sequence in self.sequences]
 
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
-        """Takes the first tokens, and those that are known behind them.
+        """Takes the first tokens, and the known tokens behind.
 
         Returns:
-            Why each answer ends with them, 0 if the answer continues; for a search, what may follow the prompt.
+            Why each answer ends with these tokens, 0 if the answer continues; for a search, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
         if self.search is not None:
@@ -490,7 +490,7 @@ def stores_of(asked: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
 
 
 def search_rules_of(params: SamplingParams) -> SearchRules | None:
-    """The rules of a request's search; None without a search."""
+    """A request's search rules; None without a search."""
     return SearchRules(params.length_penalty, params.early_stopping) if params.deferred else None
 
 
@@ -524,7 +524,7 @@ class OutputLog:
     """Output of ended and parked requests. The scheduler decides how long the output is kept.
 
     Args:
-        live: those that run; the executor's.
+        live: running requests; the executor's table.
         streams: the conductors' streams, with the core's numbers; the executor's.
     """
 
@@ -542,7 +542,7 @@ class OutputLog:
         return output is not None and output.matches(asked)
 
     def ended(self, live: LiveRequest) -> None:
-        """Keeps the output of a request that has ended."""
+        """Keeps an ended request's output."""
         self._ended[live.id] = live.output.without_prompt()
 
     def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:

@@ -31,7 +31,7 @@ class TransferReceiver:
         instance: this instance.
         executor: has the requests.
         pool: KV is written there.
-        forgotten: `(keys, tenant)` -> the deletions of such blocks that were carried out here.
+        forgotten: `(keys, tenant)` -> deletions of such blocks, carried out here.
         beside: where frames land that would keep the loop from dispatching steps.
     """
 
@@ -63,7 +63,7 @@ class TransferReceiver:
         return self._credits.kept
 
     def welcome(self, transport: kv_pb2.Lane | None) -> None:
-        """Answers the hello, offering a transport if there is one."""
+        """Answers the hello, offering a transport if any."""
         self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, transport)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
@@ -128,9 +128,9 @@ class TransferReceiver:
             self._complete(request)
 
     def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
-        """The memory for a frame's payload: blocks of the transfer, which are not read before verification.
+        """Memory for a frame's payload: the transfer's blocks, which are not read before verification.
 
-        None: the frame has other than whole, expected slices, and `take` handles the frame.
+        None: not all slices in the frame are whole and expected; `take` handles such a frame.
         """
         if message.WhichOneof("message") != "frame":
             return None
@@ -224,7 +224,7 @@ class TransferReceiver:
     def _accept(
         self, request: LiveRequest, runs: list[tuple[SliceRun, list[int]]], intact: int, error: Exception | None
     ) -> None:
-        """Slices lie in the pool, so many of them intact. Runs before a damaged one count as having come."""
+        """Accepts slices in the pool; the first `intact` are undamaged. Runs before a damaged run count as arrived."""
         if error is not None:
             raise TransferFailed(f"a defect: a frame could not be written: {error!r}") from error
         for run, hashes in runs:

@@ -150,7 +150,7 @@ class DecodeInstance:
             self.executor.close()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
-        """Refuses: decode keeps no replicas, and no conductor orders one."""
+        """Refuses: decode keeps no replicas, and no conductor orders a replica."""
         log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
 
     def drain(self) -> None:
@@ -355,10 +355,10 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
 
 
 def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
-    """Most guessed tokens of a sequence that a step checks; 0 = none.
+    """Most guessed tokens that a step checks for a sequence; 0 = none.
 
     Raises:
-        ConfigError: guesses are wanted where none can be checked.
+        ConfigError: guesses are wanted, but this engine can check no guess.
     """
     recurrent = (
         "a recurrent state cannot go back behind guesses that were wrong" if context.setup.layout.recurrent else ""
@@ -417,7 +417,7 @@ class DecodeServicer:
     async def ReadKV(  # noqa: N802
         self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
     ) -> None:
-        """Another instance reads blocks of the pool."""
+        """Another instance reads blocks in the pool."""
         await self._instance.reads.serve(requests, context)
 
     async def Steps(  # noqa: N802
@@ -447,7 +447,7 @@ class DecodeServicer:
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
-        """Gauges of the instance."""
+        """The instance's gauges."""
         return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
     def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
@@ -590,10 +590,10 @@ async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngin
 
 
 async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
-    """What the draft model's engine runs; None without one.
+    """What the draft model's engine runs; None without a draft model.
 
     Raises:
-        ConfigError: there is none where one is wanted, or one cannot be used.
+        ConfigError: a draft model is wanted but missing, or cannot be used.
         CheckpointError: the draft model's checkpoint cannot be served.
     """
     if not config.draft_model:

@@ -178,11 +178,11 @@ class _ModelGuesses:
 
 @frozen
 class DraftingSequence:
-    """One sequence of a step, for `DraftPlanner`.
+    """One sequence in a step, for `DraftPlanner`.
 
     Attributes:
         drafter: guesses for the sequence; None = no guesses.
-        context: tokens of the sequence.
+        context: tokens in the sequence.
         most: guesses that the sequence has blocks for, and may take.
     """
 

@@ -1,1 +1,1 @@
-"""Prefill: computes the KV of prompts, streams KV to decode, and samples first tokens."""
+"""Prefill: computes prompts' KV, streams KV to decode, and samples first tokens."""

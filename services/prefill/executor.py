@@ -40,8 +40,8 @@ class PrefillExecutor:
         sending: sends KV to decode.
 
     Attributes:
-        copying: replication orders of the conductor.
-        pool: reads and deletions that others ask of the pool.
+        copying: replication orders from the conductor.
+        pool: reads and deletions in the pool that others ask for.
         empty: set while there is no request.
     """
 
@@ -85,7 +85,7 @@ class PrefillExecutor:
             raise
 
     def post(self, event: events.Event | IoEnded[events.IoResult]) -> None:
-        """Tells the scheduler of an event."""
+        """Hands an event to the scheduler."""
         self._driver.tell(event)
         self._notify()
 
@@ -111,11 +111,11 @@ class PrefillExecutor:
             raise
 
     def loras(self) -> set[bytes]:
-        """LoRA adapters of requests that have not ended."""
+        """LoRA adapters in use by requests that have not ended."""
         return {request.incoming.lora for request in self._requests.values()}
 
     def find(self, request_id: str) -> list[LivePrefill]:
-        """Requests of an id that have not ended."""
+        """Requests with an id that have not ended."""
         return [request for request in self._requests.values() if request.request_id == request_id]
 
     async def run(self) -> None:
@@ -167,7 +167,7 @@ class PrefillExecutor:
                 self._answer(action, self._requests[action.job])
 
     def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
-        """Opens a gate of a step in flight, drops a slice, or gives the step up."""
+        """Opens a gate in a step in flight, drops a slice, or gives the step up."""
         match action:
             case actions.OpenKVGate():
                 self._engine.open_gate(action.step, action.layer)
@@ -371,7 +371,7 @@ class PrefillExecutor:
 
 
 async def _result_of(request: LivePrefill, work: IoWork, failed: events.IoResult) -> events.IoResult:
-    """The result of I/O; notes an error with the request. A defect costs this request, not the instance."""
+    """The I/O's result; notes an error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
     except DamagedInTransfer as error:

@@ -56,7 +56,7 @@ class PrefillInstance:
         deletion: deletes KV.
         loras: LoRA adapters in the engine.
         request_reader: reads and checks requests.
-        reads: reads of other instances.
+        reads: reads by other instances.
         closing: set when long-lived streams are to end.
     """
 
@@ -282,7 +282,7 @@ class PrefillServicer:
     async def ReadKV(  # noqa: N802
         self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
     ) -> None:
-        """Another instance reads blocks of the pool."""
+        """Another instance reads blocks in the pool."""
         await self._instance.reads.serve(requests, context)
 
     async def Cancel(  # noqa: N802

@@ -52,8 +52,8 @@ class ClusterConfig:
 
     Attributes:
         profile: an instance's speeds and sizes.
-        prefill, decode, kvstore: instances.
-        conductors: side by side.
+        prefill, decode, kvstore: numbers of instances.
+        conductors: number of conductors side by side.
         widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
         role_change_s: seconds from an engine's leaving to its return in the other role.

@@ -192,7 +192,7 @@ def _row(name: str, load: MemoryLoad, way: FillPolicy, waiting: WaitingRequests)
 
 
 def fill_policies(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, FillPolicy]]:
-    """What is compared. "tight" ones expect short answers, so that too many come and some are preempted."""
+    """Variants to compare. "tight" variants expect short answers, so too many requests come and some are preempted."""
     several = replace(load, samples=8, requests=max(1, load.requests // 8))
     tight = DecodeMemory(watermark=0.0, assumed_answer_tokens=1)
     return {

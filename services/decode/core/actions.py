@@ -114,7 +114,7 @@ class FinishSequence:
 
 @frozen
 class ForkSequences:
-    """A request's sequences fork: each takes the parent's tokens and one more.
+    """A request's sequences fork: each takes the parent's tokens and a further token.
 
     Attributes:
         forks: for each sequence the parent, and the parent's candidate that follows. Empty if the search is over.
@@ -164,7 +164,7 @@ class RequestParked:
 
 @frozen
 class DropOutputLog:
-    """Drop the output that was kept of a request."""
+    """Drop a request's kept output."""
 
     id: int
 
@@ -197,7 +197,7 @@ class SwapOut:
 
 @frozen
 class SwapIn:
-    """Copy the swapped-out blocks, from block `first` on, into these blocks of the pool, and drop the copy."""
+    """Copy the swapped-out blocks, from block `first` on, into these pool blocks, and drop the copy."""
 
     io: int
     id: int
@@ -219,7 +219,7 @@ class StoreBlock:
     Attributes:
         index: the block's index in the sequence.
         store: index of the kvstore.
-        windowed: the block has the slices of layers with a window, and they are written, too.
+        windowed: the block has the slices of layers with a window, and these slices are written, too.
     """
 
     io: int

@@ -52,7 +52,7 @@ class RunningBatch:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ids of the sequences, in the order in which they joined."""
+        """The sequences' ids, in the order in which sequences joined."""
         if self._ids is None:
             self._ids = tuple(self._sequences)
         return self._ids
@@ -70,7 +70,7 @@ class RunningBatch:
         return not self._hurried
 
     def tokens_of(self, sequence: RequestSequence) -> int:
-        """Tokens of a sequence, in the batch or not."""
+        """A sequence's tokens, in the batch or not."""
         return sequence.tokens + self.ticks if sequence.id in self._sequences else sequence.tokens
 
     def context_of(self, request: DecodeRequest) -> int:
@@ -142,7 +142,7 @@ class RunningBatch:
 
     @property
     def blocks_ahead(self) -> int:
-        """Blocks of the sequences that hold no token yet."""
+        """The sequences' blocks that hold no token yet."""
         return sum(
             (self._need(sequence) - 1 - self.ticks) // self._block_tokens for sequence, _ in self._sequences.values()
         )
@@ -163,7 +163,7 @@ class RunningBatch:
         return None
 
     def covered(self, most: int) -> int:
-        """Steps for which the blocks of all sequences suffice; at most `most`."""
+        """Steps for which all sequences' blocks suffice; at most `most`."""
         short = self.soonest(most)
         return self._need(short[1]) - self.ticks if short is not None else most
 
@@ -236,7 +236,7 @@ def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -
 
 
 def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSettings, manager: BlockManager) -> None:
-    """A sequence reads windowed slices only from the window of the token behind `tokens` tokens on."""
+    """Notes that a sequence reads no windowed slices before the window of the token behind `tokens` tokens."""
     first = min(settings.first_windowed_block(tokens), len(sequence.table))
     if first > sequence.past:
         manager.pass_windows(sequence.table[sequence.past : first])
@@ -345,7 +345,7 @@ def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], par
 def group_by_search(
     found: tuple[tuple[int, Candidates], ...], of: Callable[[int], DecodeRequest | None]
 ) -> list[tuple[DecodeRequest, list[Candidates]]]:
-    """Groups the candidates of a step's sequences by request; leaves out requests that are finishing."""
+    """Groups a step's candidates by request; leaves out requests that are finishing."""
     requests: dict[int, tuple[DecodeRequest, list[Candidates]]] = {}
     for number, candidates in found:
         request = of(number)
@@ -381,7 +381,7 @@ def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings
 def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[int, int]:
     """A request's blocks that the pool still has, by index in the request's `BlockSharing`. Not acquired.
 
-    Sequences of a group may continue behind any block that they share: all must be whole.
+    A group's sequences may continue behind any block that they share: all must be whole.
     """
     found: dict[int, int] = {}
     match = manager.match if len(request.sequences) == 1 else manager.match_whole
@@ -437,13 +437,13 @@ def blocks_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
 
 
 def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
-    """Leading blocks of the first sequence that are held."""
+    """The first sequence's leading blocks that are held."""
     table = request.preemption.blocks.tables[0]
     return next((number for number in table if number not in held), len(table))
 
 
 def count_shared_blocks(request: DecodeRequest) -> int:
-    """Leading blocks that all sequences of a preempted request share."""
+    """Leading blocks that all of a preempted request's sequences share."""
     of_each = zip(*request.preemption.blocks.tables, strict=False)
     return sum(1 for _ in takewhile(lambda blocks: len(set(blocks)) == 1, of_each))
 
@@ -506,7 +506,7 @@ def recompute_goal(request: DecodeRequest, sequence: RequestSequence) -> int:
 
 
 def is_recomputed(request: DecodeRequest) -> bool:
-    """Whether only the last tokens of the sequences lack KV."""
+    """Whether only the sequences' last tokens lack KV."""
     return all(sequence.computed >= sequence.tokens - 1 for sequence in request.sequences)
 
 

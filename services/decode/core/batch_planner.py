@@ -90,11 +90,11 @@ class TbtLimiter:
         self._batch = batch
 
     def step_s(self, sequences: int, context: int) -> float:
-        """Predicted seconds of a step."""
+        """A step's predicted seconds."""
         return decode_step_seconds(self._state.tracker.speeds, sequences, context)
 
     def chunk_s(self, recomputing: list[DecodeRequest], tokens: int = 1) -> float:
-        """Predicted seconds of `tokens` recomputed tokens; 0 if no request recomputes."""
+        """Predicted seconds for `tokens` recomputed tokens; 0 if no request recomputes."""
         longest = max((sequence.computed for request in recomputing for sequence in request.sequences), default=0)
         return prefill_seconds(self._state.tracker.speeds, tokens, longest) if recomputing else 0.0
 
@@ -119,7 +119,7 @@ class TbtLimiter:
         return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
 
     def next_to_leave(self) -> DecodeRequest | None:
-        """The request that leaves the batch because the step is too long; None if none need leave.
+        """The request that leaves the batch because the step is too long; None if no request need leave.
 
         Requests without promise leave first, then requests with a promise. Each time, the tenant whose requests take
         most step time per weight gives up the last request.
@@ -249,9 +249,9 @@ def sequences_short_ahead(
 
 
 def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
-    """Learns the speed of steps, once per report, from their mean.
+    """Learns steps' speed, once per report, from their mean.
 
-    A step with chunks teaches the speed of chunks; the progress's batch counts with the predicted time.
+    A step with chunks teaches the chunks' speed; the progress's batch counts with the predicted time.
     """
     if not event.seconds:
         return
@@ -274,7 +274,7 @@ class BatchPlanner:
     Args:
         state: shared state of the scheduler.
         preempted: the preempted requests.
-        lengths: predicts the length of answers.
+        lengths: predicts answer lengths.
 
     Attributes:
         batch: the running sequences.
@@ -283,7 +283,7 @@ class BatchPlanner:
         recomputing: requests that compute missing KV, in order.
         run_in_flight: the run that the engine executes.
         copies: block copies to be made before the next step.
-        overdue: turns of preempted requests that waited long.
+        overdue: turns for preempted requests that waited long.
         slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
         steps: runs so far.
         recomputed_tokens: tokens recomputed so far.
@@ -395,7 +395,7 @@ class BatchPlanner:
         self._state.act(run)
 
     def _run_steps(self) -> int:
-        """Steps of the next run."""
+        """Number of steps in the next run."""
         steps = uninterrupted_steps(self.batch, self._settings.run_steps, self.tbt)
         for request, sequence in () if self._blocks_awaited else sequences_short_ahead(self.batch, self._state, steps):
             self._add_block(sequence)
@@ -423,7 +423,7 @@ class BatchPlanner:
         return bool(self._batch_changed or waiting or self._settings.preempt_every)
 
     def advance(self, steps: int, *, over: bool) -> None:
-        """Counts steps of the run in flight; `over`: the run has ended."""
+        """Counts steps in the run in flight; `over`: the run has ended."""
         flight = self.run_in_flight
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
@@ -436,7 +436,7 @@ class BatchPlanner:
         self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
     def stop_run(self, *, leaving: bool) -> None:
-        """Ends the run in flight after the current step if a request waits for the end; `leaving`: one does."""
+        """Ends the run in flight after the current step if a request waits for the end; `leaving`: one waits."""
         queues = self.waiting, self.recomputing, self._preempted.queue
         if self.run_in_flight is not None and (leaving or any(queues)):
             self.run_in_flight = self.run_in_flight.stopped(self._state, *queues)

@@ -1,4 +1,4 @@
-"""Beam search: scores the candidates of each step, and chooses which beams fork and which hypotheses are kept.
+"""Beam search: scores each step's candidates, and chooses which beams fork and which hypotheses are kept.
 
 The step equals `transformers` 5.23 (`GenerationMixin._beam_search`), which considers the best max(2, 1 + end tokens)
 times `width` candidates over all beams. Only the best `width` may end; the best `width` that do not end continue. The
@@ -37,7 +37,7 @@ class BeamSearch:
         longest: most tokens in an answer.
         rules: length penalty and early stopping.
         first_candidates: tokens that may follow the prompt; set when the request starts.
-        length: tokens of each beam's answer.
+        length: tokens in each beam's answer.
         scores: each beam's sum of log probabilities, best first.
         kept: the best hypotheses so far, best first; at most `width`.
         ended: hypotheses found so far, kept or not.
@@ -60,7 +60,7 @@ class BeamSearch:
         """Takes each beam's candidates, in beam order.
 
         Returns:
-            The parent of each beam that continues, best first; empty if the search is over. And the actions.
+            Each continuing beam's parent, best first; empty if the search is over. And the actions.
         """
         beams, ended = self.step(candidates)
         selected = ForkSequences(request, tuple(beams), tuple(ended), tuple(it.number for it in self.kept))
@@ -103,7 +103,7 @@ class BeamSearch:
         return float(total / length**self.rules.length_penalty)
 
     def _is_decided(self, best: float) -> bool:
-        """Whether there are enough hypotheses, and no beam is expected to become a better one."""
+        """Whether there are enough hypotheses, and no beam is expected to become a better hypothesis."""
         if len(self.kept) < self.width:
             return False
         if self.rules.early_stopping is True:

@@ -1,4 +1,4 @@
-"""The block budget of the decode pool: available, promised and expected blocks, and blocks pinned by I/O."""
+"""The decode pool's block budget: available, promised and expected blocks, and blocks pinned by I/O."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -10,7 +10,7 @@ from services.decode.core.request import DecodeRequest, RequestSequence
 
 
 def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
-    """Most blocks needed beyond those taken now, if all sequences grow alike and end as expected.
+    """Most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
 
     The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
 
@@ -30,7 +30,7 @@ class BlockBudget:
 
     Attributes:
         blocks: the pool's block manager.
-        watermark: blocks that an admission leaves free beyond those expected to be needed.
+        watermark: blocks that an admission leaves free beyond blocks expected to be needed.
         promised: blocks promised and not bound. A promise is always kept.
         promised_slots: window slots, alike.
         expected: blocks that requests are expected to need beyond theirs. A forecast, not a promise.
@@ -71,7 +71,7 @@ class BlockBudget:
     def promise(self, request: DecodeRequest, held: list[int], new: int, whole_from: int) -> None:
         """Acquires the cached prefix and promises `new` blocks for the remainder.
 
-        Also promises the window slots of those from `whole_from` on, counted in the prompt's blocks.
+        Also promises window slots for blocks from `whole_from` on, counted in the prompt's blocks.
         """
         [sequence] = request.sequences
         sequence.table, sequence.past = held, min(len(held), whole_from)
@@ -89,7 +89,7 @@ class BlockBudget:
         self._promise_over(request)
 
     def bind_to_receive(self, request: DecodeRequest, whole_from: int) -> None:
-        """As `bind`, of blocks that the prompt's KV arrives in: those before `whole_from` arrive without windows."""
+        """As `bind`, for blocks that the prompt's KV arrives in: blocks before `whole_from` arrive without windows."""
         [sequence] = request.sequences
         self.bind(request)
         self.blocks.pass_windows(sequence.table[sequence.past : whole_from])
@@ -105,7 +105,7 @@ class BlockBudget:
         """Gives back matched blocks behind which the prompt cannot be continued here, and promises new blocks instead.
 
         Args:
-            request: has no more than its promise and the matched blocks.
+            request: has only its promise and the matched blocks.
             most: most blocks behind which the prompt may be continued.
             window_blocks: full blocks that layers with a window need before a token.
 
@@ -128,7 +128,7 @@ class BlockBudget:
         return True
 
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
-        """Registers the keys of the full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
+        """Registers keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
         [sequence] = request.sequences
         for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
             self.blocks.register(block, key, request.owner)
@@ -146,7 +146,7 @@ class BlockBudget:
         self._promise_over(request)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that the counts are those of the requests, and that promises can be kept."""
+        """Asserts that counts match the requests, and that promises can be kept."""
         self.blocks.check_invariants()
         assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
         assert 0 <= self.promised_slots <= self.blocks.num_slots_available, "a promise of window slots, alike"
@@ -183,10 +183,10 @@ class StorePin:
 
 @frozen
 class LoadPin:
-    """Pins blocks of a request's first sequence while they are read from a kvstore.
+    """Pins blocks of a request's first sequence while these blocks are read from a kvstore.
 
     Attributes:
-        held: indices of `BlockSharing` that the request had before.
+        held: indices in `BlockSharing` that the request had before.
         ahead: blocks being loaded when the load began, this load's included.
     """
 
@@ -201,7 +201,7 @@ class LoadPin:
 
 @frozen
 class ReceivePin:
-    """Pins the blocks of a request that has ended while a transfer may still write into them."""
+    """Pins an ended request's blocks while a transfer may still write into these blocks."""
 
     request: DecodeRequest
 

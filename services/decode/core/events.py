@@ -12,7 +12,7 @@ Candidates = tuple[tuple[float, bool], ...]
 
 @frozen
 class SearchRules:
-    """How the sequences of a search are chosen; names as in `transformers`.
+    """How a search chooses sequences; names as in `transformers`.
 
     Attributes:
         length_penalty: a hypothesis' score is the sum of log probabilities over (number of tokens ^ this).
@@ -29,7 +29,7 @@ class ReserveBlocks:
 
     Attributes:
         id: grows from request to request. A group's sequences have this id and the following ids; the next request's id
-            is higher than all of them.
+            is higher than all these ids.
         request: what is asked for.
         total_tokens: most tokens in a sequence; more than the request's `tokens`.
         tbt_slo_s: longest time between tokens, seconds; 0 = no limit.
@@ -68,7 +68,7 @@ class TransferOpened:
 
 @frozen
 class TransferProgress:
-    """Some of the KV has arrived: the lease is renewed."""
+    """A part of the KV has arrived: the lease is renewed."""
 
     id: int
 
@@ -106,7 +106,7 @@ class StartDecoding:
 
 @frozen
 class ComputePrompt:
-    """No KV arrives: the part of the prompt that is not cached is computed here, with the first token.
+    """No KV arrives: decode computes the prompt's uncached part and the first token.
 
     Attributes:
         stream: the conductor's stream.
@@ -136,7 +136,7 @@ class AdoptRequest:
     """A conductor takes over a started request, or the request's retained output. Ignored if there is neither.
 
     Attributes:
-        fence: a higher one wins.
+        fence: the higher fence wins.
         positions: for each answer, position of the first output token that is wanted.
     """
 
@@ -150,7 +150,7 @@ class AdoptRequest:
 class StreamOpened:
     """A conductor has opened a stream. A conductor's promises do not run out during a stream.
 
-    The conductor's requests on a closed stream end: the conductor lives, and has placed them anew.
+    The conductor's requests on a closed stream end: the conductor lives, and has placed these requests anew.
     """
 
     stream: int
@@ -169,7 +169,7 @@ class StreamClosed:
 
 @frozen
 class CheckedDraft:
-    """Guesses of one sequence's next tokens that a step checked (`StartRun.drafts`).
+    """Guesses for one sequence's next tokens that a step checked (`StartRun.drafts`).
 
     Attributes:
         id: the sequence.
@@ -184,7 +184,7 @@ class CheckedDraft:
 
 @frozen
 class RunProgress:
-    """Some steps of the run have ended; the run continues. No sequence ended in them.
+    """Some of the run's steps have ended; the run continues. No sequence ended in these steps.
 
     Attributes:
         step: number of the run.
@@ -207,7 +207,7 @@ class RunDone:
     Attributes:
         step: number of the run.
         aborted: no token was computed.
-        ended: sequences that ended with the token of the last step, with the reason.
+        ended: sequences that ended with the last step's token, with the reason.
         filled: sequences whose last block became full, with the block's key.
         steps: steps that took `seconds`: steps not reported by `RunProgress`.
         candidates: tokens that may follow each sequence in a search.

@@ -89,7 +89,7 @@ class OutputRetention:
     """Output of ended and parked requests, kept for takeovers; oldest first.
 
     Attributes:
-        bytes: size of all output; beyond `log_bytes` of the settings the oldest is dropped.
+        bytes: size of all output; beyond `DecodeSettings.log_bytes`, the oldest output is dropped.
     """
 
     def __init__(self, state: DecodeState) -> None:
@@ -104,7 +104,7 @@ class OutputRetention:
         return iter(self._outputs.items())
 
     def get(self, number: int) -> RetainedOutput | None:
-        """The output of a request."""
+        """A request's output."""
         return self._outputs.get(number)
 
     def due(self) -> float | None:
@@ -117,7 +117,7 @@ class OutputRetention:
         return [output.request for output in self._outputs.values() if output.request is not None]
 
     def keep_ended(self, request: DecodeRequest) -> None:
-        """Keeps the answers of a request that has ended."""
+        """Keeps an ended request's answers."""
         self._keep(request, RETAINED_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request), None)
 
     def keep_parked(self, request: DecodeRequest) -> None:
@@ -127,7 +127,7 @@ class OutputRetention:
         self._keep(request, size, request)
 
     def set_fence(self, number: int, fence: int) -> None:
-        """A conductor with a higher fence reads the output of an ended request. The output is not kept longer."""
+        """A conductor with a higher fence reads an ended request's output. The output is not kept longer."""
         self._outputs[number] = replace(self._outputs[number], fence=fence)
 
     def take(self, number: int) -> DecodeRequest:
@@ -187,7 +187,7 @@ class OrphanedRequests:
 
     Args:
         state: shared state of the scheduler.
-        table: all requests except the parked ones.
+        table: all requests except parked requests.
         planner: the batch and the waiting requests.
         preempted: the preempted requests.
 
@@ -270,7 +270,7 @@ class OrphanedRequests:
         return aborted
 
     def _park(self, request: DecodeRequest) -> None:
-        """Takes all blocks of a request. Full blocks stay in the pool as cache until they are needed."""
+        """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
         self._planner.take_out(request)
         self._planner.slots_kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
@@ -356,12 +356,12 @@ class DecodeScheduler:
         settings: the instance's settings.
         blocks: the pool's block manager.
         budget: available, promised and expected blocks.
-        tracker: measured speeds of the engine.
+        tracker: the engine's measured speeds.
         planner: the batch, and the waiting and recomputing requests.
         preempted: the preempted requests.
         stored_blocks: copies of blocks in kvstores.
         lending: blocks that other instances read.
-        requests: all requests except the parked ones, by id.
+        requests: all requests except parked requests, by id.
         orphans: requests without a conductor, and output kept for takeovers.
     """
 
@@ -384,7 +384,7 @@ class DecodeScheduler:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all started sequences."""
+        """All started sequences' tokens."""
         return sum(self.planner.batch.context_of(request) for request in self.requests.values() if request.is_started)
 
     @property
@@ -538,7 +538,7 @@ class DecodeScheduler:
     # --- leases and conductors -------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Aborts requests with an expired lease, except requests that only wait and whose conductor is connected."""
+        """Aborts requests with an expired lease, except requests that only wait while their conductor is connected."""
         now, conductors = self._state.now, set(self._streams.values())
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
@@ -591,14 +591,14 @@ class DecodeScheduler:
             self._finishing.append(request)
 
     def _stop_receiving(self, request: DecodeRequest) -> bool:
-        """Stops the transfer of a request that ends; returns whether there is one."""
+        """Stops an ending request's transfer; returns whether there is a transfer."""
         if request.status is not RequestStatus.RECEIVING:
             return False
         self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
         return True
 
     def _step_over(self) -> None:
-        """Frees the requests that waited for the end of the run."""
+        """Frees requests that waited for the run's end."""
         for request in self._finishing:
             self.planner.step_over(request)
             self._free(request)
@@ -623,7 +623,7 @@ class DecodeScheduler:
             self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_slots)
 
     def _delete_kv(self, event: DeleteKV) -> None:
-        """Deletes KV; no block of the requests concerned is kept from now on, nor looked up in kvstores."""
+        """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
         requests = [*self.requests.values(), *self.orphans.retained.parked]
         keys = ((it.owner, [key for sequence in it.sequences for key in sequence.keys]) for it in requests)
         self._state.act(delete_kv(self.blocks, event, keys))

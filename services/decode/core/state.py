@@ -1,4 +1,4 @@
-"""The state that the parts of the decode scheduler share."""
+"""State that the decode scheduler's parts share."""
 
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.scheduling.latency import SpeedTracker
@@ -15,7 +15,7 @@ class DecodeState:
         settings: the instance's.
         blocks: the pool's block manager.
         budget: available, promised and expected blocks.
-        tracker: measured speeds of the engine; predicts times.
+        tracker: the engine's measured speeds; predicts times.
         ios: I/O in flight, with the blocks that each pins.
         now: time of the event being handled, seconds.
         out: actions of the event being handled.

@@ -36,7 +36,7 @@ class SubmitJob:
     An accepted job ends with one `EndJob`.
 
     Attributes:
-        job: number of the job; never used twice.
+        job: the job's number; never used twice.
         request: what is asked for.
         held_blocks: leading blocks that the decode instance holds; None = the KV is not sent.
         sources: best first.
@@ -106,7 +106,7 @@ class ReplicateBlocks:
 
 @frozen
 class StopReplicating:
-    """Calls off the replication of the chain that ends with `tail`; ignored if there is none."""
+    """Calls off the replication of the chain that ends with `tail`; ignored without such a replication."""
 
     tail: BlockKey
 
@@ -135,7 +135,7 @@ class StepEnded:
 
     Attributes:
         aborted: some layer was not computed, and no token was sampled.
-        share: part of the engine's cores that the step had; other processes of the host had the rest.
+        share: part of the engine's cores that the step had; other processes on the host had the rest.
     """
 
     aborted: bool
@@ -179,7 +179,7 @@ class IoFailed:
     """Opening a transfer, sending or the verdict has failed, also by `CancelIo`; the executor knows the error.
 
     Attributes:
-        damaged_block: index in the sequence of a block that arrived damaged at decode.
+        damaged_block: index (in the sequence) of a block that arrived damaged at decode.
     """
 
     damaged_block: int | None = None

@@ -154,7 +154,7 @@ class PrefillSettings:
         return -(-tokens // self.block_tokens)
 
     def first_windowed_block(self, tokens: int) -> int:
-        """First block whose windowed slices the token behind `tokens` tokens needs."""
+        """First block with windowed slices that the token behind `tokens` tokens needs."""
         return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0
 
     def held_slots(self, tokens: int) -> int:
@@ -177,7 +177,7 @@ class PrefillSettings:
 class BlockTable:
     """A job's blocks, released when neither the job nor any I/O pins the blocks.
 
-    `past`: leading blocks whose windowed slices the job does not read any more.
+    `past`: leading blocks with windowed slices that the job does not read any more.
     """
 
     blocks: list[int]
@@ -676,7 +676,7 @@ class OutgoingTransfers:
                 self._state.act(CloseTransfer(job.number, aborted=True))
 
     def _pump(self, job: PrefillJob, outgoing: OutgoingKV) -> None:
-        """Sends queued slices; after the last slice closes the transfer, whose verdict needs no block."""
+        """Sends queued slices; after the last slice closes the transfer. The verdict needs no block."""
         if outgoing.io is not None or not outgoing.open:
             return
         table, state = job.table, self._state

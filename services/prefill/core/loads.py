@@ -38,8 +38,8 @@ class PrefixLoads:
     Attributes:
         loaded_blocks: blocks that arrived whole.
         failures: loads that failed for another reason than missing or damaged blocks.
-        overtaken: loads whose blocks were computed meanwhile, as the loads took longer.
-        undecided: jobs whose decision waits for another job (`decide_again`).
+        overtaken: loads that took longer than computing their blocks.
+        undecided: jobs that wait for another job before deciding (`decide_again`).
     """
 
     def __init__(self, state: PrefillState, steps: StepPlanner, sends: OutgoingTransfers) -> None:

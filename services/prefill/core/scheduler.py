@@ -142,8 +142,8 @@ class PrefillScheduler:
     """One prefill instance's decisions: which prompts start, load, compute and send, and when.
 
     A job is queued, gets blocks for the whole prompt, may load a prefix, is computed in steps together with others, is
-    sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. The users of blocks
-    pin them: a job that ends early drops the job's pin; a step, load or send keeps a pin until the end.
+    sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. Each user pins its
+    blocks: a job that ends early drops the job's pin; a step, load or send keeps a pin until the end.
 
     Attributes:
         state: jobs, blocks and I/O.
@@ -318,7 +318,7 @@ class PrefillScheduler:
             going = self.steps.plan()
 
     def _end_early(self, number: int, outcome: JobOutcome) -> None:
-        """Ends a job early: drops the job's pin on the blocks; steps and I/O that use them keep theirs."""
+        """Ends a job early: drops the job's pin on the blocks; steps and I/O that use the blocks keep their pins."""
         job = self.state.jobs.get(number)
         if job is None:
             return
@@ -435,7 +435,8 @@ class PrefillScheduler:
     def _windowed(self, job: PrefillJob, table: Sequence[int], blocks: range, held: int | None) -> tuple[int, ...]:
         """Blocks whose windowed slices a store gets, for requests that continue the prompt or fork where `held` ends.
 
-        The store holds `held` blocks of another prompt, maybe without what it takes to continue behind them.
+        The store holds `held` blocks of another prompt, maybe without the windows needed to continue behind these
+        blocks.
         """
         window = self.state.settings.window_blocks
         if not window:

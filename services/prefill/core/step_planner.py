@@ -1,8 +1,8 @@
 """Plans prefill steps: which jobs get blocks, which tokens are computed next, and the KV gates of steps.
 
-A step's gate at a layer opens when the layer is loaded for every job in the step. A job whose prefix is still loading
-joins a step only if the layers are predicted to arrive in time. If a layer is late while other jobs wait, the job's
-slice is dropped from the step and the job waits for the rest of the load.
+A step's gate at a layer opens when the layer is loaded for every job in the step. If a job's prefix is still loading,
+the job joins a step only if the layers are predicted to arrive in time. If a layer is late while other jobs wait, the
+job's slice is dropped from the step and the job waits for the rest of the load.
 """
 
 from collections.abc import Iterator
@@ -185,9 +185,9 @@ class StepPlanner:
     def _give_slots(self, job: PrefillJob, part: SequenceSlice) -> bool:
         """Gives window slots to a slice's blocks; makes the slice shorter if slots do not suffice.
 
-        KV of layers with a window is written in each block; states behind the slice and behind the prompt's last full
-        block, and behind further borders if there are slots. Idle slots take states of blocks between: another prompt
-        may leave the chain there.
+        Layers with a window write KV in each block. Recurrent states are written behind the slice, behind the prompt's
+        last full block, and behind further borders if there are slots. Idle slots take states for blocks between:
+        another prompt may leave the chain there.
 
         Returns:
             False if no token can be computed.
@@ -249,7 +249,7 @@ class StepPlanner:
         return job.scheduled < job.spec.tokens
 
     def _under_way(self) -> set[BlockKey]:
-        """Keys of the blocks that steps in flight compute."""
+        """Keys for blocks that steps in flight compute."""
         found: set[BlockKey] = set()
         for flight in self._flights.values():
             for part in flight.slices:
@@ -258,7 +258,7 @@ class StepPlanner:
         return found
 
     def _keys(self, job: PrefillJob, part: SequenceSlice) -> tuple[BlockKey, ...]:
-        """Keys of the blocks that a slice fills."""
+        """Keys for blocks that a slice fills."""
         size = self._state.settings.block_tokens
         return () if part.full_hit else job.spec.keys[part.start // size : part.end // size]
 
@@ -421,7 +421,7 @@ class StepPlanner:
     # --- gates -----------------------------------------------------------------------------------------------------
 
     def open_gates(self, job: PrefillJob) -> None:
-        """More layers of the job's prefix have arrived."""
+        """Notes that more layers of the job's prefix have arrived."""
         if job.gated:
             for io, flight in self._flights.items():
                 if any(part.job == job.number for part in flight.slices):
