@@ -59,6 +59,7 @@ class EnginePrompt:
         transfer: the prompt's KV is at another engine, which named it so; None = it is computed here.
         lora: the engine's name of the LoRA adapter that computes; "" = the base model.
         rank: data-parallel rank that holds most of the prompt; negative = any.
+        timed: the engine is timed, and its tokens do not matter.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class EnginePrompt:
     keep: bool = False
     transfer: Mapping[str, Any] | None = None
     lora: str = ""
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

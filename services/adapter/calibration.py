@@ -54,7 +54,7 @@ def _prompt(tokens: int, answer_tokens: int, vocab_size: int) -> EnginePrompt:
     """A prompt that shares no KV."""
     ids = array("i", [world.random_bits(30) % vocab_size for _ in range(tokens)])
     params, salt = SamplingParams(temperature=0.0), f"calibration:{world.random_hex(8)}"
-    return EnginePrompt("calibration", ids, params, 0, answer_tokens, answer_tokens, (), salt, 0, -1)
+    return EnginePrompt("calibration", ids, params, 0, answer_tokens, answer_tokens, (), salt, 0, -1, timed=True)
 
 
 async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[float, float]:

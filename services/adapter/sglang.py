@@ -1,6 +1,7 @@
 """Speaks to SGLang: HTTP, token ids in and out (`/generate`); pairs meet by SGLang's bootstrap."""
 
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ from services.adapter.http_session import HttpSession, endpoint_for
 LEAST_BLOCK_TOKENS = 16
 MAX_SEED = (1 << 31) - 1
 ROOM_BITS = 63
+NOBODY = "2.2.2.2"
+"""Bootstrap host by which an engine of a pair computes without the other one, as SGLang's own first requests do."""
 UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
 """Options that are not passed on."""
 
@@ -25,6 +28,7 @@ class SglangClient(EngineClient):
 
     def __init__(self, session: HttpSession) -> None:
         self._http = session
+        self._mode = "null"
         self._bootstrap: tuple[str, int] | None = None
 
     async def describe(self) -> EngineFacts:
@@ -37,7 +41,8 @@ class SglangClient(EngineClient):
             raise ConfigError("engine", f"SGLang's pages have {block_tokens} tokens; start it with --page-size 64")
         if tokens < block_tokens:
             raise Unavailable("SGLang does not tell its memory (yet)")
-        if info.get("disaggregation_mode") == "prefill":
+        self._mode = info.get("disaggregation_mode") or "null"
+        if self._mode == "prefill":
             host = urlsplit(self._http.url).hostname or ""
             self._bootstrap = host, int(info.get("disaggregation_bootstrap_port") or 8998)
         return EngineFacts(
@@ -79,6 +84,8 @@ class SglangClient(EngineClient):
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""
+        if prompt.transfer is None and (self._mode == "prefill" or (self._mode == "decode" and prompt.timed)):
+            prompt = replace(prompt, transfer=_meeting(NOBODY, 0))
         reader = _AnswerReader(prompt.params.logprobs)
         async for message in self._http.events("/generate", request_body(prompt)):
             output = reader.read(message)
@@ -91,8 +98,7 @@ class SglangClient(EngineClient):
         """See `EngineClient`: a room at this engine's bootstrap server."""
         if self._bootstrap is None:
             return None
-        host, port = self._bootstrap
-        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": world.random_bits(ROOM_BITS)}
+        return _meeting(*self._bootstrap)
 
     async def clear_cache(self) -> bool:
         """See `EngineClient`."""
@@ -103,8 +109,13 @@ class SglangClient(EngineClient):
         await self._http.aclose()
 
     async def _info(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = await self._http.get_json("/get_server_info")
+        found: Mapping[str, Any] = await self._http.get_json("/server_info")
         return found
+
+
+def _meeting(host: str, port: int) -> Mapping[str, Any]:
+    """A room at a bootstrap server."""
+    return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": world.random_bits(ROOM_BITS)}
 
 
 def _life(info: Mapping[str, Any]) -> str:

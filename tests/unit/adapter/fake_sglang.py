@@ -55,7 +55,7 @@ class FakeSglang:
 
     def app(self) -> web.Application:
         app = web.Application()
-        app.router.add_get("/get_server_info", self._info)
+        app.router.add_get("/server_info", self._info)
         app.router.add_get("/v1/loads", self._load)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/flush_cache", self._flush)
@@ -81,7 +81,8 @@ class FakeSglang:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         self.requests.append(body)
         self.hits.append(min(self.engine.hit(tokens, salt), (len(tokens) - 1) // BLOCK_TOKENS))
-        if "bootstrap_room" in body:
+        alone = body.get("bootstrap_host") == "2.2.2.2"
+        if "bootstrap_room" in body and not alone:
             assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8998)
             room = body["bootstrap_room"]
             met = self.rooms.setdefault(room, asyncio.get_running_loop().create_future())
@@ -93,7 +94,12 @@ class FakeSglang:
         await response.prepare(request)
         self.running += 1
         try:
-            await self._answer(request, response, tokens, sampling, salt)
+            if self.info["disaggregation_mode"] != "null" and "bootstrap_room" not in body:
+                refusal = {"type": "abort", "status_code": 400, "message": "without bootstrap room id"}
+                told = {"output_ids": [], "meta_info": {"finish_reason": refusal}}
+                await response.write(b"data: " + msgspec.json.encode(told) + b"\n\n")
+            else:
+                await self._answer(request, response, tokens, sampling, salt)
             await response.write(b"data: [DONE]\n\n")
         finally:
             self.running -= 1

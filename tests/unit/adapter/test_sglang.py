@@ -101,6 +101,9 @@ async def test_both_engines_of_a_pair_are_asked_at_once_and_meet(tmp_path: Path)
         assert sorted(rooms[0]) == sorted(rooms[1])
         assert len(set(rooms[0])) == len(rooms[0])
         assert {body["sampling_params"]["max_new_tokens"] for body in engines[0].requests} == {1}
+        once = await running.client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=1, **GREEDY))
+        assert once.token_ids == answer_to([5, 6], 1, vocab)
+        assert engines[0].requests[-1]["bootstrap_host"] == "2.2.2.2"  # no other engine is needed
 
 
 async def described(engine: FakeSglang, **info: Any) -> Any:
