@@ -13,11 +13,10 @@ from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport
 from moonpool.engine.request import IncomingRequest, RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
-from moonpool.errors import ConfigError, InvalidRequest, TransferFailed, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, TransferFailed, Unavailable
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv_events.stream import EventStream
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
 from moonpool.rpc.stream_writes import bare_write
@@ -227,8 +226,8 @@ class AdapterPrefillServicer:
         message = adapter_pb2.HandOverRequest(target=target, request_id=live.request_id, transfers=told)
         try:
             await stub.HandOver(message, timeout=HAND_OVER_S)
-        except grpc.aio.AioRpcError as error:
-            raise TransferFailed(f"{target.decode.id} was not told of the KV: {from_rpc_error(error)}") from error
+        except MoonpoolError as error:
+            raise TransferFailed(f"{target.decode.id} was not told of the KV: {error}") from error
 
     def _promised(
         self, life: EngineLife, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest

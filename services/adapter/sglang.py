@@ -35,13 +35,13 @@ class SglangClient(EngineClient):
         """See `EngineClient`."""
         info = await self._info()
         block_tokens, tokens = int(info.get("page_size") or 1), int(info.get("max_total_num_tokens") or 0)
-        if info.get("disable_radix_cache"):
+        self._mode = info.get("disaggregation_mode") or "null"
+        if info.get("disable_radix_cache") and self._mode != "decode":  # by default, decode sides keep nothing
             raise ConfigError("engine", "SGLang runs with --disable-radix-cache")
         if block_tokens < LEAST_BLOCK_TOKENS:
             raise ConfigError("engine", f"SGLang's pages have {block_tokens} tokens; start it with --page-size 64")
         if tokens < block_tokens:
             raise Unavailable("SGLang does not tell its memory (yet)")
-        self._mode = info.get("disaggregation_mode") or "null"
         if self._mode == "prefill":
             host = urlsplit(self._http.url).hostname or ""
             self._bootstrap = host, int(info.get("disaggregation_bootstrap_port") or 8998)

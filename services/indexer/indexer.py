@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
 import zmq.asyncio
 
-from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.keys import tokens_from_bytes, unpack_keys
 from moonpool.kv_events.publisher import EventPublisher, publishing
 from moonpool.kv_events.stream import EventSource, EventStream
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -132,8 +130,8 @@ class Indexer:
                     self._take(message)
                     self._news.set()
                     told = ""
-            except grpc.aio.AioRpcError as error:
-                if (why := str(from_rpc_error(error))) != told:
+            except MoonpoolError as error:
+                if (why := str(error)) != told:
                     told = why
                     log.warning("the conductor's KV is not followed (yet)", error=told)
             finally:

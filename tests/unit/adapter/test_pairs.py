@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import socket
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,13 +13,15 @@ import pytest
 from pydantic import ValidationError
 
 from moonpool.errors import ConfigError, TransferFailed
+from moonpool.kv.keys import block_keys, chain_root, pack_keys
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.sampling_params import SamplingParams
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import adapter_pb2, decode_pb2, kv_pb2
+from moonpool.v1 import adapter_pb2, decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.adapter_pb2_grpc import AdapterServiceStub
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
 from tests.unit.adapter.test_adapter import GREEDY, adapter, configured, prompts
@@ -122,6 +126,28 @@ async def test_kv_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
                 assert result.token_ids == answer_to(list(range(40)), 4, running.checkpoint.config.vocab_size)
         assert len(decode.requests) == 3
         await running.rest()
+
+
+async def test_a_decode_side_that_cannot_be_told_of_kv_is_named(tmp_path: Path) -> None:
+    async with pairs(tmp_path) as (running, _, _):
+        member = running.cluster.find("p0-prefill")
+        assert member is not None
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            nobody = kv_pb2.Instance(id="d9", incarnation=1, address=f"127.0.0.1:{free.getsockname()[1]}")
+        tokens, model = array("i", range(20)), running.cluster.registry.model
+        assert model is not None
+        root = chain_root(model.namespace, "")
+        sequence = kv_pb2.SequenceSpec(
+            request_id="r", token_ids=tokens.tobytes(), prompt_tokens=20, chain_root=root,
+            block_keys=pack_keys(block_keys(root, tokens, BLOCK_TOKENS)), sampling=kv_pb2.Sampling(max_tokens=4),
+        )  # fmt: skip
+        target = kv_pb2.TransferTarget(decode=nobody, transfer_id=1, generation=1)
+        asked = prefill_pb2.PrefillRequest(sequence=sequence, target=target)
+        async with Channels() as channels:
+            stub: Any = PrefillServiceStub(channels.get(member.address))
+            with pytest.raises(TransferFailed, match="d9 was not told of the KV"):
+                async for _ in stub.Prefill(asked, timeout=20):
+                    pass
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -122,10 +122,11 @@ async def test_what_an_engine_lacks_is_named(tmp_path: Path) -> None:
         for info, remedy in (
             ({"page_size": 1}, "--page-size"),
             ({"page_size": 16, "kv_events_config": None}, "--kv-events-config"),
-            ({"disable_radix_cache": True}, "--disable-radix-cache"),
+            ({"disable_radix_cache": True, "kv_events_config": '{"publisher": "zmq"}'}, "--disable-radix-cache"),
         ):
             with pytest.raises(ConfigError, match=remedy):
                 await described(engine, **info)
+        await described(engine, disaggregation_mode="decode")  # keeps nothing by default
         with pytest.raises(Unavailable):
             await described(engine, disable_radix_cache=False, page_size=16, max_total_num_tokens=0)
 

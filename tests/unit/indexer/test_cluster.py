@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,20 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
                 assert {event.medium for event in last.events} == {"CPU"}  # type: ignore[union-attr]
             finally:
                 context.destroy(linger=0)
+
+
+async def test_a_conductor_that_comes_late_or_is_lost_is_followed_once_it_is_there() -> None:
+    tokens = list(range(3 * BLOCK_TOKENS))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with indexer(conductor=address) as index:
+        for _ in range(2):
+            one = prefill()
+            one.keys = list(keys_of(tokens))
+            async with stack(one, listen=address) as running:
+                query = {"model": running.checkpoint.name, "token_ids": tokens}
+                await index.until("/query", query, {"default": {"prefill-0": hit(3 * BLOCK_TOKENS)}})
+            await index.until("/query", query, {"default": {}})
 
 
 async def test_published_events_feed_another_indexer(tmp_path: Path) -> None:
