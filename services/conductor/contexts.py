@@ -206,10 +206,12 @@ class ContextRecords:
         """Check that what is not known here is not there.
 
         Raises:
-            Unavailable: no kvstore has told its records, as none has joined since this conductor started.
+            Unavailable: no kvstore has told its records since this conductor started, or none answers.
         """
         if not self._sync.heard:
-            raise Unavailable("contexts are kept by kvstores, and none has told this conductor of them yet")
+            raise Unavailable(
+                "contexts are kept by kvstores, and none has told this conductor of them yet, or none answers"
+            )
 
     def get(self, tenant: str, context_id: str) -> pb.Context | None:
         """A tenant's context by id."""

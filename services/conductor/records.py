@@ -86,7 +86,8 @@ class RecordSync:
     Attributes:
         records: those that are known here.
         listeners: called with records that are newer than the known ones, whoever wrote them.
-        heard: a kvstore has told all its records, so what is not known here is not there.
+        heard: a kvstore has told all its records, and one has answered the last pull, so what is not known here is not
+            there.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RecordSync:
         self._seen: dict[_StoreKey, int] = {}  # the last sequence number of each store
         self._pulls: dict[_StoreKey, CoalescedWork] = {}
         self._pulled_at = float("-inf")
+        self._heard_at = float("-inf")
 
     async def aclose(self) -> None:
         """Cancel all pulls."""
@@ -123,7 +125,8 @@ class RecordSync:
         at all other kvstores too.
         """
         self.records.prune(self.clock())
-        began, stores = self.clock(), {(store.id, store.incarnation): store for store in self._stores()}
+        began, asked_at = self.clock(), world.monotonic()
+        stores = {(store.id, store.incarnation): store for store in self._stores()}
         for gone in [key for key in self._pulls if key not in stores]:
             if self._pulls[gone].idle:
                 del self._pulls[gone]
@@ -131,6 +134,7 @@ class RecordSync:
         if pulls:
             await asyncio.wait(pulls, timeout=min(within_s, PULL_TIMEOUT_S))
         self._pulled_at = began
+        self.heard = self._heard_at >= asked_at
 
     async def refresh(self, within_s: float) -> None:
         """Pull, unless the last pull is at most `RECORDS_FRESH_S` old."""
@@ -202,7 +206,7 @@ class RecordSync:
                 answer = await stub.SyncRecords(request, timeout=CALL_TIMEOUT_S)
                 self.merge(answer.records)
                 self._seen[key], more, part = answer.sequence, answer.more, []
-        self.heard = True
+        self.heard, self._heard_at = True, world.monotonic()
 
 
 def record_batches(records: Iterable[kv_pb2.Record]) -> Iterator[list[kv_pb2.Record]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -230,6 +230,25 @@ async def test_before_a_kvstore_has_told_no_context_is_called_unknown() -> None:
                 await calling()
         with pytest.raises(Unavailable, match="none has told"):
             await s.client.contexts.list(tenant="ours")
+
+
+async def test_while_no_kvstore_answers_no_context_is_called_unknown() -> None:
+    """Another conductor may have made it a moment ago."""
+
+    class Away(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            raise Unavailable("it is away")
+
+    store = FakeStore()
+    async with stack(store, prefill(), decode()) as s:
+        there, store.answers = store.answers, Away()
+        for calling in _calls(s, "cache-1", "ours"):
+            with pytest.raises(Unavailable, match="none answers"):
+                await calling()
+        store.answers = there
+        for calling in _calls(s, "cache-1", "ours"):
+            with pytest.raises(NotFound):
+                await calling()
 
 
 async def test_another_tenants_context_is_as_none() -> None:
