@@ -30,7 +30,7 @@ from services.gateway.serving.background_responses import BackgroundResponses
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.envelope import AllowedHosts
 from services.gateway.serving.generation import RequestBuilder
-from services.gateway.serving.json_body import BodyMemory, BodyReader
+from services.gateway.serving.json_body import BodyMemory, BodyPace, BodyReader
 from services.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from services.gateway.serving.response_pins import ResponsePins
 from services.gateway.serving.response_store import ResponseStore, StoreLimits
@@ -143,7 +143,7 @@ def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
 def body_reader(config: GatewayConfig, threads: Executor) -> BodyReader:
     """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
     memory = BodyMemory(config.body_memory_bytes)
-    return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads)
+    return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads, BodyPace())
 
 
 def gateway_context(

@@ -433,6 +433,27 @@ class BodyMemory:
                 del self._held[tenant]
 
 
+PACE_BYTES_PER_S, PACE_AHEAD_BYTES = 8 << 20, 8 << 20
+"""How fast a tenant's bodies are read for long, and how much may come at once: more text than engines compute, and a
+tenth of a processor to read and parse.
+"""
+
+
+class BodyPace:
+    """How fast each tenant's bodies are read: to read and parse large ones takes processors from others' answers."""
+
+    def __init__(self, bytes_per_s: float = PACE_BYTES_PER_S, ahead_bytes: int = PACE_AHEAD_BYTES) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._ahead_s = ahead_bytes / bytes_per_s
+        self._due: dict[str, float] = {}  # by tenant, when what was read so far is due at this pace
+
+    def wait_s(self, tenant: str, num_bytes: int, now: float) -> float:
+        """Count bytes that a tenant's body has brought; returns the seconds to wait before more are read."""
+        due = max(self._due.get(tenant, 0.0), now) + num_bytes / self._bytes_per_s
+        self._due[tenant] = due
+        return max(0.0, due - now - self._ahead_s)
+
+
 @dataclass(frozen=True, slots=True)
 class BodyReader:
     """Reads and parses bodies.
@@ -442,12 +463,14 @@ class BodyReader:
         timeout_s: seconds in which a body must arrive.
         memory: the memory of all bodies.
         threads: parse bodies of more than `UNCHECKED_BYTES`.
+        pace: how fast bodies are read.
     """
 
     max_bytes: int
     timeout_s: float
     memory: BodyMemory
     threads: Executor
+    pace: BodyPace
 
     async def read(self, request: Request, cls: type[BodyT], tenant: str) -> BodyT:
         """Read, parse and check the body of a tenant's request. The body's memory is held until the response has ended.
@@ -465,7 +488,7 @@ class BodyReader:
         take = request.scope[CLEANUP].enter_context(self.memory.hold(tenant))
         try:
             async with asyncio.timeout(self.timeout_s):
-                raw = await self._read_raw(request, take)
+                raw = await self._read_raw(request, tenant, take)
         except TimeoutError:
             message = f"the body did not arrive within {self.timeout_s:g} s"
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "timeout", message, close=True) from None
@@ -473,13 +496,15 @@ class BodyReader:
             return _parse_body(cls, raw)
         return await asyncio.get_running_loop().run_in_executor(self.threads, _parse_body, cls, raw)
 
-    async def _read_raw(self, request: Request, take: Callable[[int], None]) -> bytes:
-        body = bytearray()
+    async def _read_raw(self, request: Request, tenant: str, take: Callable[[int], None]) -> bytes:
+        body, clock = bytearray(), asyncio.get_running_loop().time
         async for chunk in request.stream():
             take(len(chunk))
             body += chunk
             if len(body) > self.max_bytes:
                 raise _body_too_large(self.max_bytes)
+            if (wait_s := self.pace.wait_s(tenant, len(chunk), clock())) > 0.0:
+                await asyncio.sleep(wait_s)  # the connection is not read meanwhile
         return bytes(body)
 
 

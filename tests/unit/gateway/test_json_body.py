@@ -3,6 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from moonpool.client import AsyncClient
 from moonpool.client.testing import answer
@@ -22,8 +24,11 @@ from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.endpoints.tokenization import DetokenizeBody
 from services.gateway.serving.json_body import (
+    CLEANUP,
     Body,
     BodyMemory,
+    BodyPace,
+    BodyReader,
     JsonPartCounts,
     check_json_parts,
     count_json_parts,
@@ -94,6 +99,33 @@ def test_tenants_share_the_memory_of_bodies() -> None:
         with pytest.raises(Unavailable):
             bob(1)
     assert memory.held_bytes == 0
+
+
+def test_each_tenants_bodies_are_read_at_a_pace() -> None:
+    """Some bytes may come at once; what comes for long waits; nobody waits for another tenant."""
+    pace = BodyPace(100.0, ahead_bytes=200)
+    assert pace.wait_s("ann", 200, now=5.0) == 0.0
+    assert pace.wait_s("ann", 50, now=5.0) == pytest.approx(0.5)
+    assert pace.wait_s("ann", 50, now=5.5) == pytest.approx(0.5)
+    assert pace.wait_s("bob", 200, now=5.5) == 0.0
+    assert pace.wait_s("ann", 200, now=8.0) == 0.0
+
+
+async def test_no_more_of_a_body_is_read_before_its_time() -> None:
+    loop, read_at = asyncio.get_running_loop(), list[float]()
+    pieces = iter([b'{"tokens": ', b"[1, 2]", b"}"])
+
+    async def receive() -> dict[str, Any]:
+        read_at.append(loop.time())
+        piece = next(pieces)
+        return {"type": "http.request", "body": piece, "more_body": piece != b"}"}
+
+    with ThreadPoolExecutor(1) as threads, ExitStack() as cleanup:
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], CLEANUP: cleanup}
+        reader = BodyReader(1000, 30.0, BodyMemory(1 << 20), threads, BodyPace(1000.0, ahead_bytes=12))
+        body = await reader.read(Request(scope, receive), DetokenizeBody, "ann")
+    assert body.tokens == [1, 2]
+    assert read_at[2] - read_at[1] >= 0.004
 
 
 async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None:
