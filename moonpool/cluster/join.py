@@ -1,8 +1,8 @@
 """An instance's side of Join: reports the instance, load and KV to every conductor, for the instance's life.
 
-An agent connects, sends a snapshot of the instance's keys, then changes and load; the agent sends another snapshot when
-the conductor asks, and connects again after the stream breaks or the conductor restarts. The instance is the authority
-on the instance's own state, so conductors need not agree.
+An agent connects, sends a snapshot of the instance's keys, then changes and load. If the conductor asks, the agent
+sends another snapshot. If the stream breaks or the conductor restarts, the agent connects again. The instance is the
+authority on the instance's own state, so conductors need not agree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frames: layer slices packed into payloads near one MiB, with a header checksum and a hash for every slice.
 
-A frame that brings a whole read or put has a header made from a template (`FrameShape`) and is known by the
-checksum: the slices come in one order, so packing and opening slice by slice would waste time.
+A frame with a whole read or put has a header made from a template (`FrameShape`), and is recognised by the checksum.
+The slices come in one order, so packing and opening slice by slice would waste time.
 """
 
 from __future__ import annotations

@@ -410,9 +410,9 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             on_slice: called once per slice with (layer, index into keys, bytes of the heads in order, their hash). Take
                 the bytes at once. Slices of blocks at or past the returned number may be handed out, too.
             on_layer: called for each layer, in order, after all the layer's slices were handed out.
-            timeout_s: longest time of the whole read.
-            tenant: owner of the KV.
-            into: gives memory for the slice of a (layer, index into keys), which saves a copy: `on_slice` gets this
+            timeout_s: longest time for the whole read.
+            tenant: the KV's owner.
+            into: gives memory for the slice at (layer, index into keys), which saves a copy: `on_slice` gets this
                 memory then. None: no memory for this slice. If the read fails or has fewer blocks, the content is
                 undefined. No write follows after `read` has returned or raised.
 

@@ -155,8 +155,8 @@ class InboundTransfer:
 
     `blocks[i]` is the pool block that takes the sequence's block i, leading held blocks included. A transfer's blocks
     may be written only between a successful `accept` and the writing task's next wait, or by a thread between two calls
-    of `writing`; they stay the transfer's until the transfer is quiet. `damaged_block`: index of the block with a slice
-    that did not match the hash, for the verdict.
+    of `writing`. The blocks belong to the transfer until the transfer is quiet. `damaged_block`: index of the block
+    with a slice that did not match the hash, for the verdict.
     """
 
     def __init__(

@@ -343,8 +343,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     Counts each peer's calls, and refuses calls beyond the limits and from peers that may not call.
 
-    Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
-    generator is closed in the call's own task, so that `finally` runs at once when the client has left.
+    Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`. A
+    generator is closed in the call's own task, so `finally` runs at once when the client has left.
     """
 
     def __init__(self, peers: PeerCalls, gate: RoleGate | None = None) -> None:

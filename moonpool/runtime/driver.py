@@ -49,8 +49,9 @@ MAX_TURN_S = 0.01
 class Driver(Generic[E, A]):
     """Owns one core. Only the loop's own thread may use a driver.
 
-    An exception from the core or an action that reaches no caller (from `tell`, a tick, or deferred events) stops the
-    core: the core gets no further event, and `failure` raises, so that the process ends and other instances take over.
+    An exception from the core or an action stops the core if the exception reaches no caller (from `tell`, a tick, or
+    deferred events). The core then gets no further event, and `failure` raises, so that the process ends and other
+    instances take over.
 
     Args:
         core: the state machine.

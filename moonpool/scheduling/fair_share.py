@@ -1,7 +1,7 @@
 """Fair sharing between tenants, and priorities within a tenant.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time that grows by cost / weight for
-the work served; the tenant with the smallest virtual time is next. As in Sheng et al.'s virtual token counter (2024),
+the work served. The tenant with the smallest virtual time is next. As in Sheng et al.'s virtual token counter (2024),
 cost is charged when spent. An idle tenant is lifted towards the others, at most `credit` behind them, so that no tenant
 saves up for a burst. While the server is idle, all tenants are forgiven the idle capacity.
 

@@ -1,6 +1,6 @@
 """Latency prediction: seconds of prefill, decode, loading and sending, corrected by measurements.
 
-The prefill formula is the Mooncake paper's polynomial (FAST'25, section 5.2): seconds grow with computed tokens and
+The prefill formula is the Mooncake paper's polynomial (FAST'25, section 5.2). Seconds grow with computed tokens and
 with attended pairs, plus a fixed cost per prompt and a cost per cached prefix token. A robust Kalman filter corrects
 each coefficient. No torch, no clock, no transport.
 """

@@ -1,8 +1,8 @@
 """A transport's open connection: a stream's messages with payloads, over a socket and shared regions.
 
 Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into separate memory before
-reading the payload (`MessageReceiver`): in one pass with the hash at the destination, or, if the payload is borrowed,
-the stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
+reading the payload (`MessageReceiver`): in one pass with the hash at the destination. If the payload is borrowed, the
+stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
 """
 
 from __future__ import annotations

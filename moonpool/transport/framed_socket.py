@@ -196,7 +196,7 @@ class FramedSocket:
         return bytes(data)
 
     def send_message(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a first, short message with descriptors; StreamBroken if the system does not take all at once."""
+        """Sends a first, short message with descriptors; raises StreamBroken if the system takes only a part."""
         text = message.SerializeToString()
         data = LENGTH_PREFIX.pack(len(text), 0) + text
         try:

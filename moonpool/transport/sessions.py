@@ -47,10 +47,10 @@ class StreamSettings:
     Attributes:
         dialer: opens the connection that the peer offers; None: streams stay on gRPC.
         link: the process's way out, on which frames wait for their slots; None: frames do not wait.
-        connect_timeout_s: longest time from the start of the call to the peer's welcome.
+        connect_timeout_s: longest time from the call's start to the peer's welcome.
         stall_s: longest write, before the stream counts as broken.
-        silence_s: longest silence of a peer that owes an answer, before the stream counts as broken.
-        metadata: metadata of the call, such as an API key.
+        silence_s: longest silence from a peer that owes an answer, before the stream counts as broken.
+        metadata: metadata for the call, such as an API key.
     """
 
     dialer: TransportDialer | None = None
@@ -76,7 +76,7 @@ class StreamSpec(Generic[Req, Res]):
         answers: class for the peer's messages. window_bytes: payload bytes that the peer may be ahead in sending; 0:
             the peer sends no payloads.
         credit: wraps a Credit for the peer; needed with a window.
-        priority: priority of frames on the link.
+        priority: the frames' priority on the link.
         options: how the stream opens.
     """
 

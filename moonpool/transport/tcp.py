@@ -70,10 +70,10 @@ def _family(host: str) -> socket.AddressFamily:
 def tune_tcp(sock: socket.socket) -> None:
     """Sets up a connected TCP socket, as each end does for sending.
 
-    No bytes wait for more bytes to be sent together. To a process on the same machine the oldest congestion control is
-    used, which every Linux has and allows everybody: a control that paces by the shortest round trip (BBR) takes the
-    time until the other process reads for congestion, and holds bytes back. Between machines the system's choice
-    stands.
+    No bytes wait for more bytes to be sent together. Between processes on one machine, the oldest congestion control is
+    used, which every Linux has and allows for all users. A control that paces by the shortest round trip (BBR) would
+    take the time until the other process reads for congestion, and hold bytes back. Between machines the system's
+    choice stands.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux") and sock.getpeername()[0] == sock.getsockname()[0]:

@@ -173,8 +173,8 @@ def fit(
     """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
     A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as long as that
-    helps (and a few pairs, see `WAYS`), then all move on in the same direction; the factor is reduced if no move helps.
-    What did not help is tried again then. Equal arguments give equal results.
+    helps, and so are a few pairs (`WAYS`). Then all numbers move on in the same direction. The factor is reduced if no
+    move helps. What did not help is tried again then. Equal arguments give equal results.
 
     Args:
         config: the cluster without extras.

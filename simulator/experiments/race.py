@@ -130,8 +130,8 @@ def race(config: ClusterConfig, source: RequestSource, racers: Racers, courses: 
 REFERENCE = "kvcache_centric"
 """Name of the Mooncake paper's Algorithm 1 among the rules; the default is compared with this rule, too."""
 WORST_MEAN, WORST_SHARE, WORST_SLOWDOWN = 1.02, 0.005, 1.02
-"""The default's figures: mean TTFT over the best of all rules; the share within limits may be so much below the
-reference's; and p99 of the slowdown over the reference's, in each length class."""
+"""The default's bounds: mean TTFT over the best rule's; how much the share within limits may be below the reference's;
+p99 of the slowdown over the reference's, in each length class."""
 
 
 def misses(rows: Sequence[Row]) -> list[str]:

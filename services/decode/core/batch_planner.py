@@ -534,8 +534,8 @@ class BatchPlanner:
     def _make_way(self, request: DecodeRequest, use: TenantUse) -> bool:
         """Lets other tenants' requests wait, so that the request has the places due to the request's tenant.
 
-        A tenant without a place takes turns with the others, even if the request needs more than the tenant's share:
-        tenants that had as many steps per weight, or more, leave.
+        A tenant without a place takes turns with the others, even if the request needs more than the tenant's share.
+        Tenants that had as many steps per weight, or more, leave.
 
         Returns:
             Whether the request has all places now.

@@ -2,8 +2,8 @@
 
 The scheduler owns requests, blocks, the batch and takeovers.
 
-A request that loses the conductor continues for a grace period and is then parked; another conductor can take the
-request over. docs/adr/0012-resuming.md has the rules; docs/states.md draws the statuses of a request.
+A request that loses the conductor continues for a grace period and is then parked. Another conductor can take the
+request over. docs/adr/0012-resuming.md has the rules; docs/states.md draws a request's statuses.
 """
 
 from collections.abc import Iterator
@@ -438,7 +438,7 @@ class DecodeScheduler:
     # --- before a request starts -----------------------------------------------------------------------------------
 
     def _reserve(self, event: ReserveBlocks) -> None:
-        # A conductor that asks has placed its orphans anew.
+        # A conductor that asks has placed the conductor's orphans anew.
         self._abort(self.orphans.of(event.conductor), "the conductor's stream ended")
         now = self._state.now
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())

@@ -231,8 +231,8 @@ class JobPrefix:
 
     Attributes:
         blocks: leading blocks that were cached or loaded. May grow until the first step is planned.
-        cached: leading tokens that need not be computed because they were cached.
-        loaded: further tokens that need not be computed because they were loaded.
+        cached: leading tokens not to compute, because they were cached.
+        loaded: further tokens not to compute, because they were loaded.
         next_source: index of the source tried next.
         load: the load in flight that the job waits for.
         overtaken: the load that computing has overtaken.

@@ -114,8 +114,8 @@ class PrefixLoads:
         if result.blocks == flight.wanted:
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
-        # Once a layer is handed on, the layer's blocks may be on the way to decode: another source's copy may differ in
-        # the last bit and must not be written over them.
+        # Once a layer is handed on, the layer's blocks may be on the way to decode. Another source's copy may differ in
+        # the last bit, and must not be written over these blocks.
         elif result.blocks or load.layers or not self._load_from_next(job, load):
             job.prefix.load = None
             assert job.table is not None

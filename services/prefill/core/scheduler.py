@@ -141,9 +141,10 @@ MIN_RETRY_S = 0.1
 class PrefillScheduler:
     """One prefill instance's decisions: which prompts start, load, compute and send, and when.
 
-    A job is queued, gets blocks for the whole prompt, may load a prefix, is computed in steps together with others, is
-    sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. Each user pins its
-    blocks: a job that ends early drops the job's pin; a step, load or send keeps a pin until the end.
+    A job is queued, gets blocks for the whole prompt, may load a prefix, and is computed in steps together with others.
+    Meanwhile the job's KV is sent. The job ends when decode has confirmed the transfer. `JobStatus` has the states.
+    Each user pins its blocks: a job that ends early drops the job's pin; a step, load or send keeps a pin until the
+    end.
 
     Attributes:
         state: jobs, blocks and I/O.
