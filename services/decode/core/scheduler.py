@@ -214,7 +214,7 @@ class OrphanedRequests:
     @property
     def waits_for_run(self) -> bool:
         """Whether a request after the grace period waits for the run in flight to end."""
-        return bool(self._late) and any(self._planner.in_flight(request) for request in self._late)
+        return any(self._planner.in_flight(request) for request in self._late)
 
     def due(self) -> float | None:
         """When the next grace period ends, or output is dropped."""

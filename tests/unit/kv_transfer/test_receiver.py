@@ -125,3 +125,13 @@ def test_impossible_transfers() -> None:
         InboundTransfer(1, 1, LAYOUT, 0, 0, 1)
     with pytest.raises(ValueError, match="impossible"):
         InboundTransfer(1, 1, LAYOUT, 1, 0, 17)
+
+
+def test_a_run_that_may_not_be_written_is_refused_before_it_comes() -> None:
+    inbound = transfer(blocks=[1, 2, 3])
+    inbound.check(run(0, 1))
+    inbound.accept(run(0, 1))
+    for wrong in (run(0, 1), run(0, 0), run(0, 1, valid_tokens=5)):
+        with pytest.raises(FrameError):
+            inbound.check(wrong)
+    assert inbound.missing() == 3, "nothing was recorded"

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from moonpool.errors import InvalidRequest
 from moonpool.scheduling.fair_share import (
+    LEAST_PRIORITY,
     MAX_TENANTS,
+    MOST_PRIORITY,
     PRIORITY_S,
     FairQueue,
     FairShares,
     QueueEntry,
     QueueKey,
+    check_priority,
     may_admit,
     priority_rank,
 )
@@ -271,3 +275,11 @@ def test_of_tenants_with_equal_times_the_next_items_ranks_count() -> None:
         for tenant, own in ranks.items()
     ]
     assert [entry.key.rank for entry in shares.order(queues)] == [0.0, 1.0, 3.0, 5.0, 9.0]
+
+
+def test_priorities_have_bounds() -> None:
+    for priority in (LEAST_PRIORITY, 0, MOST_PRIORITY):
+        check_priority(priority, "priority")
+    for priority in (LEAST_PRIORITY - 1, MOST_PRIORITY + 1):
+        with pytest.raises(InvalidRequest, match="priority: must be in"):
+            check_priority(priority, "priority")

@@ -327,3 +327,14 @@ def test_a_conductor_looks_again_after_a_heartbeat() -> None:
     assert ledger.refusal("ann", 3, 0.75) is None
     assert ledger.refusal("ann", 3, 1.0) is not None
     assert ledger.refusal("ann", 2, 1.0) is None
+
+
+def test_what_begins_at_another_conductor_counts_at_once() -> None:
+    """Before this one looks again."""
+    ledger = TenantLedger({"ann": TenantBudget(concurrent=4)}, heartbeat_s=1.0)
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.0)
+    assert ledger.refusal("ann", 1, 0.0) is None
+    ledger.began("ann", 1.0, 1, 0.0, charged=True)
+    assert ledger.refusal("ann", 1, 0.25) is None
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (TenantActivity("ann", 1, running=3),))], 0.5)
+    assert ledger.refusal("ann", 1, 0.75) is not None
