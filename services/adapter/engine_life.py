@@ -260,8 +260,8 @@ class EngineLife:
         return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled, lora)
 
     def _ordered(self, prompt: EnginePrompt) -> None:
-        """Notes how much the engine may have to compute; the last token is computed in any case."""
-        self._computable_tokens += 1 if prompt.transfer is not None else len(prompt.token_ids)
+        """Notes how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""
+        self._computable_tokens += 0 if prompt.transfer is not None else len(prompt.token_ids)
 
     def observe(self, load: EngineLoad) -> None:
         """Takes the engine's load. Warns where KV that should have come from another engine was computed again."""

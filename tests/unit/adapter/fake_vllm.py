@@ -150,7 +150,7 @@ class FakeVllm:
             if sent is not None and tokens[: len(sent)] == sent:
                 assert (len(tokens) - 1) // BLOCK_TOKENS == (len(sent) - 1) // BLOCK_TOKENS  # else vLLM ends
                 hit = len(sent) // BLOCK_TOKENS
-                self.computed_tokens -= min(len(sent), len(tokens) - 1) - hit * BLOCK_TOKENS
+                self.computed_tokens -= len(tokens) - hit * BLOCK_TOKENS  # vLLM counts the last token as transferred
         self.computed_tokens += len(tokens) - hit * BLOCK_TOKENS
         self.requests.append(body)
         self.hits.append(hit)

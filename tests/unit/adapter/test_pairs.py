@@ -97,8 +97,11 @@ async def test_several_answers_have_their_kv_each(tmp_path: Path) -> None:
         await running.rest()
 
 
-async def test_a_transfer_that_did_not_happen_is_counted(tmp_path: Path) -> None:
+async def test_a_transfer_that_did_not_happen_is_counted_also_after_others_that_did(tmp_path: Path) -> None:
     async with pairs(tmp_path) as (running, _, [decode]):
+        for at in range(60):
+            sampling = SamplingParams(max_tokens=2, **GREEDY)
+            await running.client.generate(token_ids=[at, *range(20)], sampling=sampling)
         decode.peers = []
         prompt, vocab = list(range(50)), running.checkpoint.config.vocab_size
         result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=4, **GREEDY))
@@ -107,7 +110,7 @@ async def test_a_transfer_that_did_not_happen_is_counted(tmp_path: Path) -> None
         async with asyncio.timeout(WAIT_S):
             while not await recomputed(running):  # seen with the next look at the engine's load
                 pass
-        assert await recomputed(running) == len(prompt)
+        assert await recomputed(running) == len(prompt) + 1  # with the first token
 
 
 async def test_kv_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
