@@ -53,11 +53,20 @@ TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         ),
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
     ),
+    "avx512-vnni": (
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx2", "fma", "f16c"}),
+        ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"),
+    ),
     "avx512": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx2", "fma", "f16c"}),
         ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     ),
+    "avx2-vnni": (
+        frozenset({"avx2", "fma", "f16c", "bmi2", "movbe", "avx_vnni"}),
+        ("-march=x86-64-v3", "-mavxvnni"),
+    ),
     "avx2": (frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"}), ("-march=x86-64-v3",)),
+    "neon-dot": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
     "neon": (frozenset({"asimd"}), ("-march=armv8-a",)),
     "sse2": (frozenset({"sse2"}), ()),
 }
@@ -78,8 +87,10 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {
-    "x86_64": Architecture("flags", frozenset({"sse2"}), ("avx512-bf16", "avx512", "avx2", "sse2")),
-    "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon",)),
+    "x86_64": Architecture(
+        "flags", frozenset({"sse2"}), ("avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2", "sse2")
+    ),
+    "aarch64": Architecture("Features", frozenset({"asimd"}), ("neon-dot", "neon")),
 }
 
 

@@ -4,8 +4,8 @@
 #include <emmintrin.h>
 #endif
 
-// Rows of a tile. On AVX2 as many as take all vectors of a panel at once: a panel that is walked over twice by the same
-// rows waits for memory in the first walk, and has half the rate.
+// Rows of a tile: as many as take all vectors of a panel at once. A panel that is walked over twice by the same rows waits
+// for memory in the first walk, and has half the rate.
 #if defined(MP_AVX512)
 enum { PACKED_ROWS = 14 };
 #elif defined(MP_AVX2)
@@ -86,6 +86,7 @@ INLINE vi quads(vi pairs) { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_
 INLINE Codes magnitude(Codes a) { return (Codes)_mm256_abs_epi8((__m256i)a); }
 INLINE Row with_sign(Row row, Codes a) { return (vi)_mm256_sign_epi8((__m256i)row, (__m256i)a); }
 #endif
+INLINE Sums begin_at(int32_t number) { return number - (vi){}; }
 // Without VNNI products are added as pairs in 16 bits, as many as fit; bytes only as magnitudes of signed ones.
 template <int FORM> constexpr bool SIGNED = !VNNI && MOST<FORM> == 255;
 template <int FORM, int PART> constexpr bool NARROW = !VNNI && PART / 2 * MOST<FORM> * 127 <= 32767;  // of a whole part
@@ -106,6 +107,21 @@ template <int FORM, int PART> INLINE void dot(Sums& sums, const Codes* codes, co
     }
 }
 template <int FORM, int PART> INLINE vi whole(Sums sums) { return NARROW<FORM, PART> ? quads(sums) : sums; }
+#elif defined(__ARM_FEATURE_DOTPROD)
+// Four products at once, of signed bytes.
+typedef int8_t Number;
+typedef vi Row;
+typedef vi Sums;
+enum { VNNI = 1 };
+INLINE Row row_of(const Number* numbers) { return load_as<int32_t>(numbers) - (vi){}; }
+INLINE Sums begin_at(int32_t number) { return number - (vi){}; }
+template <int FORM> constexpr int RUN = 1;
+template <int FORM> constexpr int ZERO = MOST<FORM> == 255 ? 128 : 0;
+template <int FORM> INLINE Codes prepared(Codes a) { return MOST<FORM> == 255 ? a ^ 128 : a; }
+template <int FORM, int PART> INLINE void dot(Sums& sums, const Codes* codes, const Row* rows) {
+    sums = (vi)vdotq_s32((int32x4_t)sums, (int8x16_t)*codes, (int8x16_t)*rows);
+}
+template <int FORM, int PART> INLINE vi whole(Sums sums) { return sums; }
 #else
 typedef int16_t Number;
 typedef int16_t Row __attribute__((vector_size(16)));  // four inputs, twice
@@ -129,6 +145,7 @@ INLINE Row add_pairs(Row sums, Row codes, Row row) {
 }
 template <int FORM, int PART> constexpr bool NARROW = PART / 4 * MOST<FORM> * 127 <= 32767;  // sums of a part fit into 16 bits
 enum { VNNI = 0 };
+INLINE Sums begin_at(int32_t) { Sums none = {}; return none; }
 template <int FORM> constexpr int RUN = 1;
 template <int FORM> constexpr int ZERO = 0;
 template <int FORM> INLINE Codes prepared(Codes a) { return a; }
@@ -208,6 +225,7 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
             for (int64_t i = 0; i < inner; i++, numbers += PART, parts++, at += PART_BYTES<FORM, PART>) {
                 const uint8_t* codes = (const uint8_t*)at;
                 Sums sums[CHAINS][M][NV] = {};
+                if (VNNI) for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) sums[0][m][v] = begin_at(-parts[m * x.count].less);
                 for (int64_t b = 0; b < ahead.pace; b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
                 ahead.at += ahead.pace;
 #pragma GCC unroll 8
@@ -225,7 +243,7 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
                 for (int m = 0; m < M; m++) {
                     const Part& its = parts[m * x.count];
                     for (int v = 0; v < NV; v++) {
-                        vi sum = whole<FORM, PART>(sums[0][m][v]) - its.less;
+                        vi sum = whole<FORM, PART>(sums[0][m][v]) - (VNNI ? 0 : its.less);
                         if (CHAINS == 2) sum += whole<FORM, PART>(sums[CHAINS - 1][m][v]);
                         total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale[v] * its.scale);
                         if (p.offset_bytes) total[m][v] = fused(total[m][v], offset[v], splat(its.sum));
@@ -237,7 +255,7 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
     for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) store(out + m * PANEL + (from + v) * W, total[m][v]);
 }
 // Vectors of a panel that M rows take at once, as many as there are registers for their sums.
-template <int M> constexpr int packed_at_once() { return W == 16 ? (M <= 7 ? 2 : 1) : M * VECTORS <= 12 ? (int)VECTORS : 2; }
+template <int M> constexpr int packed_at_once() { return W == 16 || M * VECTORS <= 12 ? (int)VECTORS : 2; }
 template <int M, int FORM, int PART>
 static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, Ahead ahead, float* out) {
     if constexpr (M > 1) if (rows < M) return packed_tile<M - 1, FORM, PART>(p, rows, x, row, panel, ahead, out);

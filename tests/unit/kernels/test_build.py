@@ -206,8 +206,10 @@ def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, target in (
         ({"asimd", "fp"}, "neon"),
+        ({"asimd", "fp", "asimddp"}, "neon-dot"),
         ({"sse2"}, "sse2"),
         ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe"}, "avx2"),
+        ({"sse2", "avx2", "fma", "f16c", "bmi2", "movbe", "avx_vnni"}, "avx2-vnni"),
     ):
         monkeypatch.setattr(build, "processor_flags", lambda flags=flags: frozenset(flags))
         assert build.detect() == target
