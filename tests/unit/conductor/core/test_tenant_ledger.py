@@ -338,3 +338,10 @@ def test_what_begins_at_another_conductor_counts_at_once() -> None:
     assert ledger.refusal("ann", 1, 0.25) is None
     ledger.heard([ConductorActivity("conductor-1", 1, 0.0, (TenantActivity("ann", 1, running=3),))], 0.5)
     assert ledger.refusal("ann", 1, 0.75) is not None
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.5, 2.0])
+def test_a_conductor_is_there_for_some_heartbeats(heartbeat_s: float) -> None:
+    ledger, over_s = TenantLedger({}, heartbeat_s), LIVE_HEARTBEATS * heartbeat_s
+    ledger.heard([ConductorActivity("conductor-1", 1, 0.0)], 0.0)
+    assert [ledger.elsewhere(now).conductors for now in (0.0, over_s - 0.01, over_s)] == [1, 1, 0]

@@ -7,9 +7,9 @@ import lmdb
 import pytest
 
 from services.kvstore.ssd.files import FileLayer, open_lmdb
-from services.kvstore.ssd.index import ENTRY, Index, IndexChange, IndexLostError, RecordKind
+from services.kvstore.ssd.index import ENTRY, Catalogue, DiskIndex, Index, IndexChange, IndexLostError, RecordKind
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of
+from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of, store
 
 KEYS = keys_of(200)
 KINDS = [RecordKind(FORMAT, "ü"), RecordKind(OTHER_FORMAT, "")]
@@ -197,3 +197,34 @@ def test_an_index_of_the_version_before_is_read(tmp_path: Path, damaged: bool) -
     assert list(image.segments) == ([2] if damaged else [1, 2])
     assert all(image.entries[number] == whole.entries[number] for number in image.segments)
     assert all(image.kinds[number] == whole.kinds[number] for number in image.segments)
+
+
+def test_a_change_that_finds_the_index_damaged_is_in_the_new_one(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    index = DiskIndex(files, tmp_path, Catalogue(), disk=0, sync=True, map_bytes=1 << 16)
+    index.open()
+    files.fail("transaction", lmdb.CorruptedError("a page is another one"), 1)
+    index.commit(segment_of(2, 3), earlier=[segment_of(1, 3)])
+    assert set(index.load().segments) == {1, 2}
+    index.close()
+
+
+def test_a_check_writes_a_damaged_index_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with store(tmp_path) as driven:
+        driven.flush(KEYS[:4])
+        assert driven.store.tiers.ssd is not None
+        index = driven.store.tiers.ssd.disks[0].committer.index
+        whole = index.load()
+        index.check()
+        assert index.rebuilt == 0
+        index.close()
+        with open_lmdb(index.path, map_size=1 << 20) as env:
+            table = env.open_db(b"entries")
+            with env.begin(write=True) as txn:
+                key, value = next((bytes(key), bytes(value)) for key, value in txn.cursor(table))
+                txn.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=table)
+        index.open()
+        index.check()
+        assert index.rebuilt == 1
+        assert "the index is damaged" in caplog.text
+        assert (index.load().entries, index.load().damage) == (whole.entries, "")
