@@ -437,6 +437,8 @@ PACE_BYTES_PER_S, PACE_AHEAD_BYTES = 8 << 20, 8 << 20
 """How fast a tenant's bodies are read for long, and how much may come at once: more text than engines compute, and a
 tenth of a processor to read and parse.
 """
+MAX_PACED = 1024
+"""Tenants beyond which those whose bytes are all due are forgotten."""
 
 
 class BodyPace:
@@ -447,9 +449,16 @@ class BodyPace:
         self._ahead_s = ahead_bytes / bytes_per_s
         self._due: dict[str, float] = {}  # by tenant, when what was read so far is due at this pace
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that are remembered."""
+        return len(self._due)
+
     def wait_s(self, tenant: str, num_bytes: int, now: float) -> float:
         """Count bytes that a tenant's body has brought; returns the seconds to wait before more are read."""
         due = max(self._due.get(tenant, 0.0), now) + num_bytes / self._bytes_per_s
+        if len(self._due) >= MAX_PACED:
+            self._due = {name: its for name, its in self._due.items() if its > now}
         self._due[tenant] = due
         return max(0.0, due - now - self._ahead_s)
 
@@ -503,7 +512,8 @@ class BodyReader:
             body += chunk
             if len(body) > self.max_bytes:
                 raise _body_too_large(self.max_bytes)
-            if (wait_s := self.pace.wait_s(tenant, len(chunk), clock())) > 0.0:
+            wait_s = self.pace.wait_s(tenant, len(chunk), clock())
+            if wait_s > 0.0 and len(body) > UNCHECKED_BYTES:  # small bodies do not wait behind large ones
                 await asyncio.sleep(wait_s)  # the connection is not read meanwhile
         return bytes(body)
 

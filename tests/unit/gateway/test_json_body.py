@@ -25,6 +25,8 @@ from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.endpoints.tokenization import DetokenizeBody
 from services.gateway.serving.json_body import (
     CLEANUP,
+    MAX_PACED,
+    UNCHECKED_BYTES,
     Body,
     BodyMemory,
     BodyPace,
@@ -111,9 +113,19 @@ def test_each_tenants_bodies_are_read_at_a_pace() -> None:
     assert pace.wait_s("ann", 200, now=8.0) == 0.0
 
 
-async def test_no_more_of_a_body_is_read_before_its_time() -> None:
+def test_tenants_whose_bytes_are_due_are_forgotten() -> None:
+    pace = BodyPace(100.0, ahead_bytes=0)
+    for number in range(3 * MAX_PACED):
+        assert pace.wait_s(f"tenant {number}", 100, now=number / MAX_PACED) == pytest.approx(1.0)
+    assert pace.num_tenants <= 2 * MAX_PACED
+    assert pace.wait_s(f"tenant {3 * MAX_PACED - 1}", 100, now=3.0) == pytest.approx(2.0, abs=0.01)
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_no_more_of_a_large_body_is_read_before_its_time(*, large: bool) -> None:
+    """A small body of the same tenant does not wait."""
     loop, read_at = asyncio.get_running_loop(), list[float]()
-    pieces = iter([b'{"tokens": ', b"[1, 2]", b"}"])
+    pieces = iter([b'{"tokens": ' + b" " * (UNCHECKED_BYTES if large else 0), b"[1, 2]", b"}"])
 
     async def receive() -> dict[str, Any]:
         read_at.append(loop.time())
@@ -122,10 +134,12 @@ async def test_no_more_of_a_body_is_read_before_its_time() -> None:
 
     with ThreadPoolExecutor(1) as threads, ExitStack() as cleanup:
         scope = {"type": "http", "headers": [(b"content-type", b"application/json")], CLEANUP: cleanup}
-        reader = BodyReader(1000, 30.0, BodyMemory(1 << 20), threads, BodyPace(1000.0, ahead_bytes=12))
+        pace = BodyPace(1e6, ahead_bytes=0)
+        pace.wait_s("ann", 1 << 16, loop.time())
+        reader = BodyReader(1 << 17, 30.0, BodyMemory(1 << 20), threads, pace)
         body = await reader.read(Request(scope, receive), DetokenizeBody, "ann")
     assert body.tokens == [1, 2]
-    assert read_at[2] - read_at[1] >= 0.004
+    assert (read_at[1] - read_at[0] >= 0.06) == large
 
 
 async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None:
