@@ -147,6 +147,15 @@ def test_tenants_without_end_are_not_remembered() -> None:
     assert len(pickle.dumps(shares)) < 100 * MAX_TENANTS
 
 
+def test_of_too_many_tenants_the_half_that_was_served_most_is_remembered() -> None:
+    shares = FairShares(credit=10.0 * MAX_TENANTS)
+    for number in range(MAX_TENANTS + 1):
+        shares.serve(f"t{number}", 1.0 + number)
+    half = MAX_TENANTS // 2
+    assert [shares.time(f"t{MAX_TENANTS - place}") for place in (0, half - 1)] == [1.0 + MAX_TENANTS, 2.0 + half]
+    assert shares.time(f"t{MAX_TENANTS - half}") == 0.0
+
+
 @pytest.mark.parametrize(
     ("there", "tenant", "lets_in"),
     [
