@@ -248,6 +248,7 @@ async def test_one_of_several_instances_may_fail_to_load_and_later_to_unload(fol
     async with running(folder) as (its, prefill, _):
         second = Prefill("prefill-1")
         await its.join(second)
+        await its.joined(second)
         second.lora_refusals.append(Unavailable("busy"))
         await its.client.load_lora_adapter("sql", "a")
         assert ([it.name for it in prefill.loaded], second.loaded) == (["sql"], [])

@@ -43,7 +43,7 @@ def main(what: str) -> None:
     """Tells of itself, then ends as the argument says."""
     told = {"forked": "tabnanny" in sys.modules, "draw": random.random(), "pid": os.getpid(), "state": state()}
     if what == "engine":
-        worker = start_worker(Program(sys.argv[0], ["wait"], os.environ, stdout=2, stderr=2))
+        worker = start_worker(Program(__spec__.name, ["wait"], os.environ, stdout=2, stderr=2))
         engine_started()
         told |= {"worker": worker.pid, "children": children()}
         worker.kill()
