@@ -365,6 +365,8 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     )
     emulated = "the emulated engine's tokens mean nothing" if context.setup.spec.emulated is not None else ""
     why_not = recurrent or emulated
+    if config.draft_model and why_not:
+        raise ConfigError("draft_model", why_not)
     if config.speculative in ("ngram", "draft") and why_not:
         raise ConfigError("speculative", why_not)
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens

@@ -185,6 +185,9 @@ def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: boo
         core_config(context, config)
     assert refused.value.field == "speculative"
     assert core_config(context, config.model_copy(update={"speculative": "auto"})).draft_tokens == 0
+    with pytest.raises(ConfigError) as refused:
+        core_config(context, config.model_copy(update={"speculative": "auto", "draft_model": "small"}))
+    assert refused.value.field == "draft_model"
 
 
 async def test_a_group_guesses_within_the_blocks_that_it_has() -> None:
