@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +138,23 @@ def test_without_native_code_it_goes_in_two_passes_and_says_so_once(
             "slices are copied and hashed in two passes, native code cannot be had"
         ]
         assert lander.prepare() is IN_TWO_PASSES
+
+
+def test_a_library_that_copies_nothing_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As one would be that was built wrongly, or for another processor."""
+    native()
+    source_file, built = tmp_path / "it.cpp", tmp_path / "it.so"
+    source_file.write_text("""
+        #include <cstdint>
+        extern "C" void mp_init(void*) {}
+        extern "C" int64_t mp_land(void*, void*, void*) { return 7; }
+        extern "C" void* mp_begin(void*, void*, void*) { return reinterpret_cast<void*>(1); }
+        extern "C" int64_t mp_run(void*) { return 7; }
+        extern "C" void mp_end(void*) {}
+    """)
+    subprocess.run([compiler(), "-shared", "-fPIC", "-o", str(built), str(source_file)], check=True)
+    assert SliceCopier(lambda: built).prepare() is IN_TWO_PASSES
+    assert "it copies or hashes wrongly" in caplog.text
 
 
 def test_bytes_that_lie_apart_come_together(landing: CopyFunction) -> None:

@@ -350,6 +350,20 @@ def test_nobody_waits_for_what_a_disk_deletes_that_is_left_out(tmp_path: Path) -
     ssd.close()
 
 
+def test_after_a_disk_was_away_names_are_looked_up_again_and_readers_of_removed_files_go_on(tmp_path: Path) -> None:
+    files, named, removed = FileLayer(), tmp_path / "named", tmp_path / "removed"
+    for path in (named, removed):
+        files.write(path, [b"before"], 0)
+        assert files.peek(path, 6, 0) == b"before"
+    files.unlink(removed, readable=True)
+    (tmp_path / "of the disk that came back").write_bytes(b"behind")
+    (tmp_path / "of the disk that came back").rename(named)
+    files.forget_open()
+    assert files.peek(named, 6, 0) == b"behind"
+    assert files.peek(removed, 6, 0) == b"before"
+    files.close_all()
+
+
 def test_where_direct_writes_are_refused_the_page_cache_takes_them(tmp_path: Path) -> None:
     """A write that is not aligned is refused as by a file system that has no direct ones."""
     files, path, out = FileLayer(direct=True), tmp_path / "file", memoryview(mmap.mmap(-1, 8192))

@@ -7,7 +7,16 @@ import lmdb
 import pytest
 
 from services.kvstore.ssd.files import FileLayer, open_lmdb
-from services.kvstore.ssd.index import ENTRY, Catalogue, DiskIndex, Index, IndexChange, IndexLostError, RecordKind
+from services.kvstore.ssd.index import (
+    ENTRY,
+    MAX_SEGMENT_BYTES,
+    Catalogue,
+    DiskIndex,
+    Index,
+    IndexChange,
+    IndexLostError,
+    RecordKind,
+)
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of, store
 
@@ -126,6 +135,14 @@ def test_a_segment_whose_values_do_not_agree_is_left_out(tmp_path: Path, wrong: 
         assert (image.segments, list(image.entries), list(image.kinds), image.dropped) == ({2: 24576}, [2], [2], {})
 
 
+@pytest.mark.parametrize(("nbytes", "fits"), [(MAX_SEGMENT_BYTES, True), (MAX_SEGMENT_BYTES + 4096, False)])
+def test_a_segment_may_be_as_long_as_a_place_can_say(tmp_path: Path, nbytes: int, *, fits: bool) -> None:
+    with contextlib.closing(made(tmp_path / "i")) as index:
+        index.commit(IndexChange(entries={(1, 0): entries(0)}, segments={1: nbytes}, kinds={1: KINDS}))
+        image = index.load()
+        assert (image.segments, bool(image.damage)) == ({1: nbytes} if fits else {}, not fits)
+
+
 def test_an_index_whose_first_commit_failed_is_lost(tmp_path: Path) -> None:
     files = FaultyFiles()
     files.fail("transaction", lmdb.DiskError("No space left on device"), 1, after=1)
@@ -206,6 +223,24 @@ def test_a_change_that_finds_the_index_damaged_is_in_the_new_one(tmp_path: Path)
     files.fail("transaction", lmdb.CorruptedError("a page is another one"), 1)
     index.commit(segment_of(2, 3), earlier=[segment_of(1, 3)])
     assert set(index.load().segments) == {1, 2}
+    index.close()
+
+
+def test_an_index_that_cannot_be_written_anew_is_left_out_until_it_can(tmp_path: Path) -> None:
+    """What lies there of the new one would else take the next changes; a start would believe it without the rest."""
+    files, now = FaultyFiles(), 100.0
+    index = DiskIndex(files, tmp_path, Catalogue(), disk=0, sync=True, map_bytes=1 << 16, clock=lambda: now)
+    index.open()
+    index.commit(segment_of(1, 3))
+    index.lose()
+    files.fail("transaction", lmdb.DiskError("mdb_txn_commit: No space left on device"), 1, after=1)
+    index.commit(segment_of(2, 3))
+    index.commit(segment_of(3, 3))
+    assert not index.usable
+    assert not index.path.exists()
+    now += 60.0
+    index.commit(segment_of(4, 3), earlier=[segment_of(number, 3) for number in (1, 2, 3)])
+    assert set(index.load().segments) == {1, 2, 3, 4}
     index.close()
 
 

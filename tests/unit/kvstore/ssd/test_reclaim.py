@@ -75,6 +75,15 @@ def test_a_used_block_gets_a_second_chance_and_no_third(tmp_path: Path) -> None:
         assert KEYS[1] not in ssd.catalogue
 
 
+def test_a_block_that_was_read_is_a_used_one(tmp_path: Path) -> None:
+    with tier(tmp_path) as ssd:
+        for key in KEYS[:14]:
+            put(ssd, [key])
+        assert read(ssd, KEYS[1]) == data_of(KEYS[1])
+        assert put(ssd, [KEYS[14], KEYS[15]]).removed == [KEYS[0]]
+        assert KEYS[1] in ssd.catalogue
+
+
 def test_at_most_half_a_segment_is_spared_and_the_youngest_are(tmp_path: Path) -> None:
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD) as ssd:
         put(ssd, KEYS[:29])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -155,6 +156,25 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
             assert await read(gets, KEYS) == [data_of(key) for key in KEYS]
         reads = store.service.store.reads
         assert (reads.dram_hits, reads.misses) == (3 * 4 + len(KEYS), 3 * 4 + 2)
+
+
+async def test_slices_are_read_from_shared_memory_where_they_lie_whatever_their_order(sockets: Path) -> None:
+    """Extents that lie one behind the other are joined; those that lie one before the other are not."""
+    shared = SharedMemory(4 * BLOCK)
+    memory, places = shared.shared.data, dict[tuple[int, int], memoryview]()
+    free = len(memory)
+    for layer, index in itertools.product(range(LAYOUT.layers), range(4)):
+        data = slice_of(KEYS[index], layer)
+        places[layer, index] = memory[free - len(data) : free]
+        places[layer, index][:] = data
+        free -= len(data)
+    slice_at = lambda layer, index: (places[layer, index], slice_hash(places[layer, index]))  # noqa: E731
+    async with storing(sockets, "local") as store, opened(store, "Put", shared) as (_, lane):
+        writer = BlockingWriter(lane, LAYOUT, shared)
+        outcome = await asyncio.to_thread(writer.put, BlocksToPut(KEYS[:4], [NO_PARENT] * 4, "", slice_at), TIMEOUT_S)
+        assert outcome is not None
+        assert (outcome.present, outcome.stored) == (0, 4)
+        assert await store.read(KEYS[:4]) == [data_of(key) for key in KEYS[:4]]
 
 
 async def test_a_mailbox_without_room_is_no_hindrance(sockets: Path) -> None:
