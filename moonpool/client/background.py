@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from moonpool.errors import Unavailable
@@ -74,8 +74,9 @@ class BackgroundLoop:
             RuntimeError: the loop is closed, belongs to another process, or is the caller's own.
             Unavailable: the loop was closed during the call.
         """
-        future = self.submit(coroutine)
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()  # before the start: cancels whatever started
         try:
+            self._begin(coroutine, future)
             while not future.done():
                 with contextlib.suppress(TimeoutError):
                     return future.result(SIGNAL_CHECK_S)
@@ -87,12 +88,9 @@ class BackgroundLoop:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine; the future has the result. Raises RuntimeError as `run`."""
-        try:
-            running = self._start()
-        except BaseException:
-            coroutine.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(coroutine, running.loop)
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._begin(coroutine, future)
+        return future
 
     def check(self) -> None:
         """Raise RuntimeError as `run` does, for a caller that may not need the loop."""
@@ -101,7 +99,7 @@ class BackgroundLoop:
         if self._running is not None:
             self._check_caller(self._running)
 
-    def post(self, callback: Callable[[], None]) -> None:
+    def post(self, callback: Callable[[], object]) -> None:
         """Call `callback` soon on the loop; ignored if the loop has stopped."""
         running = self._running
         if running is not None:
@@ -121,6 +119,21 @@ class BackgroundLoop:
         finally:
             self._finalize()
 
+    def _begin(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
+        """Start a coroutine whose result goes to `future`. Cancelling `future`, at any time, cancels the coroutine."""
+        try:
+            loop = self._start().loop
+        except BaseException:
+            coroutine.close()
+            raise
+
+        def begin() -> None:
+            task = loop.create_task(coroutine)
+            task.add_done_callback(partial(_settle, future))
+            future.add_done_callback(lambda _: self.post(task.cancel))  # no effect on a task that has ended
+
+        loop.call_soon_threadsafe(begin)
+
     def _start(self) -> _LoopThread:
         with self._lock:
             if self._closed:
@@ -136,6 +149,18 @@ class BackgroundLoop:
             raise RuntimeError("the client was used before this process was forked; make a new one here")
         if threading.current_thread() is running.thread:
             raise RuntimeError("a blocking client cannot be used on its own event loop; use AsyncClient there")
+
+
+def _settle(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    """Hand a task's end to a future that is not cancelled."""
+    if task.cancelled():
+        future.cancel()
+    elif future.set_running_or_notify_cancel():
+        error = task.exception()
+        if error is None:
+            future.set_result(task.result())
+        else:
+            future.set_exception(error)
 
 
 class BlockingFacade(Generic[TargetT]):

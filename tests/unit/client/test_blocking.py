@@ -2,15 +2,22 @@
 
 import asyncio
 import gc
+import itertools
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 
-from moonpool.client import Client
+from moonpool.client import Client, background
 from moonpool.client.background import BackgroundLoop
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.v1 import conductor_pb2 as pb
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 WAIT_S = 60.0
 
@@ -103,3 +110,44 @@ def test_a_loop_that_was_forked_in_use_says_so() -> None:
     process_ids.append(1)
     loop.close(nothing)
     assert client_threads() == []
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # interrupted before the start
+@pytest.mark.parametrize("last", range(14))
+def test_an_interrupt_at_any_line_of_a_call_leaves_nothing_running(last: int) -> None:
+    loop = BackgroundLoop()
+    begun, ended = [], []
+
+    async def never_ends() -> None:
+        begun.append(last)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(last)
+
+    async def others() -> int:
+        for _ in range(3):  # a cancelled task ends within two rounds of the loop
+            await asyncio.sleep(0)
+        return len(asyncio.all_tasks()) - 2  # this task, and the task that waits for the loop's end
+
+    assert loop.run(others()) == 0
+    lines = itertools.count()
+
+    def traced(frame: FrameType, event: str, _: object) -> "TraceFunction":
+        """Interrupt at a line of `run` or of what it calls here; not in `_start`, which holds a lock."""
+        ours = frame.f_code.co_filename == background.__file__ and frame.f_code.co_name != "_start"
+        if event == "line" and ours and next(lines) == last:
+            raise KeyboardInterrupt
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        loop.run(never_ends())
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    assert loop.run(others()) == 0
+    assert begun == ended
+    loop.close(nothing)
