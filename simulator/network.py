@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from math import ceil
+from operator import attrgetter
 
 from moonpool.scheduling.state_machine import draw_unit
 from simulator.clock import PS, SimulatedWorld, ps
@@ -39,6 +40,8 @@ class Link:
     carried: int = 0
     """Ended flows' bytes."""
     flows: "dict[int, Flow]" = field(default_factory=dict)
+    routes: "dict[Route, None]" = field(default_factory=dict)
+    """Those with flows."""
 
     @property
     def unused(self) -> float:
@@ -48,13 +51,21 @@ class Link:
 
 
 @dataclass(slots=True, eq=False)
+class Route:
+    """Flows of one priority over the same links, oldest first. They get the same rate."""
+
+    path: tuple[Link, ...]
+    priority: Priority
+    flows: "dict[int, Flow]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class Flow:
     """Bytes on their way over some links."""
 
     number: int
-    path: tuple[Link, ...]
+    route: Route
     nbytes: int
-    priority: Priority
     done: Callable[[], None]
     left: float
     """Bytes that had not been carried at `since`."""
@@ -79,6 +90,7 @@ class SimulatedNetwork:
         self.world, self._many = world, many
         self._made = 0
         self._changed: dict[Link, None] = {}
+        self._routes: dict[tuple[tuple[Link, ...], Priority], Route] = {}
         self.flows: dict[int, Flow] = {}
 
     def send(
@@ -90,8 +102,9 @@ class SimulatedNetwork:
     ) -> Flow:
         """Starts a flow; `done` is called when the last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
-        now = self.world.now
-        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
+        now, way = self.world.now, (tuple(path), priority)
+        route = self._routes.get(way) or self._routes.setdefault(way, Route(*way))
+        flow = Flow(self._made, route, nbytes, done, float(nbytes), now)
         self.flows[flow.number] = flow
         if nbytes:
             self._enter(flow)
@@ -104,25 +117,31 @@ class SimulatedNetwork:
         """Ends a flow early; `done` is not called. An ended flow does not change."""
         if flow.number in self.flows:
             self._leave(flow)
-            self._share(flow.path)
+            self._share(flow.route.path)
 
     def _enter(self, flow: Flow) -> None:
-        deals = len(self.flows) > self._many
+        deals, route = len(self.flows) > self._many, flow.route
         if deals:
-            self._set_rate(flow, min([link.unused for link in flow.path]))
+            self._set_rate(flow, min([link.unused for link in route.path]))
         alone = not (deals or self._changed)
-        for link in flow.path:
+        route.flows[flow.number] = flow
+        for link in route.path:
             alone = alone and not link.flows
             link.flows[flow.number] = flow
+            link.routes[route] = None
         if alone:  # most are
-            self._set_rate(flow, min([link.bytes_per_s for link in flow.path]))
+            self._set_rate(flow, min([link.bytes_per_s for link in route.path]))
         else:
-            self._share(flow.path)
+            self._share(route.path)
 
     def _leave(self, flow: Flow) -> None:
         del self.flows[flow.number]
-        for link in flow.path:
+        route = flow.route
+        route.flows.pop(flow.number, None)
+        for link in route.path:
             link.flows.pop(flow.number, None)
+            if not route.flows:
+                link.routes.pop(route, None)
 
     def _look(self, flow: Flow) -> None:
         """Ends a flow if the last byte has arrived; the flow's rate may have changed since this call was planned."""
@@ -136,10 +155,10 @@ class SimulatedNetwork:
             self._look_at(flow, flow.end)
             return
         self._leave(flow)
-        for link in flow.path:
+        for link in flow.route.path:
             link.carried += flow.nbytes
         if flow.nbytes:
-            self._share(flow.path)
+            self._share(flow.route.path)
         flow.done()
 
     def _share(self, path: Sequence[Link]) -> None:
@@ -159,12 +178,13 @@ class SimulatedNetwork:
         self._deal(changed)
 
     def _deal(self, links: Iterable[Link]) -> None:
-        flows = _connected(tuple(links))
-        rates = fair_rates(flows) if flows else {}
-        for flow in flows:
-            rate = rates[flow.number]
-            if rate != flow.rate:
-                self._set_rate(flow, rate)
+        routes = _connected(tuple(links))
+        rates = fair_rates(routes) if routes else {}
+        changed = [flow for route in routes for flow in route.flows.values() if flow.rate != rates[route]]
+        if len(routes) > 1:
+            changed.sort(key=attrgetter("number"))
+        for flow in changed:
+            self._set_rate(flow, rates[flow.route])
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         now = self.world.now
@@ -181,56 +201,55 @@ class SimulatedNetwork:
         self.world.at(when, self._look, flow)
 
 
-def _connected(path: Sequence[Link]) -> list[Flow]:
-    """All flows that share links with these links, directly or through others, in the order of their beginnings."""
-    links, found = dict.fromkeys(path), dict[int, Flow]()
+def _connected(path: Sequence[Link]) -> list[Route]:
+    """All routes that share links with these links, directly or through others, in the order of their oldest flows."""
+    links, found = dict.fromkeys(path), dict[Route, None]()
     waiting = list(links)
     while waiting:
-        for number, flow in waiting.pop().flows.items():
-            if number not in found:
-                found[number] = flow
-                for link in flow.path:
+        for route in waiting.pop().routes:
+            if route not in found:
+                found[route] = None
+                for link in route.path:
                     if link not in links:
                         links[link] = None
                         waiting.append(link)
-    return [found[number] for number in sorted(found)]
+    return sorted(found, key=lambda route: next(iter(route.flows)))
 
 
-def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
-    """Each flow's rate by number, bytes per second: max-min fair, urgent flows first."""
-    if len(flows) == 1:
-        return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
-    spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
-    rates: dict[int, float] = {}
-    urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
+def fair_rates(routes: Sequence[Route]) -> dict[Route, float]:
+    """Rate of each flow of a route, bytes per second: max-min fair, urgent flows first."""
+    if len(routes) == 1:
+        route = routes[0]
+        return {route: min([link.bytes_per_s for link in route.path]) / len(route.flows)}
+    spare = {link: link.bytes_per_s for route in routes for link in route.path}
+    rates: dict[Route, float] = {}
+    urgent = [route for route in routes if route.priority is Priority.URGENT]
     if urgent:
-        _fill(urgent, spare, rates, last=len(urgent) == len(flows))
-    if len(urgent) < len(flows):
-        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates, last=True)
+        _fill(urgent, spare, rates, last=len(urgent) == len(routes))
+    if len(urgent) < len(routes):
+        _fill([route for route in routes if route.priority is not Priority.URGENT], spare, rates, last=True)
     return rates
 
 
-def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float], *, last: bool) -> None:
+def _fill(routes: Sequence[Route], spare: dict[Link, float], rates: dict[Route, float], *, last: bool) -> None:
     """Progressive filling: the link with the least per flow sets the rate for the link's flows; then the next.
 
     A link's remainder per flow only grows while others are filled, so an outdated heap entry is too small. What they
     get is taken from what is spare, unless they are the `last`.
     """
-    if len(flows) == 1:
-        share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
-        _take(flows[0].path, share, spare)
-        return
-    flows_by_link: dict[Link, list[Flow]] = {}
-    for flow in flows:
-        for link in flow.path:
-            if (on_link := flows_by_link.get(link)) is None:
-                flows_by_link[link] = [flow]
+    routes_by_link: dict[Link, list[Route]] = {}
+    counts: dict[Link, int] = {}
+    for route in routes:
+        count = len(route.flows)
+        for link in route.path:
+            if (on_link := routes_by_link.get(link)) is None:
+                routes_by_link[link], counts[link] = [route], count
             else:
-                on_link.append(flow)
-    counts = {link: len(on_link) for link, on_link in flows_by_link.items()}
+                on_link.append(route)
+                counts[link] += count
     heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
     heapify(heap)
-    waiting = len(flows)
+    waiting = sum([len(route.flows) for route in routes])
     while waiting:
         share, place, link = heappop(heap)
         count = counts[link]
@@ -238,21 +257,21 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
             heappush(heap, (spare[link] / count, place, link))
         elif count:
             waiting -= count
-            if last and not waiting:
-                rates.update([(flow.number, share) for flow in flows_by_link[link] if flow.number not in rates])
-                return
-            for flow in flows_by_link[link]:
-                if flow.number not in rates:
-                    rates[flow.number] = share
-                    _take(flow.path, share, spare)
-                    for other in flow.path:
-                        counts[other] -= 1
+            filled = [route for route in routes_by_link[link] if route not in rates]
+            rates.update(dict.fromkeys(filled, share))
+            for route in filled if waiting or not last else ():
+                for other in route.path:
+                    counts[other] -= len(route.flows)
+                    spare[other] = _left(spare[other], share, len(route.flows), _ROUNDING * other.bytes_per_s)
 
 
-def _take(path: Sequence[Link], share: float, spare: dict[Link, float]) -> None:
-    for link in path:
-        left = spare[link] - share
-        spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
+def _left(spare: float, share: float, count: int, least: float) -> float:
+    """What is left of `spare` when `count` flows have taken their share; at most `least` is a rounding error."""
+    for _ in range(count):
+        spare -= share
+        if spare <= least:
+            return 0.0
+    return spare
 
 
 NOTICED_S = 1.0

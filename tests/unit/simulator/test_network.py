@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.clock import SimulatedWorld, ps
-from simulator.network import MANY, Flow, Link, Priority, SimulatedNetwork, fair_rates
+from simulator.network import MANY, Flow, Link, Priority, Route, SimulatedNetwork, fair_rates
 
 
 class Rig:
@@ -104,18 +104,20 @@ def test_shares_are_fair_and_leave_nothing_unused(
 ) -> None:
     """Each flow crosses a full link on which no flow of its priority, or of a higher one, gets more than it."""
     links = [Link(str(place), float(speed)) for place, speed in enumerate(speeds)]
-    flows = [
-        Flow(number, tuple(links[n] for n in sorted(path)), 1, priority, lambda: None, 1.0, 0)
-        for number, (_, _, path, priority) in enumerate(plans)
-    ]
-    rates = fair_rates(flows)
-    for flow in flows:
-        peers = {link: [other for other in flows if link in other.path] for link in flow.path}
+    routes: dict[tuple[frozenset[int], Priority], Route] = {}
+    for number, (_, _, path, priority) in enumerate(plans):
+        way = frozenset(path), priority
+        route = routes.setdefault(way, Route(tuple(links[n] for n in sorted(path)), priority))
+        route.flows[number] = Flow(number, route, 1, lambda: None, 1.0, 0)
+    rates = fair_rates(list(routes.values()))
+    taken = {link: sum(rates[it] * len(it.flows) for it in rates if link in it.path) for link in links}
+    for route, rate in rates.items():
+        peers = {link: [other for other in rates if link in other.path] for link in route.path}
         assert any(
-            sum(rates[o.number] for o in others) >= link.bytes_per_s * (1 - 1e-9)
-            and all(rates[o.number] <= rates[flow.number] + 1e-6 for o in others if o.priority == flow.priority)
-            and (flow.priority is Priority.BACKGROUND or sum(rates[o.number] for o in others if not o.priority)
-                 >= link.bytes_per_s * (1 - 1e-9))
+            taken[link] >= link.bytes_per_s * (1 - 1e-9)
+            and all(rates[it] <= rate + 1e-6 for it in others if it.priority == route.priority)
+            and (route.priority is Priority.BACKGROUND
+                 or sum(rates[it] * len(it.flows) for it in others if not it.priority) >= link.bytes_per_s * (1 - 1e-9))
             for link, others in peers.items()
         )  # fmt: skip
 
