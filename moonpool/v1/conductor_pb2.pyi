@@ -1297,6 +1297,7 @@ class JoinHello(_message.Message):
     USES_KVSTORES_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    ARRIVAL_ORDER_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1317,6 +1318,8 @@ class JoinHello(_message.Message):
     """An engine in a domain that reads and writes kvstores by itself: blocks there count as a prefix that can be loaded."""
     http_address: _builtins.str
     """HOST:PORT at which an engine of another make serves OpenAI's interface, for proxies that pick engines. Empty = none."""
+    arrival_order: _builtins.bool
+    """Prompts are computed in the order of their arrival: neither delays nor tenants' shares count there (prefill)."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1355,10 +1358,11 @@ class JoinHello(_message.Message):
         uses_kvstores: _builtins.bool = ...,
         http_address: _builtins.str = ...,
         loras: _abc.Iterable[_builtins.bytes] | None = ...,
+        arrival_order: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -197,6 +197,7 @@ class PromisedRequest:
         subscriber: gets the request's tokens; None before the start.
         sent: for each choice, tokens in the answer object that the conductor has; and the output position of the answer
             object's first token.
+        held_tokens: leading tokens that were not to be computed when the prompt came.
         awaits_kv: the prompt is computed at another engine, and answers begin when its KV is there.
         known: for each choice, the tokens that the conductor has; empty before the start.
         transfers: for each choice, the prompt's KV at the other engine; empty before it is there.
@@ -214,6 +215,7 @@ class PromisedRequest:
     positions: list[int] = field(default_factory=list)
     told: set[int] = field(default_factory=set)
     expiry: "asyncio.TimerHandle | None" = None
+    held_tokens: int = 0
     awaits_kv: bool = False
     known: Sequence[Sequence[int]] = ()
     transfers: Sequence[Mapping[str, Any]] = ()

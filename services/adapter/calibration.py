@@ -3,7 +3,7 @@
 import asyncio
 import statistics
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,12 +13,19 @@ from moonpool.scheduling.latency import Speeds
 from services.adapter.base import EngineClient, EngineFacts, EnginePrompt
 
 LONG_TOKENS = 512
+LONGEST_TOKENS = 8192
+LONGEST_S = 2.0
+"""Predicted seconds of the longest prompt, by which it is seen how work grows with the square of the length."""
 ANSWER_TOKENS = 8
 LEAST_S = 1e-6
 
 
-async def measured_speeds(client: EngineClient, facts: EngineFacts, vocab_size: int) -> Speeds:
-    """Speeds by a short and a long prompt that are not shared.
+async def measured_speeds(
+    client: EngineClient, facts: EngineFacts, vocab_size: int, clock: Callable[[], float] = world.monotonic
+) -> Speeds:
+    """Speeds by prompts of two or three lengths that are not shared.
+
+    The third is several times as long as the second, where the engine takes such prompts and is quick enough.
 
     Raises:
         Unavailable: the engine does not answer.
@@ -26,16 +33,35 @@ async def measured_speeds(client: EngineClient, facts: EngineFacts, vocab_size: 
     short = facts.block_tokens
     most = min(facts.max_tokens - ANSWER_TOKENS - 1, facts.blocks * facts.block_tokens // 2)
     long = max(short + 1, min(LONG_TOKENS, most))
-    await _timed(client, short, vocab_size)  # an engine's first step takes longer
-    short_s, _ = await _timed(client, short, vocab_size)
-    long_s, token_s = await _timed(client, long, vocab_size)
-    per_token_s = max((long_s - short_s) / (long - short), LEAST_S)
+    await _timed(client, short, vocab_size, clock)  # an engine's first step takes longer
+    short_s, _ = await _timed(client, short, vocab_size, clock)
+    long_s, token_s = await _timed(client, long, vocab_size, clock)
+    times = [(short, short_s), (long, long_s)]
+    longest = min(most, round(long * LONGEST_S / max(long_s, LEAST_S)), LONGEST_TOKENS)
+    if longest >= 2 * long:
+        times.append((longest, (await _timed(client, longest, vocab_size, clock))[0]))
+    base_s, per_token_s, per_pair_s = growth(times)
     return Speeds(
-        prefill_base_s=max(short_s - short * per_token_s, LEAST_S),
+        prefill_base_s=base_s,
         prefill_per_token_s=per_token_s,
+        prefill_per_pair_s=per_pair_s,
         decode_base_s=max(token_s, LEAST_S),
         decode_per_sequence_s=max(token_s, LEAST_S) / 100,
     )
+
+
+def growth(times: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Seconds of a prompt, of each token, and of each pair of tokens, by two or three lengths with their seconds."""
+    (short, short_s), *_, (long, long_s) = times
+    per_token_s, per_pair_s = (long_s - short_s) / (long - short), 0.0
+    if len(times) > 2:
+        between, between_s = times[1]
+        first_s, second_s = (between_s - short_s) / (between - short), (long_s - between_s) / (long - between)
+        per_pair_s = max(0.0, 2 * (second_s - first_s) / (long - short))
+        per_token_s -= per_pair_s * (long + short) / 2
+    if per_token_s < LEAST_S:  # a slow moment: all lengths lie on a line
+        per_token_s, per_pair_s = max((long_s - short_s) / (long - short), LEAST_S), 0.0
+    return max(short_s - short * per_token_s, LEAST_S), per_token_s, per_pair_s
 
 
 async def keeps_kv(client: EngineClient) -> bool:
@@ -57,12 +83,12 @@ def _prompt(tokens: int, answer_tokens: int, vocab_size: int) -> EnginePrompt:
     return EnginePrompt("calibration", ids, params, 0, answer_tokens, answer_tokens, (), salt, 0, -1, timed=True)
 
 
-async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[float, float]:
+async def _timed(client: EngineClient, tokens: int, vocab_size: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds to the first token, and from one to the next."""
     prompt = _prompt(tokens, ANSWER_TOKENS, vocab_size)
-    began, times = world.monotonic(), list[float]()
+    began, times = clock(), list[float]()
     async for output in client.generate(prompt):
-        times += [world.monotonic()] * len(output.token_ids)
+        times += [clock()] * len(output.token_ids)
     return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from moonpool.kv_events.cache import EngineCache
 from moonpool.kv_events.events import ExtraKeys
 from moonpool.kv_events.stream import EventStream
 from moonpool.sampling_params import LORA
-from moonpool.scheduling.latency import SpeedTracker
+from moonpool.scheduling.latency import SpeedTracker, prefill_seconds
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from services.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
@@ -38,6 +39,8 @@ from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineP
 from services.adapter.config import AdapterConfig
 
 NAMES_PER_BLOCK = 4
+LOOKED_AT = 8
+"""Waiting prompts of which is looked up how much is computed: an engine computes few at once."""
 log = get_logger(__name__)
 SALT_MARK = "moonpool:"
 """Salts of prompts begin so: what follows names the root of the chain, and no hash of an image looks like it."""
@@ -123,6 +126,7 @@ class EngineLife:
         self.empty.set()
         self.draining = False
         self.lost = ""
+        self._front, self._front_at = (0, 0), 0.0  # the first prompt and its held tokens, and since when
 
     # --- keys ------------------------------------------------------------------------------------------------------
 
@@ -312,6 +316,39 @@ class EngineLife:
         if alone and seconds > 0:
             self.speeds.observe_prefill([(new, cached_tokens, True)], seconds)
 
+    # --- the queue -------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[PromisedRequest]:
+        """Requests without a first token, in the order of their promises."""
+        return [it for it in self.requests.values() if it.answers and not it.answers[0].tokens]
+
+    def shared_tokens(self, incoming: IncomingRequest) -> int:
+        """Leading tokens of a prompt that waiting prompts have in common with it: they are computed before it."""
+        keys, blocks = incoming.spec.keys, 0
+        for it in self.waiting:
+            other = it.part.incoming.spec.keys
+            most = min(len(keys), len(other))
+            blocks = max(blocks, bisect_left(range(most), True, key=lambda at, its=other: its[at] != keys[at]))  # type: ignore[misc]
+        return min(blocks, (len(incoming.token_ids) - 1) // self.facts.block_tokens) * self.facts.block_tokens
+
+    def queue(self) -> tuple[float, int]:
+        """Predicted seconds until all prompts are computed, and tokens to compute.
+
+        What is computed of the first prompts is known by their KV events.
+        """
+        seconds, tokens, now = 0.0, 0, world.monotonic()
+        for place, it in enumerate(self.waiting):
+            held = max(it.held_tokens, self.cached_tokens(it.part.incoming)) if place < LOOKED_AT else it.held_tokens
+            new = len(it.answers[0].prompt.token_ids) - held
+            work_s = prefill_seconds(self.speeds.speeds, new, held)
+            if not place:
+                if (it.number, held) != self._front:
+                    self._front, self._front_at = (it.number, held), now
+                work_s = max(0.0, work_s - (now - self._front_at))
+            seconds, tokens = seconds + work_s, tokens + new
+        return seconds, tokens
+
     def lose(self, why: str) -> None:
         """The engine is lost: every request fails."""
         self.lost = why
@@ -323,12 +360,12 @@ class EngineLife:
     def load_report(self, kind: kv_pb2.InstanceKind.ValueType) -> conductor_pb2.LoadReport:
         """The load now, as that of an instance of this kind."""
         decode, used = kind == kv_pb2.INSTANCE_KIND_DECODE, self.used_blocks
-        waiting = [it for it in self.requests.values() if it.answers and not it.answers[0].tokens]
-        queued = sum([len(it.part.incoming.token_ids) for it in waiting])
+        drain_s, queued = (None, 0) if decode else self.queue()
         return conductor_pb2.LoadReport(
-            running=self.running if decode else len(waiting),
+            running=self.running if decode else len(self.waiting),
             waiting=len([it for it in self.requests.values() if not it.answers]) if decode else 0,
-            queued_tokens=0 if decode else queued,
+            queued_tokens=queued,
+            drain_s=drain_s,
             free_blocks=max(0, self.facts.blocks - used - len(self.cache)),
             cached_blocks=min(len(self.cache), self.facts.blocks - used),
             promised_blocks=self.promised_blocks if decode else 0,
@@ -351,6 +388,7 @@ class EngineLife:
             unsupported=[*self.facts.unsupported, LORA],
             loras=list(self._loras),
             uses_kvstores=self._config.kvstores,
+            arrival_order=True,
             http_address=urlsplit(self._config.engine).netloc,
         )
 

@@ -180,7 +180,7 @@ class AdapterPrefillServicer:
         try:
             cached, loaded = life.cached_tokens(incoming), life.loaded_tokens(incoming, request)
             alone = not life.running and not loaded
-            life.prompts_taken += 1
+            live.held_tokens = max(cached + loaded, life.shared_tokens(incoming))
             apart = request.HasField("target") and self._adapter.config.role == "prefill"
             if apart:
                 met = live.part.meetings(live.width)
@@ -201,6 +201,7 @@ class AdapterPrefillServicer:
                 live.compute()
             else:
                 live.answers = [live.part.answer(0, (), lambda _: live.wake.set(), alone=True)]
+            life.prompts_taken += 1  # a report with this number counts the prompt
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted(number=life.prompts_taken))
             await live.first_tokens()
             life.computed(live.answers[0], cached, alone=alone and len(live.answers) == 1)

@@ -141,6 +141,7 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         unsupported=tuple(hello.unsupported),
         loras=tuple([lora_option(lora) for lora in hello.loras]),
         uses_kvstores=hello.uses_kvstores,
+        arrival_order=hello.arrival_order,
     )
 
 

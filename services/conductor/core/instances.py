@@ -45,6 +45,7 @@ class InstanceFacts:
         unsupported: sampling options that the instance lacks.
         loras: options of the LoRA adapters (`lora_option`) that the instance serves if it lacks LORA.
         uses_kvstores: an engine in a domain that reads and writes kvstores by itself.
+        arrival_order: a prefill instance that computes prompts as they come, whatever their place in the queue.
     """
 
     id: str
@@ -62,6 +63,7 @@ class InstanceFacts:
     unsupported: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     uses_kvstores: bool = False
+    arrival_order: bool = False
 
     def lacks(self, option: str) -> bool:
         """Whether the instance cannot serve requests with an option of a request."""

@@ -337,6 +337,7 @@ class PrefillInstanceState:
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
         """Counts a prompt from now on."""
         self._advance(now)
+        queue_key = None if self.facts.arrival_order else queue_key
         new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
         for other in self.prompts.values() if queue_key is not None else ():
             other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)

@@ -43,6 +43,7 @@ class FakeVllm:
         requests: bodies of the answers that were asked for.
         hits: for each of them, the blocks that its cache had.
         gate: answers wait before their second token while it is clear.
+        half: prompts wait while it is clear, half of them computed.
         dying: breaks connections off, and answers nothing.
         token_s: time that a prompt's token takes.
         kept: answers whose prompt's KV is kept for another engine, with the prompt's tokens, by id.
@@ -63,6 +64,8 @@ class FakeVllm:
         self.hits: list[int] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.half = asyncio.Event()
+        self.half.set()
         self.dying = False
         self.page_namespace, self.token_s = "", 0.0
         self.loras: dict[str, Path] = {}
@@ -192,6 +195,10 @@ class FakeVllm:
         lora: str,
     ) -> None:
         await asyncio.sleep(self.token_s * len(tokens))
+        if not self.half.is_set():
+            self.engine.compute(tokens[: len(tokens) // 2], salt, lora)
+            await self.publish()
+            await self.half.wait()
         self.engine.compute(tokens, salt, lora)
         await self.publish()
         for count in range(1, sampling["max_tokens"] + 1):
@@ -256,6 +263,7 @@ async def fake_vllm(
         yield server
     finally:
         server.gate.set()
+        server.half.set()
         await runner.cleanup()
         replaying.cancel()
         await asyncio.gather(replaying, return_exceptions=True)

@@ -19,6 +19,7 @@ from moonpool.telemetry.spans import Recorder
 from services.adapter.answers import PromisedRequest
 from services.adapter.config import AdapterConfig
 from services.adapter.service import serve
+from services.conductor.core.instances import LoadFacts
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
 from tests.unit.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import WAIT_S, store
@@ -249,6 +250,31 @@ async def test_an_answer_of_one_token_needs_no_promise(tmp_path: Path) -> None:
         assert result.token_ids == answer_to([5, 6], 1, running.checkpoint.config.vocab_size)
         assert engine.requests[0]["sampling_params"]["max_tokens"] == 1
         await running.rest()
+
+
+async def test_the_queue_is_what_the_engine_has_not_computed_yet(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        pool = running.servicer.core.cluster.prefills
+
+        def load() -> LoadFacts:
+            found = pool.get("one-prefill")
+            assert found is not None
+            assert found.facts.arrival_order
+            return found.load
+
+        engine.half.clear()
+        first = list(range(200, 200 + 20 * BLOCK_TOKENS))
+        asked = []
+        for place, prompt in enumerate((first, first[: 16 * BLOCK_TOKENS] + [7] * 40)):
+            sampling = SamplingParams(max_tokens=1 + place, **GREEDY)
+            asked.append(asyncio.create_task(running.client.generate(token_ids=prompt, sampling=sampling)))
+            # Half of the first is computed; the second waits for what both begin with, and lacks the other tokens.
+            await running.until(lambda tokens=10 * BLOCK_TOKENS + 40 * place: load().queued_tokens == tokens)  # type: ignore[misc]
+            assert (load().running, (load().drain_s or 0.0) > 0.0) == (1 + place, True)
+        engine.half.set()
+        await asyncio.gather(*asked)
+        await running.rest()
+        await running.until(lambda: (load().queued_tokens, load().drain_s) == (0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from moonpool.cli.calibrate import run_calibrate_engine
 from moonpool.engine.calibration import DecodeTime, PrefillTime, fit_profile
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.scheduling.latency import attention_pairs
+from moonpool.scheduling.latency import attention_pairs, prefill_seconds
 from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from services.adapter.calibration import EngineTimer
+from services.adapter.calibration import EngineTimer, growth, measured_speeds
 from tests.unit.adapter.fake_vllm import MAX_TOKENS, fake_vllm
 from tests.unit.conductor.stack import TINY
 
@@ -79,6 +79,24 @@ async def test_known_speeds_are_found() -> None:
     assert decode.coefficients[:2] == pytest.approx(DECODE[:2], rel=0.05)
     assert prefill.worst_error < 0.01
     assert decode.worst_error < 0.02
+
+
+async def test_predictions_begin_with_work_that_grows_faster_than_prompts() -> None:
+    engine = KnownEngine()
+    facts = EngineFacts("known 1", "1", BLOCK, 4096, 8192, (), ())
+    speeds = await measured_speeds(engine, facts, 100, lambda: engine.now)
+    for tokens in (100, 2000, 8000):
+        known_s = PREFILL[0] + PREFILL[1] * tokens + PREFILL[2] * attention_pairs(tokens, 0)
+        assert prefill_seconds(speeds, tokens, 0) == pytest.approx(known_s, rel=0.01)
+    small = EngineFacts("known 1", "1", BLOCK, 16, 8192, (), ())  # takes no prompt of several times the second's length
+    assert (await measured_speeds(engine, small, 100, lambda: engine.now)).prefill_per_pair_s == 0.0
+
+
+def test_a_slow_moment_gives_no_work_that_shrinks_with_prompts() -> None:
+    for times in ([(16, 0.5), (512, 0.1), (4096, 1.0)], [(16, 0.1), (512, 5.0), (4096, 1.0)], [(16, 2.0), (512, 1.0)]):
+        base_s, per_token_s, per_pair_s = growth(times)
+        assert min(base_s, per_token_s) > 0.0
+        assert per_pair_s >= 0.0
 
 
 async def test_a_running_servers_profile_is_one_that_the_simulator_reads(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import random
 
 import pytest
 
+from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.core.attempt_calls import StalePlacementCheck
 from services.conductor.core.events import StalePlacement
 from services.conductor.core.instances import InstanceFacts, LoadFacts
 from services.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
+from services.conductor.placement.base import QueueWait
 from services.conductor.placement.policies import POLICIES
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts, prefill_at
@@ -48,6 +50,20 @@ def test_a_report_begins_anew_whatever_was_left() -> None:
         instance.release(number, NOW)
     instance.report(LoadFacts(drain_s=3.0), NOW, 6.0)
     assert instance.free_at == NOW + 3.0
+
+
+def test_where_prompts_are_computed_as_they_come_all_that_are_there_go_first() -> None:
+    waits = {}
+    for arrival_order in (False, True):
+        instance = prefill_at(0, facts("prefill-0", arrival_order=arrival_order), NOW)
+        for number, tenant in enumerate(("a", "b")):
+            instance.claim(number, 4.0, NOW, QueueKey(tenant, NOW + 10.0, number))
+        early = QueueKey("a", NOW, 2)
+        waits[arrival_order] = instance.wait(early, NOW), instance.queue_s(early, 8.0)
+        assert any(it.overtaken for it in instance.prompts.values()) is False
+    assert waits[True] == (QueueWait(8.0, 0), 8.0)
+    assert waits[False][0].seconds < 8.0
+    assert waits[False][1] < 8.0
 
 
 KEYS = [bytes([number]) * 32 for number in range(20)]
