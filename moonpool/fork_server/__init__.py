@@ -196,15 +196,26 @@ class ForkServer:
     Args:
         modules: what the server imports before it forks; what is not installed is left out.
         parent: the fork server that this one is forked from; None = it is executed.
+        python: command that starts the server's Python, and that of programs that are not forked.
+        environment: variables of the server; None = this process's.
     """
 
-    def __init__(self, modules: Sequence[str], parent: ForkServer | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        parent: ForkServer | None = None,
+        *,
+        python: Sequence[str] = (sys.executable,),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._modules = modules
         self._parent = parent
+        self._python = python
         self._asking = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: ChildProcess | None = None
-        self._owner, self._folder, self._environment = os.getpid(), os.getcwd(), _DEFAULTS | os.environ
+        self._owner, self._folder = os.getpid(), os.getcwd()
+        self._environment = {**_DEFAULTS, **(os.environ if environment is None else environment)}
         self._answered = self._given_up = False
         self.single = False
         """The server is there to start one engine."""
@@ -229,13 +240,13 @@ class ForkServer:
             or os.getpid() != self._owner
             or _read_once(program.environment) != _read_once(self._environment)
         ):
-            return execute(program)
+            return execute(program, self._python)
         try:
             return self._fork(program)
         except (OSError, EOFError):  # the server has ended, or the system has no room for a process
             self._given_up = not self._answered  # it could not begin; one that began and was killed is started again
             self.close()
-            return execute(program)
+            return execute(program, self._python)
         except BaseException:  # its answer would be taken for the next one's
             self.close()
             raise
@@ -266,7 +277,8 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 folder=self._folder,
             )
-            self._process = execute(program) if self._parent is None else self._parent.start(program)
+            parent = self._parent
+            self._process = execute(program, self._python) if parent is None else parent.start(program)
         _send(ours, json.dumps(list(self._modules)).encode())
         return ours
 

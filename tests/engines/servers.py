@@ -7,15 +7,17 @@ import math
 import os
 import signal
 import socket
-from asyncio.subprocess import Process
+import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
 
+from moonpool.fork_server import ChildProcess, ForkServer, Program
 from services.adapter.vllm import read_samples
 from tests.unit.conductor.stack import TINY
 
@@ -24,15 +26,56 @@ PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 SGLANG = ROOT / ".engines" / "sglang"
 """Folder with SGLang's packages, for vLLM's Python."""
 BLOCK_TOKENS, MAX_TOKENS = 32, 1024
-START_S, WAIT_S = 240.0, 60.0
+START_S, WAIT_S, END_S = 240.0, 60.0, 5.0
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'moonpool_kv'}",
     "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    **{name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ},
 }  # fmt: skip
-"""What vLLM and NIXL need on a machine without GPU and network."""
+"""What vLLM, SGLang and NIXL need on a machine without GPU and network."""
+
+
+class Make:
+    """Starts programs of a make by forking a process that has imported what they need, which takes 7 s of processor.
+
+    Args:
+        settings: variables, beside `SETTINGS`.
+        modules: what is imported once.
+    """
+
+    def __init__(self, settings: Mapping[str, str], modules: Sequence[str]) -> None:
+        self._settings = {**SETTINGS, **settings}
+        self._forks = ForkServer(modules, python=[str(PYTHON)], environment=self._settings)
+
+    def close(self) -> None:
+        """Ends the process that is forked. Programs run on."""
+        self._forks.close()
+
+    async def start(
+        self, path: Path, module: str, *arguments: str, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> ChildProcess:
+        """Runs a module as a program that prints into a file."""
+        with path.open("ab") as log:
+            variables, number = {**self._settings, **settings}, log.fileno()
+            program = Program(module, arguments, variables, number, number, folder=str(ROOT))
+            return await asyncio.to_thread(self._forks.start, program)
+
+
+VLLM = Make({}, ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core"))
+SGLANG_CPU = Make(
+    {
+        "PYTHONPATH": f"{Path(__file__).with_name('without_kernels')}:{SGLANG}:{ROOT}",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    },
+    ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
+)
+LMCACHE = Make(
+    {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}, ("lmcache.v1.distributed.l2_adapters", "lmcache.cli.main")
+)
+MAKES = (VLLM, SGLANG_CPU, LMCACHE)
 
 
 def pooled(stores: Sequence[str], **settings: Any) -> dict[str, Any]:
@@ -55,7 +98,7 @@ class Server:
     """A server in a process group of its own."""
 
     url: str
-    process: Process
+    process: ChildProcess
     log: Path
 
     async def is_up(self) -> bool:
@@ -72,9 +115,9 @@ class Server:
 
     async def kill(self) -> None:
         """`kill -9`, of all its processes."""
-        if self.process.returncode is None:
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        await asyncio.to_thread(self.process.wait)
 
 
 class Vllm(Server):
@@ -199,53 +242,51 @@ async def vllm(
     }  # fmt: skip
     if transfer is not None:
         flags["kv-transfer-config"] = json.dumps(transfer)
-    command = [str(PYTHON), str(Path(__file__).with_name("launch_vllm.py"))]
-    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    command += ["--enforce-eager", "--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    async with started(command, settings, folder / "vllm.log") as process:
-        yield await ready(Vllm(f"http://127.0.0.1:{port}", process, folder / "vllm.log"))
+    arguments = options(flags)
+    arguments += ["--enforce-eager", "--enable-prefix-caching", "--enable-scale-out", "--enable-prompt-tokens-details"]
+    settings, log = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}, folder / "vllm.log"
+    process = await VLLM.start(log, "tests.engines.launch_vllm", *arguments, settings=settings)
+    async with ready(Vllm(f"http://127.0.0.1:{port}", process, log)) as server:
+        yield server
 
 
 @asynccontextmanager
-async def sglang(folder: Path, blocks: int) -> AsyncIterator[Sglang]:
-    """An SGLang with so many KV blocks."""
-    port = free_port()
+async def sglang(folder: Path, blocks: int, role: str = "") -> AsyncIterator[Sglang]:
+    """An SGLang with so many KV blocks; `role`: "prefill" or "decode" of a pair whose KV moves over NIXL."""
+    os.makedirs(folder, exist_ok=True)
+    port, log = free_port(), folder / "sglang.log"
     events = {"publisher": "zmq", "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replays"}
     flags = {
         "model-path": TINY, "host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32",
         "page-size": BLOCK_TOKENS, "max-total-tokens": blocks * BLOCK_TOKENS, "mem-fraction-static": 0.05,
         "context-length": MAX_TOKENS, "attention-backend": "torch_native", "kv-events-config": json.dumps(events),
     }  # fmt: skip
-    command = [str(PYTHON), "-m", "sglang.launch_server"]
-    command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    command += ["--disable-overlap-schedule", "--skip-server-warmup"]
-    stubs = Path(__file__).with_name("without_kernels")
-    settings = {"PYTHONPATH": f"{stubs}:{SGLANG}", "SGLANG_USE_CPU_ENGINE": "1"}
-    async with started(command, settings, folder / "sglang.log") as process:
-        yield await ready(Sglang(f"http://127.0.0.1:{port}", process, folder / "sglang.log"))
+    if role:
+        flags |= {"disaggregation-mode": role, "disaggregation-transfer-backend": "nixl"}
+        flags["disaggregation-bootstrap-port"] = free_port()
+    arguments = [*options(flags), "--disable-overlap-schedule", "--skip-server-warmup"]
+    process = await SGLANG_CPU.start(log, "tests.engines.launch_sglang", *arguments)
+    async with ready(Sglang(f"http://127.0.0.1:{port}", process, log)) as server:
+        yield server
+
+
+def options(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as arguments of a program."""
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 @asynccontextmanager
-async def started(command: Sequence[str], settings: Mapping[str, str], path: Path) -> AsyncIterator[Process]:
-    """A server's process, and its end."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
-    with path.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=log, stderr=log, start_new_session=True, env={**kept, **SETTINGS, **settings}
-        )
+async def ready(server: S) -> AsyncIterator[S]:
+    """A server once it answers, and its end."""
     try:
-        yield process
+        async with asyncio.timeout(START_S):
+            while not await server.is_up():
+                assert server.process.poll() is None, server.log.read_text()[-4000:]
+                await asyncio.sleep(0.1)
+        yield server
     finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def ready(server: S) -> S:
-    """Waits until a server answers."""
-    async with asyncio.timeout(START_S):
-        while not await server.is_up():
-            assert server.process.returncode is None, server.log.read_text()[-4000:]
-            await asyncio.sleep(0.5)
-    return server
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(server.process.wait, END_S)
+        except subprocess.TimeoutExpired:  # SGLang's threads of NIXL do not end soon
+            await server.kill()

@@ -11,9 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import pytest
+from tokenizers import Tokenizer
 
+from moonpool.checkpoint.resolve import model_name
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient
 from moonpool.errors import Unavailable
@@ -22,7 +25,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
-from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, ROOT, Vllm, free_port, vllm
+from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, ROOT, Vllm, free_port, pooled, vllm
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.unit.adapter.test_adapter import prompts
@@ -33,6 +36,8 @@ VOCAB, AT_ONCE, WAIT_S = 400, 4, 120.0
 EXACT_S = 2.0
 """Seconds after a part is back, within which the index is exact."""
 Strike = Callable[[], Awaitable[None]]
+Ask = Callable[[list[int]], Awaitable[tuple[Any, str]]]
+"""Gives the answer to a prompt, and who computed the prompt."""
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(480),
@@ -113,7 +118,7 @@ def plan(folder: Path) -> StackPlan:
     return StackPlan(
         model=str(TINY), data_dir=folder, dtype="float32", threads=1, block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=64 << 20, dram_bytes=16 << 20, conductors=2,
-        extra={"conductor": ["--policy", "round_robin"]},  # so that all engines have work when a part is killed
+        http_port=0, extra={"conductor": ["--policy", "round_robin"]},  # all engines have work when a part is killed
     )  # fmt: skip
 
 
@@ -127,30 +132,59 @@ async def joined(client: AsyncClient, *names: str, there: bool = True) -> None:
             await asyncio.sleep(0.2)
 
 
-async def load(addresses: list[str], asked: list[list[int]], strike: Strike | None = None) -> tuple[Any, ...]:
+async def load(ask: Ask, asked: list[list[int]], strike: Strike | None = None) -> tuple[Any, ...]:
     """Asks all prompts, and strikes when a third of them are answered. Returns answers, and who computed prompts."""
     places, answered, struck = asyncio.Semaphore(AT_ONCE), 0, asyncio.Event()
 
+    async def one(prompt: list[int]) -> tuple[Any, str]:
+        nonlocal answered
+        async with places:
+            answer = await ask(prompt)
+        answered += 1
+        if answered == len(asked) // 3:
+            struck.set()
+        return answer
+
+    async def striking() -> None:
+        await struck.wait()
+        if strike is not None:
+            await strike()
+
+    strikes = asyncio.create_task(striking())
+    found = await asyncio.gather(*map(one, asked))
+    await strikes
+    return tuple(zip(*found, strict=True))
+
+
+@asynccontextmanager
+async def asking(addresses: list[str]) -> AsyncIterator[Ask]:
+    """Asks conductors for tokens."""
     async with AsyncClient(addresses) as client:
 
-        async def one(prompt: list[int]) -> tuple[list[int], str]:
-            nonlocal answered
-            async with places:
-                result = await client.generate(token_ids=prompt, sampling=ANSWER)
-            answered += 1
-            if answered == len(asked) // 3:
-                struck.set()
+        async def ask(prompt: list[int]) -> tuple[list[int], str]:
+            result = await client.generate(token_ids=prompt, sampling=ANSWER)
             return result.token_ids, result.placement.prefill
 
-        async def striking() -> None:
-            await struck.wait()
-            if strike is not None:
-                await strike()
+        yield ask
 
-        strikes = asyncio.create_task(striking())
-        found = await asyncio.gather(*map(one, asked))
-        await strikes
-    return tuple(zip(*found, strict=True))
+
+@asynccontextmanager
+async def asking_for_text(url: str, model: str) -> AsyncIterator[Ask]:
+    """Asks a gateway for text; whoever loses the gateway asks again."""
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(prompt: list[int]) -> tuple[str, str]:
+            body = {"model": model, "prompt": prompt, "max_tokens": ANSWER.max_tokens, "ignore_eos": True}
+            while True:
+                try:
+                    async with session.post(f"{url}/v1/completions", json=body | {"temperature": 0}) as response:
+                        told = await response.json()
+                        assert response.status == 200, told
+                        return told["choices"][0]["text"], ""
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.1)
+
+        yield ask
 
 
 def check(reference: Reference, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
@@ -161,12 +195,17 @@ def check(reference: Reference, asked: Sequence[list[int]], answers: Sequence[li
 
 
 async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is_killed(tmp_path: Path) -> None:
-    asked, reference, one = prompts(300, VOCAB, seed=17), Reference(TINY), ("vllm-0-prefill", "vllm-0-decode")
+    asked, reference, one = prompts(340, VOCAB, seed=17), Reference(TINY), ("vllm-0-prefill", "vllm-0-decode")
     with CheckedStack(plan(tmp_path / "stack")) as own:
-        part = Part(tmp_path, own.addresses)
-        async with parts(part), AsyncClient(own.addresses) as client:
+        part = Part(tmp_path, own.addresses, transfer=pooled([own.services["kvstore-0"].address]))
+        async with (
+            parts(part),
+            AsyncClient(own.addresses) as client,
+            asking(own.addresses) as ask,
+            asking_for_text(f"http://{own.http_address}", model_name(str(TINY))) as ask_for_text,
+        ):
             await joined(client, *one)
-            answers, places = await load(own.addresses, asked[:100])
+            answers, places = await load(ask, asked[:100])
             check(reference, asked[:100], answers)
             by_vllm = places.count(one[0])
             print(f"{by_vllm} of 100 prompts at vLLM, the others at Moonpool's engines")
@@ -180,11 +219,11 @@ async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is
 
             strikes: list[tuple[str, Strike]] = [
                 ("adapter", part.kill_adapter), ("engine", part.kill_engine),
-                *[(name, killed(name)) for name in ("conductor", "prefill-0", "decode-0")],
+                *[(name, killed(name)) for name in ("conductor", "prefill-0", "decode-0", "kvstore-0")],
             ]  # fmt: skip
             for at, (name, strike) in enumerate(strikes):
                 now = asked[100 + 40 * at : 140 + 40 * at]
-                answers, places = await load(own.addresses, now, strike)
+                answers, places = await load(ask, now, strike)
                 check(reference, now, answers)
                 print(f"kill -9 of {name}: {places.count(one[0])} of {len(now)} prompts at vLLM")
                 assert one[0] in places
@@ -196,9 +235,16 @@ async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is
                 else:
                     await asyncio.to_thread(own.restart, name)
                 await joined(client, *one)
-            for prompt in asked[:40]:
-                await client.generate(token_ids=prompt, sampling=ANSWER)
+            again = await load(ask, asked[:40])
             assert own.gauge("vllm-0-prefill", "prompts_recomputed_total") == 0
+
+            async def kill_gateway() -> None:
+                await killed("gateway-0")()
+                await asyncio.to_thread(own.restart, "gateway-0")
+
+            texts, _ = await load(ask_for_text, asked[:40], kill_gateway)
+            tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+            assert list(texts) == [tokenizer.decode(answer) for answer in again[0]]
 
 
 async def test_no_answer_is_lost_when_an_engine_of_a_pair_is_killed(tmp_path: Path) -> None:
@@ -208,11 +254,11 @@ async def test_no_answer_is_lost_when_an_engine_of_a_pair_is_killed(tmp_path: Pa
             Part(tmp_path, own.addresses, role[0], ("--role", role, "--kv-domain", "nixl"), NIXL)
             for role in ("prefill", "decode")
         ]
-        async with parts(p, d), AsyncClient(own.addresses) as client:
+        async with parts(p, d), AsyncClient(own.addresses) as client, asking(own.addresses) as ask:
             for at, part in enumerate((p, d)):
                 await joined(client, "p-prefill", "d-decode")
                 now = asked[100 * at : 100 * at + 100]
-                answers, places = await load(own.addresses, now, part.kill_engine)
+                answers, places = await load(ask, now, part.kill_engine)
                 check(reference, now, answers)
                 print(f"kill -9 of {part.name}: {places.count('p-prefill')} of {len(now)} prompts at the pair")
                 assert "p-prefill" in places

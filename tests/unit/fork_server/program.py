@@ -42,6 +42,7 @@ def state() -> dict[str, object]:
 def main(what: str) -> None:
     """Tells of itself, then ends as the argument says."""
     told = {"forked": "tabnanny" in sys.modules, "draw": random.random(), "pid": os.getpid(), "state": state()}
+    told["optimised"] = sys.flags.optimize
     if what == "engine":
         worker = start_worker(Program(__spec__.name, ["wait"], os.environ, stdout=2, stderr=2))
         engine_started()

@@ -161,6 +161,19 @@ def test_what_a_process_reads_once_is_read(server: ForkServer, name: str) -> Non
     assert ran.child.wait(WAIT_S) == 0
 
 
+def test_a_server_has_a_python_and_variables_of_its_own() -> None:
+    """A program with other variables of those that are read once is executed, by the same Python."""
+    variables = {**os.environ, "OMP_PROC_BIND": "true"}
+    server = ForkServer(PRELOADED, python=(sys.executable, "-O"), environment=variables)
+    try:
+        ran = [run(server.start, "tell", environment={"OMP_PROC_BIND": value}) for value in ("true", "false")]
+        assert [it.forked for it in ran] == [True, False]
+        assert [it.told["optimised"] for it in ran] == [1, 1]
+        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0]
+    finally:
+        server.close()
+
+
 def test_a_server_that_was_killed_costs_a_fork() -> None:
     server = ForkServer(PRELOADED)
     before = set(children())
