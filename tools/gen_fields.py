@@ -47,7 +47,8 @@ A field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp or Ollama is one of three:
   A value in brackets is accepted, because the value asks for what happens anyway. Null is always accepted.
 
 Bodies are marked with \\*: there, an unknown field is ignored with the warning. In every object within a body, an
-unknown field is refused. `requests` of `/v1/prefetch` are bodies of `/v1/chat/completions` and `/v1/completions`.
+unknown field is refused. `requests` of `/v1/prefetch` are bodies of `/v1/chat/completions` and `/v1/completions`, or
+lines of a batch file: there, `body` is a body of the endpoint that `url` names.
 """
 
 
@@ -58,7 +59,7 @@ def page() -> str:
 
 def _table(path: str, body: type[Body]) -> str:
     head = f"\n## `POST {path}`\n\n| object | honoured | ignored | refused |\n|---|---|---|---|\n"
-    return head + "".join(_row(place, part) for place, part in _objects("", body, ()))
+    return head + "".join(dict.fromkeys(_row(place, part) for place, part in _objects("", body, ())))
 
 
 def _row(place: str, body: type[Body]) -> str:

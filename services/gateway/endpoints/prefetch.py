@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Discriminator, Tag
 from starlette.requests import Request
@@ -13,18 +13,51 @@ from starlette.responses import Response
 from moonpool.client import ClusterState, GenerateArguments
 from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import SamplingParams
+from services.gateway.endpoints.anthropic_messages import MessagesBody
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import MAX_PROMPTS, CompletionBody
+from services.gateway.endpoints.openai_responses import ResponsesBody, ResponsesTurn
 from services.gateway.serving.auth import AuthenticatedCaller, CheckedRequest
-from services.gateway.serving.json_body import Body, FailFastList, json_response
+from services.gateway.serving.errors import HttpError
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, json_response
 
-_CHAT, _COMPLETION = "[chat]", "[completion]"
-ComingBody = Annotated[
-    Annotated[ChatBody, Tag(_CHAT)] | Annotated[CompletionBody, Tag(_COMPLETION)],
-    Discriminator(lambda value: _CHAT if isinstance(value, dict) and "messages" in value else _COMPLETION),
+BodyT = TypeVar("BodyT", bound=GenerateBody)
+
+
+class BatchLine(Body, Generic[BodyT]):
+    """A line of a batch file, as OpenAI's: the endpoint that a body will be sent to, and the body."""
+
+    custom_id: str | None = None
+    method: str | None = None
+    url: str
+    body: BodyT
+
+    def check(self) -> None:
+        self.body.check()
+
+
+_CHAT, _COMPLETION = "[/v1/chat/completions]", "[/v1/completions]"
+_CHAT_LINE, _COMPLETION_LINE = "[line /v1/chat/completions]", "[line /v1/completions]"
+_MESSAGES_LINE, _RESPONSES_LINE = "[line /v1/messages]", "[line /v1/responses]"
+
+
+def _kind(value: Any) -> str | None:
+    if not isinstance(value, dict) or "url" not in value:
+        return _CHAT if isinstance(value, dict) and "messages" in value else _COMPLETION
+    return f"[line {value['url']}]"
+
+
+ComingRequest = Annotated[
+    Annotated[ChatBody, Tag(_CHAT)]
+    | Annotated[CompletionBody, Tag(_COMPLETION)]
+    | Annotated[BatchLine[ChatBody], Tag(_CHAT_LINE)]
+    | Annotated[BatchLine[CompletionBody], Tag(_COMPLETION_LINE)]
+    | Annotated[BatchLine[MessagesBody], Tag(_MESSAGES_LINE)]
+    | Annotated[BatchLine[ResponsesBody], Tag(_RESPONSES_LINE)],
+    Discriminator(_kind),
 ]
-"""The body of a request that will come: with `messages` a chat's, else a completion's."""
+"""A request that will come: a batch file's line; else, with `messages`, a chat's body; else a completion's."""
 
 
 class PrefetchBody(Body):
@@ -32,21 +65,27 @@ class PrefetchBody(Body):
 
     unknown_ignored = True
 
-    requests: FailFastList[ComingBody]
+    requests: FailFastList[ComingRequest]
     within_s: float | None = None
     cancel: bool | None = None
 
     def check(self) -> None:
         if (self.within_s is None) != bool(self.cancel):
             raise InvalidRequest("within_s", "either within_s or cancel must be given")
-        for index, body in enumerate(self.requests):
-            with _named(index):
+        for place, body in self.bodies():
+            with _named(place):
                 body.check()
                 if isinstance(body, ChatBody) and body.cache is not None:
                     raise InvalidRequest("messages.0", "a chat that begins with a cache cannot be announced")
-        prompts = sum(len(it.prompts()) if isinstance(it, CompletionBody) else 1 for it in self.requests)
+        prompts = sum(len(it.prompts()) if isinstance(it, CompletionBody) else 1 for _, it in self.bodies())
         if not 1 <= prompts <= MAX_PROMPTS:
             raise InvalidRequest("requests", f"must have 1 to {MAX_PROMPTS} prompts")
+
+    def bodies(self) -> Iterator[tuple[str, GenerateBody]]:
+        """The bodies that will be sent, each with its place."""
+        for index, one in enumerate(self.requests):
+            place = f"requests.{index}"
+            yield (f"{place}.body", one.body) if isinstance(one, BatchLine) else (place, one)
 
 
 async def prefetch(gateway: GatewayContext, request: Request) -> Response:
@@ -58,8 +97,8 @@ async def prefetch(gateway: GatewayContext, request: Request) -> Response:
     checked = await gateway.auth.read_body(request, PrefetchBody)
     body, state = checked.body, await gateway.cluster.state()
     coming: list[GenerateArguments] = []
-    for index, one in enumerate(body.requests):
-        with _named(index):
+    for place, one in body.bodies():
+        with _named(place):
             coming += await _prompts(gateway, checked.caller, one, state)
     checked.caller.budget.charge_answers(len(coming))
     within_s = None if body.cancel else body.within_s
@@ -69,18 +108,26 @@ async def prefetch(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def _prompts(
-    gateway: GatewayContext, caller: AuthenticatedCaller, body: ChatBody | CompletionBody, state: ClusterState
+    gateway: GatewayContext, caller: AuthenticatedCaller, body: GenerateBody, state: ClusterState
 ) -> list[GenerateArguments]:
     """A request's prompts, with what their KV depends on besides."""
     job = gateway.builder.prepare(CheckedRequest(caller, body, {}, "", "", "", ""), state, max_tokens=1)
-    if isinstance(body, ChatBody):
-        job.prompts, special, usual = [body.prompt()], body.add_special_tokens is True, False
-        if body.messages is not None:
-            job.set_chat_options(body.chat_options())
-            if (tools := body.tool_set()) is not None:
-                job.arguments["tools"] = tools.definitions
-    else:
-        job.prompts, special, usual = body.sdk_prompts(), body.add_special_tokens is not False, True
+    special = usual = isinstance(body, CompletionBody)
+    match body:
+        case CompletionBody():
+            job.prompts, special = body.sdk_prompts(), body.add_special_tokens is not False
+        case ChatBody():
+            job.prompts, special = [body.prompt()], body.add_special_tokens is True
+        case MessagesBody():
+            job.prompts = [{"messages": body.to_messages()}]
+        case ResponsesBody():
+            checked = CheckedRequest(caller, body, {}, "", "", "", "")
+            turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
+            job.prompts = [{"messages": turn.messages()}]
+    if isinstance(body, MessagesBody) or (isinstance(body, ChatBody) and body.messages is not None):
+        job.set_chat_options(body.chat_options())
+    if "messages" in job.prompts[0] and (tools := body.tool_set()) is not None:
+        job.arguments["tools"] = tools.definitions
     if special != usual:
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=special))
     # An answer's form matters to no prompt, and its grammar would be compiled.
@@ -89,9 +136,12 @@ async def _prompts(
 
 
 @contextmanager
-def _named(index: int) -> Iterator[None]:
-    """Errors name their field within a request."""
+def _named(place: str) -> Iterator[None]:
+    """Errors name their field behind the place of the request."""
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(f"requests.{index}.{error.field}".removesuffix("."), error.message) from None
+        raise InvalidRequest(f"{place}.{error.field}".removesuffix("."), error.message) from None
+    except HttpError as error:
+        named = f"{place}.{error.parameter}"
+        raise HttpError(error.status, error.code, str(error), parameter=named, close=error.close) from None

@@ -13,6 +13,8 @@ from .fakes import CHAT, PLAIN, TURNS, Answers, answering
 
 PATH = "/v1/prefetch"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HELLO = {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}
+MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 PROMPT_FIELDS = "tenant", "model", "cache_salt", "text", "tokens", "chat"
 
 
@@ -61,6 +63,42 @@ async def test_a_body_is_announced_as_it_will_be_sent(path: str, body: dict[str,
         assert [of_prompt(it) for it in request.requests] == [of_prompt(it) for it in gateway.fake.requests]
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (CHAT, {"messages": TURNS, "tools": [TOOL]}),
+        (PLAIN, {"prompt": ["a", "b"], "cache_salt": "s"}),
+        ("/v1/messages", {**HELLO, "system": "Be brief.", "tools": [MESSAGES_TOOL], "model": "tiny"}),
+        ("/v1/messages", {**HELLO, "tools": [MESSAGES_TOOL], "tool_choice": {"type": "none"}}),
+        ("/v1/messages", {**HELLO, "thinking": {"type": "disabled"}, "cache_control": {"type": "ephemeral"}}),
+        ("/v1/responses", {"input": "hello", "instructions": "Be brief.", "cache_salt": "s"}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "hello"}], "store": False,
+                           "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]}),
+    ],
+)  # fmt: skip
+async def test_a_line_of_a_batch_is_announced_as_its_endpoint_will_send_it(url: str, body: dict[str, Any]) -> None:
+    async with answering(conductor()) as gateway:
+        line = {"custom_id": "1", "method": "POST", "url": url, "body": body}
+        answered = await gateway.http.post(PATH, json={"requests": [line], "within_s": 30})
+        assert answered.status_code == 200, answered.text
+        assert "warning" not in answered.headers
+        await gateway.http.post(url, json=body)
+        assert [of_prompt(it) for it in announced(gateway).requests] == [of_prompt(it) for it in gateway.fake.requests]
+        assert gateway.fake.requests
+
+
+async def test_a_response_is_announced_with_what_came_before() -> None:
+    async with answering(conductor()) as gateway:
+        first = await gateway.http.post("/v1/responses", json={"input": "hello"})
+        body = {"input": "and now?", "previous_response_id": first.json()["id"]}
+        line = {"url": "/v1/responses", "body": body}
+        assert (await gateway.http.post(PATH, json={"requests": [line], "within_s": 30})).status_code == 200
+        await gateway.http.post("/v1/responses", json=body)
+        (coming,) = announced(gateway).requests
+        assert of_prompt(coming) == of_prompt(gateway.fake.requests[-1])
+        assert len(coming.chat.messages) == 3
+
+
 async def test_the_answer_tells_how_many_prompts_have_blocks() -> None:
     async with answering(conductor(2)) as gateway:
         bodies = [{"messages": TURNS}, {"prompt": ["a", "b"]}]
@@ -92,6 +130,13 @@ async def test_what_will_not_come_is_told_without_a_time() -> None:
         ({"requests": [{"prompt": "a", "model": "other"}], "within_s": 1}, "requests.0.model"),
         ({"requests": [{"messages": [{"role": "cache", "content": "cache_id=c"}, *TURNS]}], "within_s": 1},
          "requests.0.messages.0"),
+        ({"requests": [{"url": "/v1/embeddings", "body": {"input": "a"}}], "within_s": 1}, "requests.0"),
+        ({"requests": [{"url": ["/v1/messages"], "body": HELLO}], "within_s": 1}, "requests.0"),
+        ({"requests": [{"url": "/v1/messages"}], "within_s": 1}, "requests.0.body"),
+        ({"requests": [{"url": "/v1/messages", "body": {**HELLO, "messages": []}}], "within_s": 1},
+         "requests.0.body.messages"),
+        ({"requests": [{"url": "/v1/responses", "body": {"input": "a", "previous_response_id": "resp_x"}}],
+          "within_s": 1}, "requests.0.body.previous_response_id"),
     ],
 )  # fmt: skip
 async def test_wrong_announcements_are_refused_by_name(body: dict[str, Any], field: str) -> None:
