@@ -13,9 +13,10 @@ enum { TILE_ROWS = 6, MANY = 2 };
 #else
 enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
-// What was faster where it was measured, on AVX2 and AVX-512 (docs/kernels.md).
-template <class T> constexpr bool NEAR_BY = W == 8 && __is_same(T, bf16);  // fetched into the first cache, or the second,
-template <class T> constexpr int64_t AHEAD = NEAR_BY<T> ? 1536 : 12 << 10;  // so many bytes ahead, by rows of one walk
+// What was faster where it was measured, on AVX2 and AVX-512 (docs/kernels.md): so many rows of one walk at most fetch into
+// the first cache, more into the second; and so many bytes ahead.
+template <class T> constexpr int NEAR_BY = paired<T>() ? 4 : W == 8 && __is_same(T, bf16) ? (int)TILE_ROWS : 0;
+template <class T> constexpr int64_t ahead_of(int64_t rows) { return rows > NEAR_BY<T> ? 12 << 10 : W == 8 ? 1536 : 4096; }
 enum { BLOCK_TILES = 32 };  // of rows that go through all panels together and are widened for that;
 static const int64_t BLOCK_BYTES = 6 << 20;  // and of others that stay as they are
 static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
@@ -33,7 +34,7 @@ static __attribute__((noinline)) void sums_of(const float* x, int64_t stride, co
     out += from * W;
     if (more) for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) acc[i][j] = load(out + i * PANEL + j * W);
     for (int64_t k = 0; k < K; k++, panel += PANEL, ahead += pace) {
-        __builtin_prefetch(ahead, 0, NEAR_BY<T> ? 3 : 2);
+        __builtin_prefetch(ahead, 0, M <= NEAR_BY<T> ? 3 : 2);
         if (sizeof(T) == 4) __builtin_prefetch(ahead + 64, 0, 2);
         for (int j = 0; j < NV; j += 2) {
             vf weight[2];
@@ -54,8 +55,8 @@ static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, con
                                               const char* ahead, int64_t pace, bool, float* out) {
     vf acc[M][NV] = {};
     for (int64_t k = 0; k < K; k += 2, panel += 2 * PANEL, ahead += pace) {
-        __builtin_prefetch(ahead, 0, 2);
-        __builtin_prefetch(ahead + 64, 0, 2);
+        __builtin_prefetch(ahead, 0, M <= NEAR_BY<T> ? 3 : 2);
+        __builtin_prefetch(ahead + 64, 0, M <= NEAR_BY<T> ? 3 : 2);
         vu weight[NV];
         for (int j = 0; j < NV; j++) weight[j] = load_as<vu>(panel + 2 * j * W);
         for (int i = 0; i < M; i++) {
@@ -110,7 +111,7 @@ INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t co
 template <class T> void one_panel(const Panels& p, const Read<T>* x, int64_t panel, const Result& r) {
     const char* weight = p.weight + panel * p.bytes();
     float sums[PANEL] __attribute__((aligned(64)));
-    tile_by_part<T, 1>(1, x, 0, (const T*)weight, p.inputs, weight + AHEAD<T>, p.bytes(), false, sums);
+    tile_by_part<T, 1>(1, x, 0, (const T*)weight, p.inputs, weight + ahead_of<T>(1), p.bytes(), false, sums);
     finish<T>(p, panel, 0, 1, sums, r);
 }
 template void one_panel<float>(const Panels&, const Read<float>*, int64_t, const Result&);
@@ -156,7 +157,7 @@ static void block_by_panel(const Panels& p, const X* x, int64_t stride, const Ti
         for (int64_t tile = 0; tile < tiles; tile++) {
             int64_t at = t.row(first + tile);
             int count = (int)(t.row(first + tile + 1) - at);
-            const char* ahead = weight + (again ? bytes + bytes * tile / tiles : AHEAD<T>);
+            const char* ahead = weight + (again ? bytes + bytes * tile / tiles : ahead_of<T>(count));
             float* its = sums + (parts ? at - row : 0) * PANEL;
             tile_by_part<T, TILE_ROWS>(count, x + (at - row) * stride + k, stride, (const T*)weight, n, ahead, bytes / tiles, k > 0, its);
             if (k + n == K) finish<T>(p, panel, at, count, its, r);

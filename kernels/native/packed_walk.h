@@ -5,6 +5,9 @@
 
 static const int64_t PACKED_BLOCK = 1 << 20;  // bytes of rows that go through all panels together
 enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that a single tile fetches ahead
+// Rows up to which a tile leaves fetching to the processor, as was faster (docs/kernels.md): few rows wait for memory, and
+// more rows, or codes that take more work, for sums.
+INLINE int64_t unaided_rows(const Panels& p) { return W < 16 ? 0 : p.values == WHOLE && p.bits % 4 == 0 ? 3 : 1; }
 // What a tile fetches meanwhile: `pace` bytes with each part, from `at` on.
 struct Ahead { const char* at; int64_t pace; };
 
@@ -43,7 +46,8 @@ static void walk_panels(const Panels& p, int64_t rows, int64_t row_bytes, int64_
         const char* weight = p.weight + panel * p.bytes();
         // Several tiles fetch the next panel together, a share each; a single tile fetches what comes soon.
         int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks, part = p.bytes() / parts;
-        Ahead ahead = last - first > 1 ? Ahead{weight + p.bytes(), part / (last - first)} : Ahead{weight + PACKED_AHEAD, part};
+        Ahead ahead = last - first > 1 ? Ahead{weight + p.bytes(), part / (last - first)}
+                                       : Ahead{weight + PACKED_AHEAD, rows <= unaided_rows(p) ? 0 : part};
         for (int64_t tile = first; tile < last; tile++, ahead.at += ahead.pace * parts) {
             int64_t row = rows * tile / tiles;
             int count = (int)(rows * (tile + 1) / tiles - row);
