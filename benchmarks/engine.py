@@ -13,6 +13,8 @@ all weights once a token, by the memory's speed just before each run. Greedy ste
 bytes (`kernels.int8_head`): so there is a second limit, of what they read. Beside these limits count the tokens behind
 the first ones, in the time that whole answers take longer than answers of one token.
 
+Our decode guesses tokens as by default; `--speculative off` leaves that out.
+
 `--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. Never run there.
 
 Answers are greedy, and a row per peer says which share of its tokens is ours too, up to an answer's first other token:
@@ -260,7 +262,7 @@ def gguf_of(model: Path, folder: Path, kind: str) -> Path:
         return file
     if model.is_file():
         return rewrite_gguf(model, file, kind, metadata=metadata)
-    architecture = json.loads((model / "config.json").read_text())["model_type"]
+    architecture = json.loads((model / "config.json").read_text())["model_type"].replace("_", "")
     return write_gguf(architecture, model, file, kind, metadata=metadata)
 
 
@@ -272,10 +274,12 @@ def measured(
     limits = measured_limits(model, dtype, options.device)
     if options.weights != "none":
         held = inspect_checkpoint(model, dtype).weight_bytes
-        limits = replace(limits, weight_bytes=held / limits.all_parameters, int8_panels_bytes=0)
+        parameters = limits.all_parameters + limits.other_parameters
+        limits = replace(limits, weight_bytes=held / parameters, int8_panels_bytes=0)
     progress(f"{subject.name}: {limits}")
     kept = "none" if options.weights == "none" else "auto"
-    where = dict.fromkeys(("prefill", "decode"), ("--device", options.device, "--set", f"quantization={kept}"))
+    both = ("--device", options.device, "--set", f"quantization={kept}")
+    where = {"prefill": both, "decode": (*both, "--speculative", options.speculative)}
     plan = StackPlan(model=str(model), data_dir=folder / f"{dtype}-data", dtype=dtype, extra={**where})
     absent: list[Row | Absent] = []
     with contextlib.ExitStack() as stack:
@@ -347,6 +351,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=dtypes, default=",".join(DTYPES), help=types)
     kinds = f"of the models: none = dequantised, file = as they are, {', '.join(list(FILE_TYPES)[2:])} = written so"
     add("--weights", choices=("none", "file", *list(FILE_TYPES)[2:]), default="none", help=kinds)
+    add("--speculative", choices=("auto", "off"), default="auto", help="of our decode")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of our engines, and of peers that run on it")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 

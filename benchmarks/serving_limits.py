@@ -40,6 +40,8 @@ class Limits:
         read_bytes_per_s: from memory.
         weight_bytes: of each parameter.
         int8_panels_bytes: that a greedy step of few sequences reads of the head instead; 0 where it reads the head.
+        other_parameters: of experts that a token does not choose.
+        chosen_share: of all experts, those that a token chooses.
     """
 
     parameters: int
@@ -48,6 +50,8 @@ class Limits:
     read_bytes_per_s: float
     weight_bytes: float = 2
     int8_panels_bytes: int = 0
+    other_parameters: int = 0
+    chosen_share: float = 1.0
 
     @property
     def all_parameters(self) -> int:
@@ -59,9 +63,13 @@ class Limits:
         """Tokens of a prompt per second: its products alone."""
         return self.flops / (2 * self.parameters)
 
+    def read_parameters(self, batch: int) -> float:
+        """Read by a step of so many sequences, each of which chooses its experts for itself, all as likely."""
+        return self.all_parameters + self.other_parameters * (1 - (1 - self.chosen_share) ** (batch - 1))
+
     def decode_tokens_per_s(self, batch: int) -> float:
         """Tokens per second: products, and reading the weights once a step where they do not fit the caches."""
-        limit, nbytes = self.flops / (2 * self.all_parameters), int(self.weight_bytes * self.all_parameters)
+        limit, nbytes = self.flops / (2 * self.all_parameters), int(self.weight_bytes * self.read_parameters(batch))
         return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
 
     @property
@@ -85,11 +93,14 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     parameters = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     element = torch_dtype(dtype)
     head = config.vocab_size * config.hidden_size
+    mixtures = [layer.feed_forward.experts for layer in config.decoder.layers if layer.feed_forward.experts is not None]
+    others = sum(3 * config.hidden_size * its.inner * (its.count - its.chosen) for its in mixtures)
+    share = mixtures[0].chosen / mixtures[0].count if mixtures else 1.0
     if device != "cpu":
-        return Limits(parameters, head, *device_limits(element), element.itemsize)
+        return Limits(parameters, head, *device_limits(element), element.itemsize, 0, others, share)
     flops = product_flops(best_shape(element), element)
     int8_head = int8_head_bytes(config.vocab_size, config.hidden_size, element)
-    return Limits(parameters, head, flops, memory_now(), element.itemsize, int8_head)
+    return Limits(parameters, head, flops, memory_now(), element.itemsize, int8_head, others, share)
 
 
 def memory_now() -> float:

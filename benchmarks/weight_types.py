@@ -33,11 +33,8 @@ from moonpool.models.stage import StageModel
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 ALL: tuple[Quantization, ...] = ("none", *KINDS)
 SHAPES = ("small", "qwen2.5-0.5b")
-EXPERTS = {
-    "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "num_local_experts": 64, "num_experts_per_tok": 8, "vocab_size": 4096,
-}  # fmt: skip
-"""Of a 3B-A0.5B model, which chooses 8 of 64, fewer layers: their weights do not fit into a cache."""
+EXPERTS = "small-experts"
+"""A shape whose tokens choose 8 of 64 experts."""
 OF_ACTIVE = 0.8
 """Of the rate at which memory gives the weights that a token reads."""
 BATCHES, CONTEXT = (1, 8, 32), 512
@@ -104,7 +101,7 @@ def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> I
 def expert_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
     """Decode steps of one sequence through a mixture of experts, beside the bytes that such a step reads."""
     with tempfile.TemporaryDirectory(prefix="moonpool-weight-types-") as folder:
-        path = create("tiny-mixtral", Path(folder) / "model", dtype="bfloat16", overrides=EXPERTS)
+        path = create(EXPERTS, Path(folder) / "model", dtype="bfloat16")
         config = load_config(path)
         kinds: tuple[Quantization, ...] = ("none", "int8")
         stages = {

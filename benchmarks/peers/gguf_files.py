@@ -2,9 +2,10 @@
 
 Or another GGUF file's matrices in another type.
 
-For peers that read no other files, and for tests. Architectures llama, qwen2 and qwen3.
+For peers that read no other files, and for tests. Architectures llama, qwen2, qwen3 and qwen3moe.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
+import torch
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 from numpy.typing import NDArray
 from safetensors import safe_open
@@ -41,7 +43,13 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_ROUTERS = ("ffn_gate_inp",)
+"""Matrices that the converter leaves in float32."""
 
 
 def write_gguf(
@@ -72,7 +80,7 @@ def write_gguf(
     for name, values in _tensors(folder):
         stored, theirs = _as_converted(name, values, config), _name(name)
         if theirs not in leave_out:
-            _add_tensor(writer, theirs, stored, kind)
+            _add_tensor(writer, theirs, stored, "F32" if theirs.split(".")[-2] in _ROUTERS else kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
@@ -98,10 +106,17 @@ def rewrite_gguf(source: Path, file: Path, kind: str, *, metadata: Mapping[str, 
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Numpy has no bfloat16, so all come by way of torch."""
+    """Numpy has no bfloat16, so all come by way of torch. A layer's experts are one tensor, expert by expert."""
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118  # it is no mapping
-            yield name, weights.get_tensor(name).float().numpy()
+        names = list(weights.keys())
+        for name in names:
+            stem, first, leaf = name.partition(".experts.0.")
+            if first:
+                each = (f"{stem}.experts.{expert}.{leaf}" for expert in itertools.count())
+                its = [weights.get_tensor(it) for it in itertools.takewhile(names.__contains__, each)]
+                yield f"{stem}.experts.{leaf}", torch.stack(its).float().numpy()
+            elif ".experts." not in name:
+                yield name, weights.get_tensor(name).float().numpy()
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -126,6 +141,10 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str) -> None:
@@ -180,7 +199,7 @@ def _random_blocks(shape: Sequence[int], number: GGMLQuantizationType) -> NDArra
     elements, size = gguf.GGML_QUANT_SIZES[number]
     assert number is GGMLQuantizationType.Q4_K
     generator = np.random.default_rng(5)
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
     scales = np.array([6e-4, 4e-3], dtype=np.float16).view(np.uint8)
-    blocks[:, :, :4] = scales
-    return blocks.reshape(shape[0], -1)
+    blocks[..., :4] = scales
+    return blocks.reshape(*shape[:-1], -1)

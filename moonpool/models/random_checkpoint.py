@@ -143,6 +143,24 @@ SHAPES: Mapping[str, ModelShape] = {
     ),
     # For measurements on a laptop.
     "small": _shape("LlamaForCausalLM", 512, 1408, 8, 8, 4, 32000, max_position_embeddings=8192),
+    # A layer as of 3 billion weights, of which a token reads 0.5; fewer layers.
+    "small-experts": _shape(
+        "Qwen3MoeForCausalLM",
+        1024,
+        2048,
+        8,
+        16,
+        2,
+        32000,
+        model_type="qwen3_moe",
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
     "smollm2-135m": _shape(
         "LlamaForCausalLM",
         576,

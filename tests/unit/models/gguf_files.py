@@ -11,6 +11,19 @@ SHAPES = {
     "llama": ("tiny-llama", WIDE),
     "qwen2": ("tiny-qwen2", WIDE),
     "qwen3": ("tiny-qwen3", {**WIDE, "head_dim": 128}),  # the only one that transformers reads from GGUF
+    "qwen3moe": (
+        "small-experts",
+        {
+            **WIDE,
+            "num_attention_heads": 4,
+            "head_dim": 64,
+            "vocab_size": 512,
+            "num_experts": 8,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,  # as transformers takes for granted, and 8 experts for a token
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
