@@ -90,7 +90,7 @@ class AsyncClient:
     async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate the whole answer; give exactly one of `prompt`, `token_ids` and `messages`.
 
-        The answer arrives as one message, which costs every service less than `stream`.
+        The answer arrives in few messages, which costs every service less than `stream`.
 
         Args:
             request: see `GenerateArguments`.
@@ -108,17 +108,22 @@ class AsyncClient:
         return stream.result
 
     def stream(
-        self, *, on_placed: Callable[[], None] = lambda: None, **request: Unpack[GenerateArguments]
+        self,
+        *,
+        on_placed: Callable[[], None] = lambda: None,
+        whole: bool = False,
+        **request: Unpack[GenerateArguments],
     ) -> AsyncTokenStream:
         """Like `generate`, token by token: iterate over the returned stream, which also raises the errors.
 
         `on_placed` is called before the first token, and again each time the request moves to another instance. The
-        stream's `request_id`, `prompt_tokens` and `placement` are known then.
+        stream's `request_id`, `prompt_tokens` and `placement` are known then. With `whole`, tokens come about once a
+        second and at the end, which costs every service less.
 
         Raises:
             InvalidRequest: an argument cannot be sent; names the field.
         """
-        return self._stream(request, on_placed, whole=False)
+        return self._stream(request, on_placed, whole=whole)
 
     def _stream(self, request: GenerateArguments, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream:
         timeout_s = request.get("timeout_s")

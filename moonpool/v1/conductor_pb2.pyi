@@ -258,7 +258,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """As in vLLM: who has a lower one is served earlier; default 0, from -100 to 100. Among the tenant's own requests."""
     whole: _builtins.bool
-    """The answer is not read token by token: its tokens come together, with its end."""
+    """The answer is not read token by token: its tokens come together, about once a second and with its end."""
     cache_salt: _builtins.str
     """Requests with different salts share no KV; empty = no salt. Not together with `context`."""
     @_builtins.property

@@ -204,17 +204,20 @@ class ChoiceOutput:
 
 MAX_MERGED_TOKENS = 8192
 """Tokens in one message: with log probabilities some 150 bytes each, and a message has 8 MiB at most."""
+WHOLE_EVERY_S = 1.0
+"""Seconds between messages to a client that wants the answer whole: a client that leaves has paid for all but these."""
 
 
 class OutputQueue:
     """Messages to one client. The end, or a failure, comes after the last message.
 
-    With `whole` the client is not woken for tokens.
+    With `whole`, tokens wait for the end, or for `WHOLE_EVERY_S`.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
         self._whole = whole
         self._messages: deque[conductor_pb2.GenerateResponse] = deque()
+        self._due = 0  # of `_messages`, the first: the client gets them now
         # By choice, the last of `_messages`: more tokens are merged into them.
         self._growing: dict[int, conductor_pb2.GenerateResponse] = {}
         self._changed = asyncio.Event()
@@ -262,7 +265,7 @@ class OutputQueue:
     def end(self, failure: MoonpoolError | None = None) -> None:
         """End the queue, with the failure if there is one."""
         self._ended, self._failure = True, failure
-        self._changed.set()
+        self._all_due()
 
     def drop(self) -> None:
         """End the queue without waiting messages: another call sends the client everything."""
@@ -276,12 +279,17 @@ class OutputQueue:
         Raises:
             MoonpoolError: the failure.
         """
-        while not self._messages:
+        while not self._due:
             if self._ended:
                 break
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(WHOLE_EVERY_S if self._whole else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._all_due()
         else:
+            self._due -= 1
             message = self._messages.popleft()
             if self._growing.get(message.delta.choice) is message:
                 del self._growing[message.delta.choice]
@@ -290,10 +298,14 @@ class OutputQueue:
             raise self._failure
         return None
 
+    def _all_due(self) -> None:
+        self._due = len(self._messages)
+        self._changed.set()
+
     def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
         self._messages.append(message)
         if at_once:
-            self._changed.set()
+            self._all_due()
 
 
 class GenerateStream:

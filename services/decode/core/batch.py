@@ -148,9 +148,9 @@ class RunningBatch:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Whether no request is a group or a search."""
-        return not any(request.is_group for request in self._requests.values())
+    def has_search(self) -> bool:
+        """Whether sequences of a request may fork after each step."""
+        return any(request.search is not None for request in self._requests.values())
 
     def soonest(self, steps: int) -> tuple[DecodeRequest, RequestSequence] | None:
         """The sequence that runs out of blocks first, if within `steps` steps."""

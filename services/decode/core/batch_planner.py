@@ -213,14 +213,14 @@ class RunInFlight:
 def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
     """Steps that the batch can take before a decision other than about blocks is needed, if no event comes.
 
-    A decision is needed when the batch becomes too slow for a promise, and after each step of a group.
+    A decision is needed when the batch becomes too slow for a promise, and after each step of a search.
 
     Args:
         batch: the first step's batch.
         most: upper limit.
         tbt: the promised times.
     """
-    if most == 1 or not batch.is_plain:
+    if most == 1 or batch.has_search:
         return 1
     limit, count, context = tbt.limit_s, len(batch), batch.context
     if not limit:

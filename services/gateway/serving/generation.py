@@ -520,9 +520,8 @@ class GenerationResponse:
             await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
 
     async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
-        async with self._token_stream() as tokens:
+        async with self._token_stream(request_metrics.placed, whole=True) as tokens:
             async for event in tokens:
-                request_metrics.tokens()
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
         result = _completed_result(tokens)
         request_metrics.finished(result)
@@ -541,7 +540,7 @@ class GenerationResponse:
     async def _events(self, reply: AsgiReply, request_metrics: RequestMetrics) -> AsyncGenerator[bytes, None]:
         """Server-sent events; events that are ready at the same time are one item."""
         formatter, started = self._formatter, False
-        async with self._token_stream() as tokens:
+        async with self._token_stream(lambda: None, whole=False) as tokens:
             async for event in tokens:
                 request_metrics.tokens()
                 formatter.add_tokens(event)
@@ -567,15 +566,18 @@ class GenerationResponse:
         await formatter.keep()
         yield last
 
-    def _token_stream(self) -> AsyncTokenStream | MergedStream:
+    def _token_stream(self, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
             """Charge the prompt as soon as placed, whether the request succeeds or not."""
             self._job.budget.charge(tokens.prompt_tokens, 0)
             self._job.on_placed()
+            on_placed()
 
         job = self._job
         streams = [
-            self._client.stream(on_placed=placed, **(job.arguments | prompt | {"request_id": job.request_id_of(index)}))
+            self._client.stream(
+                on_placed=placed, whole=whole, **(job.arguments | prompt | {"request_id": job.request_id_of(index)})
+            )
             for index, prompt in enumerate(job.prompts)
         ]
         tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)

@@ -37,7 +37,7 @@ class GatewayMetrics:
         self.ended = self._counter("request_success", "Requests that have ended, by reason.", "finished_reason")
         self.ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", SECONDS)
         self.gaps = self._histogram(
-            "inter_token_latency_seconds", "Seconds between consecutive events of an answer.", SECONDS
+            "inter_token_latency_seconds", "Seconds between consecutive events of a streamed answer.", SECONDS
         )
         self.tpot = self._histogram(
             "request_time_per_output_token_seconds", "Mean seconds per token after the first token.", SECONDS
@@ -99,23 +99,29 @@ class RequestMetrics:
         self._labels = (model, ENGINE)
         self._arrived = metrics.clock()
         self._last = self._arrived
-        self._started = False
+        self._started = self._has_tokens = False
         self._gaps = metrics.gaps.labels(*self._labels)
         self._reason = "abort"
         metrics.waiting.labels(*self._labels).inc()
         metrics.running.labels(*self._labels).inc(0)  # so that the gauge exists from the first request on
 
     def tokens(self) -> None:
-        """Tokens of the answer have arrived."""
-        metrics, now = self._metrics, self._metrics.clock()
-        if self._started:
+        """Tokens of a streamed answer have arrived."""
+        now = self._metrics.clock()
+        if self._has_tokens:
             self._gaps.observe(now - self._last)
         else:
-            self._started = True
-            metrics.ttft.labels(*self._labels).observe(now - self._arrived)
-            metrics.waiting.labels(*self._labels).dec()
-            metrics.running.labels(*self._labels).inc()
+            self._has_tokens = True
+            self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
+            self.placed()
         self._last = now
+
+    def placed(self) -> None:
+        """The request does not wait any more. Of a whole answer, the end tells when the first token came."""
+        if not self._started:
+            self._started = True
+            self._metrics.waiting.labels(*self._labels).dec()
+            self._metrics.running.labels(*self._labels).inc()
 
     def failed(self) -> None:
         """The request failed."""
@@ -125,6 +131,8 @@ class RequestMetrics:
         """The answer is complete."""
         metrics, labels, usage = self._metrics, self._labels, result.usage
         self._reason = result.finish_reason
+        if not self._has_tokens and usage.completion_tokens:
+            metrics.ttft.labels(*labels).observe(result.timing.ttft_s)
         metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
         metrics.generated_tokens.labels(*labels).inc(usage.completion_tokens)
         metrics.cache_queries.labels(*labels).inc(usage.prompt_tokens)

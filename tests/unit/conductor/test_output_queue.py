@@ -6,6 +6,7 @@ import pytest
 
 from moonpool.errors import Unavailable
 from moonpool.v1 import conductor_pb2
+from services.conductor import generate_stream
 from services.conductor.generate_stream import MAX_MERGED_TOKENS, OutputQueue
 
 
@@ -80,6 +81,39 @@ async def test_a_client_that_wants_the_answer_whole_is_woken_at_its_end() -> Non
     assert message is not None
     assert message.delta == delta(0, 0, 1, 2, text="abc")
     assert [message.WhichOneof("event") for message in await read(outgoing)] == ["finished"]
+
+
+async def test_several_whole_answers_are_told_at_their_end_though_the_client_reads_meanwhile() -> None:
+    """A client that is told of one choice finds tokens of another: it would never wait."""
+    outgoing, messages = OutputQueue(whole=True), list[conductor_pb2.GenerateResponse]()
+
+    async def reading() -> None:
+        messages.extend(await read(outgoing))
+
+    task = asyncio.ensure_future(reading())
+    outgoing.delta(conductor_pb2.TokenDelta(choice=0, position=0, token_ids=[10]))
+    outgoing.placed(conductor_pb2.Placed(request_id="r"))
+    for position in range(4):
+        for choice in range(3):
+            token = conductor_pb2.TokenDelta(choice=choice, position=position + 1, token_ids=[position])
+            outgoing.delta(token)
+            await asyncio.sleep(0)
+    assert not task.done()
+    outgoing.finished(conductor_pb2.Finished())
+    await task
+    told = [(it.delta.choice, len(it.delta.token_ids)) for it in messages if it.HasField("delta")]
+    assert told == [(0, 1), (0, 4), (1, 4), (2, 4)]
+
+
+async def test_a_whole_answer_that_takes_long_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a client who leaves in the middle has been charged for nearly all."""
+    monkeypatch.setattr(generate_stream, "WHOLE_EVERY_S", 0.0)
+    outgoing = OutputQueue(whole=True)
+    for position in range(2):
+        outgoing.delta(delta(position, position))
+        message = await outgoing.next()
+        assert message is not None
+        assert message.delta == delta(position, position)
 
 
 async def test_what_was_said_before_a_failure_is_read_before_it() -> None:

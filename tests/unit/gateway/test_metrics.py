@@ -15,6 +15,7 @@ async def test_metrics() -> None:
     async with answering(fake) as gateway:
         await gateway.chat()
         await gateway.chat(stream=True)
+        assert [request.whole for request in fake.requests] == [True, False]
         for name, value in {
             "vllm:prompt_tokens_total": 18,
             "vllm:generation_tokens_total": 6,
@@ -23,7 +24,7 @@ async def test_metrics() -> None:
             "vllm:num_requests_running": 0,
             "vllm:num_requests_waiting": 0,
             "vllm:time_to_first_token_seconds_count": 2,
-            "vllm:inter_token_latency_seconds_count": 4,
+            "vllm:inter_token_latency_seconds_count": 2,
             "vllm:request_time_per_output_token_seconds_count": 2,
             "vllm:e2e_request_latency_seconds_count": 2,
             "vllm:request_prompt_tokens_sum": 18,

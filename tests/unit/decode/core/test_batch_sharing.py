@@ -61,8 +61,20 @@ def test_each_grows_at_each_border(length: int) -> None:
     world.assert_reruns()
 
 
+def test_once_each_has_its_own_block_a_run_has_several_steps() -> None:
+    world = World(config(12, run_steps=BT))
+    group, alone = world.go(prompt(BT + 1), (BT, BT)), world.go(prompt(BT + 1, 1), BT)
+    world.work()
+    runs = [action for action in world.actions if isinstance(action, StartRun)]
+    assert runs[0].steps == 1
+    assert runs[0].copies, "nothing may be written before the block is copied"
+    assert max(run.steps for run in runs if {group, group + 1, alone} <= set(run.batch)) > BT // 2
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
 def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
-    """A group of six, longer than expected, needs six more blocks, of which five are free; who stays has enough now."""
+    """A group of six, longer than expected, needs more blocks than the two that are free; who stays has enough now."""
     swap = Preemption.SWAP
     world = World(config(18, preemption=swap, swap_blocks=9, assumed_answer_tokens=1, ahead_steps=BT, run_steps=BT))
     group = world.reserve(prompt(5), (14,) * 6, priority=-2, total=5 + 14)
@@ -73,10 +85,10 @@ def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
     while not world.ios:
         world.step()
     assert [it.id for it in world.ios.values()] == [goes]
-    assert (world.core.budget.available, world.core.budget.surplus) == (5, 5)
+    assert (world.core.budget.available, world.core.budget.surplus) == (2, 2)
     begun = len(world.actions)
     world.step()
-    assert world.actions[begun:] == [StartRun(14, (stays,), steps=4)]
+    assert world.actions[begun:] == [StartRun(5, (stays,), steps=4)]
     world.work()
     assert [len(world.answers[group + index]) for index in range(6)] == [14] * 6
     world.assert_at_rest()
