@@ -36,7 +36,8 @@ def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
     match facts.kind:
         case InstanceKind.PREFILL:
             emulated = facts.shape is not None and facts.shape.emulated
-            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now)
+            load = LoadFacts(free_blocks=facts.total_blocks)
+            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
         case InstanceKind.DECODE:
             load = LoadFacts(free_blocks=facts.total_blocks)
             return DecodeInstanceState(facts, -1, facts.speeds, load)

@@ -565,6 +565,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._seed = seed
         self._decisions = 0
         self._prompts, self._work, self._backlog = RecentRate(), RecentRate(), UsualValue()
+        self._blocks, self._sole_blocks = RecentRate(), RecentRate()
         self._sample: list[PrefillInstanceState] = []  # whose queues stand for all; empty = to be drawn
 
     def add(self, instance: PrefillInstanceState) -> None:
@@ -640,6 +641,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             paired: mask of instances whose KV a decode instance could take.
         """
         self._decisions += 1
+        self._blocks.add(demand.prompt_blocks, now)
+        self._sole_blocks.add(self._held_once(model, prefixes), now)
         arrivals = self._sampled(now)
         able = self.eligible_mask(demand.prompt_blocks, demand.needs, paired)
         choices: list[PrefillChoice] = []
@@ -680,7 +683,21 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         backlog_s = sum(waits) / max(1, len(looked_at))
         self._backlog.sample(backlog_s, now)
         prompts_per_s, work_per_s = self._prompts.per_s(now) / count, self._work.per_s(now) / count
-        return Arrivals(prompts_per_s, work_per_s, backlog_s, self._backlog.value)
+        blocks_per_s = self._blocks.per_s(now)
+        sole_share = self._sole_blocks.per_s(now) / blocks_per_s if blocks_per_s else 0.0
+        return Arrivals(prompts_per_s, work_per_s, backlog_s, self._backlog.value, sole_share)
+
+    def _held_once(self, model: PrefillLatencyModel, prefixes: Sequence[tuple[int, int]]) -> int:
+        """Blocks of the chain that one instance alone holds: no other instance has them, or could load them."""
+        most = shared = holder = 0
+        for blocks, mask in prefixes:
+            if here := mask & self.mask:
+                most, holder = blocks, here
+                shared = blocks if here & (here - 1) else shared
+        if most == shared:
+            return 0
+        name = self.by_slot[holder.bit_length() - 1].facts.id
+        return most - min(most, max([shared, *(it.blocks for it in model.sources if it.id != name)]))
 
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
@@ -722,7 +739,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        lately = self._prompts, self._work, self._backlog, self.shadow
+        lately = self._prompts, self._work, self._backlog, self._blocks, self._sole_blocks, self.shadow
         return digest_of(super().digest(), self._decisions, self.in_flight, *lately)
 
     def check_invariants(self) -> None:

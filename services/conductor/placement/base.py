@@ -134,12 +134,15 @@ class Arrivals(NamedTuple):
         busy_share: predicted seconds of work placed at an instance, per second; above 1, queues grow.
         backlog_s: seconds until an instance is free.
         usual_backlog_s: the same, over the last ten minutes.
+        sole_share: share of the prompts' blocks that one instance alone held. With about this probability a block that
+            leaves a cache is asked for again, and is nowhere else.
     """
 
     prompts_per_s: float
     busy_share: float
     backlog_s: float
     usual_backlog_s: float = 0.0
+    sole_share: float = 0.0
 
 
 class StoredPrefix(NamedTuple):

@@ -1,10 +1,13 @@
-"""Own time to first token, and what the placement takes from others; docs/adr/0068-half-the-mean-queue.md.
+"""Own time to first token, and what the placement takes from others; docs/adr/0076-what-a-placement-puts-out.md.
 
 Both terms are seconds that some prompt waits, so that they need no weights. A prompt that keeps an instance busy for S
 seconds delays by S every prompt that is computed later there: waiting prompts that the new prompt goes before, and
 prompts that come until the queues are empty. With arrival rate r, mean backlog W and load p, the second number is r * W
 / (1 - p), as an M/G/1 queue lasts W / (1 - p) seconds. The number is the same everywhere, since later
 prompts go to the shortest queue: so the longer the queues, the more the rule prefers the cheapest place.
+
+New blocks put others out of a full cache. A prompt that asks for those next computes them again, if they are nowhere
+else: about as much work as the new blocks took, which delays that prompt and those behind.
 
 Each instance computes prompts in arrival order, but a prompt can stand behind its arrival by a delay. Short prompts
 have short delays.
@@ -57,7 +60,9 @@ class Social:
             delay_s, wait = _place_in_queue(candidates, choice, alone_s, arrivals)
             placed = choice.with_place(delay_s, wait)
             own_s = wait.seconds + alone_s
-            rated.append((own_s + placed.work_s * (wait.behind + later), choice.there.stages, at, own_s, placed))
+            again = arrivals.sole_share * _evicting_share(choice, candidates.request.prompt_blocks)
+            lost_s = placed.work_s * (wait.behind + later + again * (1.0 + later))
+            rated.append((own_s + lost_s, choice.there.stages, at, own_s, placed))
         rated.sort()
         most_s = min([own_s for *_, own_s, _ in rated]) + QUEUE_SHARE * arrivals.backlog_s
         given = [placed for *_, own_s, placed in rated if own_s <= most_s]
@@ -74,6 +79,12 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
         lambda choice: choice.queue_s + factor * choice.alone_s,
         lambda cost: factor * (cost.load_s + cost.prefill_s),
     )
+
+
+def _evicting_share(choice: PrefillChoice, prompt_blocks: int) -> float:
+    """Share of the prompt's new blocks for which the instance has no free blocks, so that others leave its cache."""
+    new_blocks = prompt_blocks - choice.local_blocks
+    return max(0.0, 1.0 - choice.there.free_blocks / new_blocks) if new_blocks > 0 else 0.0
 
 
 def _place_in_queue(

@@ -26,13 +26,13 @@ class TestPrefill:
     def test_a_cached_prefix_wins_until_its_queue_is_longer_than_computing(self) -> None:
         world = prefills("prefill-0", "prefill-1")
         world.events("prefill-1", KEYS[:2])
-        world.report("prefill-1", drain_s=31.0)
+        world.report("prefill-1", drain_s=31.0, free_blocks=98)
         plan = world.plan(64, keys=KEYS[:4])
         assert [(c.id, c.local_blocks, c.ttft_s) for c in plan.candidates] == [
             ("prefill-1", 2, 31.0 + 32.0),
             ("prefill-0", 0, 64.0),
         ]
-        world.report("prefill-1", drain_s=33.0)
+        world.report("prefill-1", drain_s=33.0, free_blocks=98)
         assert world.plan(64, keys=KEYS[:4]).prefill.id == "prefill-0"
 
     @pytest.mark.parametrize(("tokens", "computed"), [(63, 15), (64, 1), (65, 1)])

@@ -139,7 +139,7 @@ def test_policies_see_the_request_what_is_there_and_who_holds_the_prefix() -> No
     assert candidates.holders == [StoredPrefix("kvstore-0", 2, 1, peer=False)]
     assert {it.id: it.there for it in watch.choices} == {
         "prefill-0": InstanceLoad(4, 102, 0.2, 7, 100, 1),
-        "prefill-1": InstanceLoad(0, 0, 0.0, 0, 100, 1),
+        "prefill-1": InstanceLoad(0, 0, 0.0, 100, 100, 1),
     }
 
 

@@ -78,6 +78,40 @@ def test_the_more_is_queued_the_more_the_cheap_place_is_worth(others_s: float, p
     assert best(found, 64).id == chosen
 
 
+class TestFullCaches:
+    """The first instance has no free blocks, and the other has: which of the two equal ones gets a new prompt?"""
+
+    def asked(self, holders: list[str]) -> PrefillChoice:
+        """A new prompt, after one whose blocks these instances hold; the first instance is a second sooner."""
+        found = world()
+        if "kvstore-0" in holders:
+            found.join(facts("kvstore-0"))
+        for name in holders:
+            found.events(name, KEYS)
+        found.report("prefill-0", drain_s=20.0, running=1, free_blocks=0)
+        found.report("prefill-1", drain_s=21.0, running=1, free_blocks=50)
+        best(found, 64)
+        return best(found, 4, keys=[b"n" * 32])
+
+    @pytest.mark.parametrize("holders", [["prefill-0"], ["prefill-1"]])
+    def test_a_prompt_goes_where_nothing_leaves_if_what_leaves_would_be_computed_again(
+        self, holders: list[str]
+    ) -> None:
+        assert self.asked(holders).id == "prefill-1"
+
+    @pytest.mark.parametrize("holders", [[], ["prefill-0", "prefill-1"], ["prefill-0", "kvstore-0"]])
+    def test_and_where_it_is_sooner_if_what_leaves_was_not_asked_for_or_is_elsewhere(self, holders: list[str]) -> None:
+        assert self.asked(holders).id == "prefill-0"
+
+    def test_an_instance_with_free_blocks_for_all_new_ones_loses_nothing(self) -> None:
+        found = world()
+        found.events("prefill-0", KEYS)
+        for name, free in (("prefill-0", 4), ("prefill-1", 50)):
+            found.report(name, drain_s=20.0 + (name == "prefill-1"), running=1, free_blocks=free)
+        best(found, 64)
+        assert best(found, 4, keys=[b"n" * 32]).id == "prefill-0"
+
+
 class TestLimits:
     def alone(self, tokens: int, limit_s: float | None, ahead: list[tuple[float, float]]) -> PrefillChoice:
         found = world(instances=1)
