@@ -86,7 +86,7 @@ test-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 test-gpu: $(if $(GPU_PYTHON),,$(DEV_STAMP))  ## the tests that need a GPU; GPU_PYTHON=python3 takes the packages at hand, without .venv
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -rs -m gpu $$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
 
-test-engines: $(DEV_STAMP)  ## run real engines on the CPU behind a conductor (10 minutes, 3 GB); installs them below .engines
+test-engines: $(DEV_STAMP)  ## run real engines on the CPU behind a conductor (7 minutes, 3 GB); installs them below .engines
 	@cmp -s tests/engines/vllm.txt .engines/vllm/installed.txt || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
 		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt && cp tests/engines/vllm.txt .engines/vllm/installed.txt; } || \
 		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
