@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +248,20 @@ async def prefilling(
     spans: Path | None = None,
     rate: float | None = None,
     executor: Executor | None = None,
+    token_s: float = 1.0,
     **settings: Any,
 ) -> AsyncIterator[Prefill]:
-    """A running prefill instance; afterwards everything must be at rest."""
+    """A running prefill instance; afterwards everything must be at rest.
+
+    `token_s`: what the engine says that a prompt's token takes. With less, computing overtakes a load that is late, as
+    any load may be on a busy machine.
+    """
     settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_transports": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
     instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
+        engine.speeds = replace(engine.speeds, prefill_per_token_s=token_s)
         it = Prefill(None, engine, instance, channels)
         parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config, beside=beside)
         it.service = PrefillInstance(parts, config)

@@ -106,7 +106,7 @@ async def test_a_stalled_load_is_overtaken() -> None:
     tokens = prompt(4 * BLOCK + 3)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=20.0) as it,
+        prefilling(load_timeout_s=20.0, token_s=0.001) as it,
         decoding() as decode,
     ):
         stall_after_layer_0(store)
