@@ -9,7 +9,7 @@ from moonpool.errors import Mismatch, MoonpoolError, Unavailable
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2, kv_pb2
 
-from .fakes import decode, expected, prefill, store
+from .fakes import FakeMember, decode, expected, prefill, store
 from .stack import WAIT_S, stack
 
 KEYS = [bytes([n]) * 32 for n in range(4)]
@@ -120,15 +120,26 @@ async def test_requests_of_a_silent_instance_go_on_elsewhere() -> None:
         await s.rest()
 
 
+async def report(call: Any, member: FakeMember) -> None:
+    """Say again and again that a member is there."""
+    while True:
+        await call.write(conductor_pb2.JoinRequest(load=member.load))
+        await asyncio.sleep(0.1)
+
+
 async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_no_request() -> None:
     d = decode(hold_at=2)
-    async with stack(prefill(), heartbeat_s=0.5) as s:
+    async with stack(prefill()) as s:
         hello = await s.serve(d)
         old = await s.call_join(hello)
         assert await answer(old) == "welcome"
+        reporting = asyncio.create_task(
+            report(old, d)
+        )  # or its time is over before the request is there, on a busy machine
         params = SamplingParams(max_tokens=6, temperature=0.0)
         asked = asyncio.create_task(s.client.generate(token_ids=list(range(30, 50)), sampling=params))
         await d.until(lambda: d.streams == 1)
+        reporting.cancel()
         await s.follow(d, hello)
         with pytest.raises(MoonpoolError) as caught:
             await answer(old)
