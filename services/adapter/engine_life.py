@@ -41,6 +41,9 @@ from services.adapter.config import AdapterConfig
 NAMES_PER_BLOCK = 4
 LOOKED_AT = 8
 """Waiting prompts of which is looked up how much is computed: an engine computes few at once."""
+OVERDUE_SHARE = 0.1
+"""Of the seconds since an engine's last progress, so many are still to come at least: a prompt may take longer than
+predicted, and its engine is not free meanwhile."""
 log = get_logger(__name__)
 SALT_MARK = "moonpool:"
 """Salts of prompts begin so: what follows names the root of the chain, and no hash of an image looks like it."""
@@ -345,7 +348,8 @@ class EngineLife:
             if not place:
                 if (it.number, held) != self._front:
                     self._front, self._front_at = (it.number, held), now
-                work_s = max(0.0, work_s - (now - self._front_at))
+                since_s = now - self._front_at
+                work_s = max(work_s - since_s, OVERDUE_SHARE * since_s)
             seconds, tokens = seconds + work_s, tokens + new
         return seconds, tokens
 

@@ -269,6 +269,7 @@ async def test_the_queue_is_what_the_engine_has_not_computed_yet(tmp_path: Path)
             sampling = SamplingParams(max_tokens=1 + place, **GREEDY)
             asked.append(asyncio.create_task(running.client.generate(token_ids=prompt, sampling=sampling)))
             # Half of the first is computed; the second waits for what both begin with, and lacks the other tokens.
+            # The engine takes longer than predicted, and is not free.
             await running.until(lambda tokens=10 * BLOCK_TOKENS + 40 * place: load().queued_tokens == tokens)  # type: ignore[misc]
             assert (load().running, (load().drain_s or 0.0) > 0.0) == (1 + place, True)
         engine.half.set()
