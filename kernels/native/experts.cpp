@@ -75,7 +75,7 @@ struct Lot { int64_t expert, begin, rows; };
 // All lots by their experts' matrices, each in as many parts of columns as threads need to have enough.
 template <class T>
 static int products(const Panels* matrices, const Lot* lots, int64_t count, const T* x, int64_t stride, T* out, int64_t out_stride, int threads) {
-    int64_t parts = threads > 1 ? (4 * threads + count - 1) / count : 1;
+    int64_t parts = threads > 1 ? (8 * threads + count - 1) / count : 1;
     std::atomic<int> failed{0};
     parallel(count * parts, threads, [&](int64_t task) {
         const Lot& lot = lots[task / parts];

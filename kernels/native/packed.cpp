@@ -4,14 +4,15 @@
 #include <emmintrin.h>
 #endif
 
-// Rows of a tile: as many as take all vectors of a panel at once. A panel that is walked over twice by the same rows waits
-// for memory in the first walk, and has half the rate.
+// Rows of a single tile: as many as take all vectors of a panel at once. A panel that is walked over twice by the same rows
+// waits for memory in the first walk, and has half the rate. And rows of each of several tiles: as many as keep both their
+// whole sums and their totals in registers.
 #if defined(MP_AVX512)
-enum { PACKED_ROWS = 14 };
+enum { PACKED_ROWS = 14, PACKED_MANY = 6 };
 #elif defined(MP_AVX2)
-enum { PACKED_ROWS = 3 };
+enum { PACKED_ROWS = 3, PACKED_MANY = 3 };
 #else
-enum { PACKED_ROWS = 6 };
+enum { PACKED_ROWS = 6, PACKED_MANY = 6 };
 #endif
 
 // ---- products of bytes ----
@@ -277,7 +278,7 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
         for (; row < end; row++)
             quantise_row(x + row * stride, K, PART, p.zero - ZERO<FORM>, packed.numbers + row * K, packed.parts + row * packed.count);
     });
-    walk_panels<T, PACKED_ROWS>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
+    walk_panels<T, PACKED_ROWS, PACKED_MANY>(p, rows, K, packed.count, r, threads, [&](int count, int64_t row, const char* panel, Ahead ahead, float* sums) {
         packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, panel, ahead, sums);
     });
     return 0;

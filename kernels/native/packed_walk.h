@@ -29,13 +29,14 @@ INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
     return bytes == 2 ? widen((const f16*)p + at) : load((const float*)p + at);
 }
 
-// All rows by the columns of the result, in tiles of at most MOST rows; of a row `row_bytes` are read, and a panel has
-// `parts` steps. tile(rows, first row, panel, ahead, sums) gives the sums of one panel, [rows, PANEL].
-template <class T, int MOST, class Tile>
+// All rows by the columns of the result, in one tile of at most MOST rows or several of at most MANY; of a row `row_bytes` are
+// read, and a panel has `parts` steps. tile(rows, first row, panel, ahead, sums) gives the sums of one panel, [rows, PANEL].
+template <class T, int MOST, int MANY, class Tile>
 static void walk_panels(const Panels& p, int64_t rows, int64_t row_bytes, int64_t parts, const Result& r, int threads, const Tile& tile_of) {
     int64_t width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
     if (!rows || panels <= 0) return;
-    int64_t tiles = (rows + MOST - 1) / MOST, size = PACKED_BLOCK / (row_bytes * MOST) + 1, blocks = (tiles + size - 1) / size;
+    int64_t most_rows = rows > MOST ? MANY : MOST, tiles = (rows + most_rows - 1) / most_rows;
+    int64_t size = PACKED_BLOCK / (row_bytes * most_rows) + 1, blocks = (tiles + size - 1) / size;
     int64_t shared = threads > 1 ? 4 * threads / panels : 0;  // of few panels every thread has a block of its own
     if (blocks < shared) blocks = shared < tiles ? shared : tiles;
     int64_t most = panels * PANEL * p.inputs / 65536 + 1;
