@@ -27,6 +27,7 @@ from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import PackedBatch
 from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.loader import KeptWeights, load_stage
+from moonpool.models.native_step import NativeRun
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
 
@@ -38,6 +39,8 @@ EXPERTS = "small-experts"
 OF_ACTIVE = 0.8
 """Of the rate at which memory gives the weights that a token reads."""
 BATCHES, CONTEXT = (1, 8, 32), 512
+RUN = 128
+"""Tokens of a run of the mixture."""
 PROMPTS, CHUNK = (512, 2048), 512
 WORSE = {"file": 1.01, "int8": 1.01, "int4": 1.15}
 """Perplexity at most, times bfloat16's."""
@@ -138,17 +141,29 @@ def active_bytes(stage: StageModel) -> int:
 
 
 def expert_call(stage: StageModel) -> Callable[[], None]:
-    """A decode step with another token, and so other experts, each time."""
-    pool = Pool.of(stage.config, stage.config.num_layers, 1, "auto")
+    """A further step of a run, as decode computes them, with another token, and so other experts, each time."""
+    pool = Pool.of(stage.config, stage.config.num_layers, -(-RUN // BLOCK), "auto")
     tokens = itertools.cycle(
         torch.randperm(stage.config.vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
     )
+    chosen, runs = array("i", [0]), list[NativeRun]()
+    address, _ = chosen.buffer_info()
 
-    def call() -> None:
-        packed = PackedBatch.build([(array("i", [next(tokens)]).tobytes(), 5, [0])], BLOCK)
-        stage.logits(stage.forward(packed.token_ids, packed, pool.kv))
+    def begun() -> NativeRun:
+        batch = PackedBatch.build([(array("i", [next(tokens)]).tobytes(), 0, list(range(-(-RUN // BLOCK))))], BLOCK)
+        stage.forward(batch.token_ids, batch, pool.kv)
+        run = stage.native_run(batch, pool.kv, RUN - 1, address)
+        assert run is not None
+        return run
 
-    return call
+    def step(number: int) -> None:
+        if number % (RUN - 1) == 0:
+            runs[:] = [begun()]
+        chosen[0] = next(tokens)
+        runs[0].go_on()
+
+    numbers = itertools.count()
+    return lambda: step(next(numbers))
 
 
 def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
