@@ -1,5 +1,7 @@
 """Rates over overlapping requests, and figures that a machine cannot have."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.frame import Row
@@ -21,6 +23,14 @@ def test_a_rate_counts_from_the_first_start_to_the_last_end() -> None:
 def test_limits_follow_from_products() -> None:
     assert LIMITS.prompt_tokens_per_s == pytest.approx(1250)
     assert LIMITS.decode_tokens_per_s(64) <= 1000
+
+
+def test_a_mixture_reads_the_experts_that_its_sequences_choose() -> None:
+    """One sequence reads 2 of 8 experts, two sequences 3.5 on average, many sequences all."""
+    mixture = replace(LIMITS, other_parameters=6_000_000, chosen_share=0.25)
+    assert mixture.read_parameters(1) == mixture.all_parameters
+    assert mixture.read_parameters(2) == pytest.approx(mixture.all_parameters + 1_500_000)
+    assert mixture.read_parameters(1000) == pytest.approx(mixture.all_parameters + 6_000_000)
 
 
 @pytest.mark.parametrize(("value", "marked"), [(900.0, False), (1050.0, False), (1200.0, True)])

@@ -101,7 +101,7 @@ struct Place {
         Items all{single.begin(), singles, several.begin(), many};
         return {0, 2, 0, hidden.data, rows, cos.data, sin.data, blocks.begin(), offsets.begin(), kv.data, layer_bytes, block_bytes,
                 plane_bytes(), TOKENS, quantized() ? (float*)scales.data : nullptr, count * block_scales, block_scales, TOKENS, kv_type, tables.begin(),
-                columns, all, nullptr, 0, {}, nullptr, nullptr, threads};
+                columns, all, nullptr, 0, {}, nullptr, nullptr, nullptr, threads};
     }
     void attend(const Items& items, const Array& q, int64_t stride, int layer, Array& out) {
         Step s = step(1);
