@@ -95,7 +95,7 @@ async def test_a_store_that_refuses_connections_costs_no_request_more_than_the_l
         for _ in range(2):
             began = time.monotonic()
             assert await looked_up(stores, KEYS) == [False] * 4
-            assert time.monotonic() - began < 20.0, "as long as a client waits for a store that does not answer"
+            assert time.monotonic() - began < 20.0
         assert stores.open_breakers == 1
         assert stores.look_up("", KEYS[0], KEYS).done()  # nothing is asked
         stores.save("", KEYS[0], PAGES, LATER)
