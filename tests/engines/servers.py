@@ -5,10 +5,11 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +116,10 @@ class Server:
 
     async def kill(self) -> None:
         """`kill -9`, of all its processes."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(self.process.wait)
+        with shared_memory_removed(self.process.pid):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await asyncio.to_thread(self.process.wait)
 
 
 class Vllm(Server):
@@ -152,6 +154,19 @@ class Sglang(Server):
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         told = await self.post("/generate", {"input_ids": list(tokens), "sampling_params": sampling})
         return told["output_ids"], told["meta_info"]["cached_tokens"]
+
+
+@contextlib.contextmanager
+def shared_memory_removed(group: int) -> Iterator[None]:
+    """Removes the shared memory of a process group that ends: vLLM and SGLang leave theirs behind."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if os.getpgid(int(maps.parent.name)) == group:
+                mapped.update(re.findall(r"/dev/shm/(?:psm|sglang)_\S+", maps.read_text()))
+    yield
+    for path in mapped:
+        Path(path).unlink(missing_ok=True)
 
 
 class Valve:
@@ -285,8 +300,9 @@ async def ready(server: S) -> AsyncIterator[S]:
                 await asyncio.sleep(0.1)
         yield server
     finally:
-        server.process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(server.process.wait, END_S)
-        except subprocess.TimeoutExpired:  # SGLang's threads of NIXL do not end soon
-            await server.kill()
+        with shared_memory_removed(server.process.pid):
+            server.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(server.process.wait, END_S)
+            except subprocess.TimeoutExpired:  # SGLang's threads of NIXL do not end soon
+                await server.kill()
