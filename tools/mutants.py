@@ -122,6 +122,9 @@ EQUIVALENT: Mapping[str, str] = {
     "services.kvstore.ssd.records: len(data) < _FIXED.size -> (len(data) <= _FIXED.size)": (
         "a header has a page at least, so data that short are a bad record either way"
     ),
+    "services.kvstore.ssd.records: found.nbytes <= SMALL_BYTES -> (found.nbytes < SMALL_BYTES)": (
+        "how much is read ahead changes no record that is found"
+    ),
     "services.kvstore.ssd.recovery: size < image.segments.get(number, 0) -> (size <= image.segments.get(number, 0))": (
         "of a segment as long as was committed, the index calls each record dead that ends beyond, or does not load it"
     ),

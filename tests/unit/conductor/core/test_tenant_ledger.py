@@ -262,6 +262,7 @@ def test_many_rows_are_told_in_parts_and_the_parts_are_no_use_of_now() -> None:
     first, second = ledger.tells("decode-0", 2, 0.0), ledger.tells("decode-0", 2, 0.1)
     assert first is not None
     assert second is not None
+    assert second.number > first.number, "or an instance cannot tell which is newer"
     assert (len(first.tenants), first.more) == (MAX_ROWS, True)
     assert ([row.tenant for row in second.tenants], second.more) == ([f"t{MAX_ROWS}"], False)
     other = TenantLedger({"*": TenantBudget(requests=1)}, 1.0)

@@ -91,6 +91,13 @@ def test_a_first_start_needs_room_for_an_index(tmp_path: Path) -> None:
         open_ssd(tmp_path, files=files)
 
 
+def test_a_folder_that_takes_no_files_is_refused_at_the_start(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.fail("probe", OSError(errno.EROFS, "Read-only file system"))
+    with pytest.raises(ConfigError, match=r"data_dir: .* cannot be used: Read-only file system"):
+        open_ssd(tmp_path, files=files)
+
+
 @pytest.mark.parametrize(
     ("said", "probed", "heard"),
     [
