@@ -145,6 +145,19 @@ def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
     assert len(it.open(CallReserve)) == 2
 
 
+def test_the_time_for_others_begins_anew_when_memory_is_left_to_them_again() -> None:
+    it = world(TenantBudget())
+    waiting(it)
+    bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
+    report(it, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
+    report(it, free=20)
+    report(it, TenantActivity("bob", 3), free=0)  # bob has what he wanted
+    it.sleep(YIELD_S)
+    report(it, replace(bob, version=4), free=0)
+    report(it, free=20)
+    assert it.open(CallReserve) == []
+
+
 def test_a_tenant_that_is_behind_itself_leaves_nothing() -> None:
     it = world(TenantBudget())
     waiting(it, tenant="bob")

@@ -372,3 +372,10 @@ def test_a_file_without_a_name_takes_no_room_unless_it_is_read(tmp_path: Path, r
     assert bool(open_below(path.parent)) == readable
     files.close(path)
     assert not open_below(path.parent)
+
+
+def test_a_disk_that_was_not_away_is_locked_once(tmp_path: Path) -> None:
+    with tier(folders(tmp_path)) as ssd:
+        locks = [name for name in open_below(tmp_path) if name.endswith("lock")]
+        assert ssd.reopen(0) == []
+        assert [name for name in open_below(tmp_path) if name.endswith("lock")] == locks

@@ -98,6 +98,25 @@ def test_a_folder_that_takes_no_files_is_refused_at_the_start(tmp_path: Path) ->
         open_ssd(tmp_path, files=files)
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_a_disk_that_cannot_start_leaves_nothing_behind(tmp_path: Path, after: int) -> None:
+    """Whenever its index fails: the other disk serves, and the disk can be opened again."""
+    paths = [tmp_path / name for name in "ab"]
+    for path, keys in zip(paths, (KEYS[:3], KEYS[3:6]), strict=True):
+        with store(path, 2 * RECORD) as driven:
+            driven.flush(keys)
+    shutil.rmtree(paths[1] / "index")
+    broken = FaultyFiles()
+    broken.fail("transaction", lmdb.Error("mdb_txn_commit: Input/output error"), after=after)
+    ssd = open_tier(paths, 1 << 20, 2 * RECORD, files=[FaultyFiles(), broken])
+    check(ssd)
+    assert (len(ssd.disks), set(ssd.catalogue)) == (1, set(KEYS[:3]))
+    assert Driven(ssd).read(KEYS[:6]) == [data_of(key) for key in KEYS[:3]]
+    ssd.close()
+    with store(paths[1], 2 * RECORD) as driven:
+        assert driven.read(KEYS[3:6]) == [data_of(key) for key in KEYS[3:6]]
+
+
 @pytest.mark.parametrize(
     ("said", "probed", "heard"),
     [
@@ -293,6 +312,7 @@ def test_an_index_of_another_boot_is_rebuilt(tmp_path: Path, caplog: pytest.LogC
         ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD, files=[FaultyFiles(boot="two")])
     assert "restarted before everything was synced; rebuilding the index" in caplog.text
     assert "segments read" in caplog.text
+    assert "more than the index names" not in caplog.text
     assert {key: owner_of(ssd, key) for key in ssd.catalogue} == dict.fromkeys(KEYS[:3], "t")
     ssd.close()
 
