@@ -97,13 +97,18 @@ class Faults:
                 continue
             self.counts[kind] = self.counts.get(kind, 0) + 1
             self.told.append(f"{now():.6f} {kind} {' '.join(names)} for {seconds:.2f} s")
-            if kind not in HARMLESS:
+            if kind not in HARMLESS or self._sends_clients_away(kind, names):
                 hurt = _hurt_by_link(*names) if kind in OF_LINKS else names
                 self.disturbances.add(hurt, now(), now() + seconds + RECOVERY_S)
         while self._side:
             await asyncio.gather(*self._side)
             self._side = [task for task in self._side if not task.done()]
         self._simulation.network.heal()
+
+    def _sends_clients_away(self, kind: FaultKind, names: Sequence[str]) -> bool:
+        """Whether clients leave a starving conductor for another conductor, which may be disturbed itself."""
+        conductors = [name for name in self._cluster.services if name.startswith("conductor-")]
+        return kind == "starve" and names[0] in conductors and len(conductors) > 1
 
     def _hit(self, kind: FaultKind, seconds: float) -> list[str]:
         """Inject a fault; returns whom it hits, or nobody if it finds none."""

