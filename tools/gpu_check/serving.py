@@ -170,8 +170,12 @@ class CheckedStack(LocalStack):
 def plan_of(
     where: Where, served: Served, model: Path, name: str, extra: Mapping[str, Sequence[str]] | None = None
 ) -> StackPlan:
-    """Return the plan of a stack with both engines on the device; logs are in the folder `name`."""
+    """Return the plan of a stack with both engines on the device; logs are in the folder `name`.
+
+    Decode guesses no tokens: a time per token is that of a step.
+    """
     device, more = ("--device", where.device), dict(extra or {})
+    more["decode"] = ("--speculative", "off", *more.get("decode", ()))
     if served.step_tokens:
         more["prefill"] = ("--max-num-batched-tokens", str(served.step_tokens), *more.get("prefill", ()))
     return StackPlan(

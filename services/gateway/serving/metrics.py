@@ -28,7 +28,9 @@ class GatewayMetrics:
         self.clock = clock
         self.open_requests = 0
         """Requests that are being answered."""
-        self.waiting = self._gauge("num_requests_waiting", "Requests that have no first token yet.")
+        self.waiting = self._gauge(
+            "num_requests_waiting", "Requests without a first token; of answers that are not streamed, without a place."
+        )
         self.running = self._gauge("num_requests_running", "Requests with an answer under way.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of complete requests.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated for complete requests.")

@@ -131,12 +131,18 @@ def test_memory_is_left_to_a_tenant_that_is_behind_at_another_conductor() -> Non
     assert len(it.open(CallReserve)) == 1
 
 
-def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
+def left_to_bob() -> tuple[World, TenantActivity]:
+    """Ann's requests wait here, and memory for two is left to bob's, which wait at another conductor."""
     it = world(TenantBudget())
     waiting(it)
     bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
     report(it, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
     report(it, free=20)
+    return it, bob
+
+
+def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
+    it, _ = left_to_bob()
     it.sleep(YIELD_S / 2)
     report(it, free=20)
     assert it.open(CallReserve) == []
@@ -146,11 +152,7 @@ def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
 
 
 def test_the_time_for_others_begins_anew_when_memory_is_left_to_them_again() -> None:
-    it = world(TenantBudget())
-    waiting(it)
-    bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
-    report(it, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
-    report(it, free=20)
+    it, bob = left_to_bob()
     report(it, TenantActivity("bob", 3), free=0)  # bob has what he wanted
     it.sleep(YIELD_S)
     report(it, replace(bob, version=4), free=0)
