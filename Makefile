@@ -23,27 +23,27 @@ setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), 
 # No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
-# Without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
+# Without Moonpool's own base, and without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
 lock:  ## write requirements.lock and requirements-light.lock (without engines): packages with hashes, by constraints.txt
-	echo "torch ; python_version < '3'" >$(VENV)/no-torch.txt
+	printf '%s\n' "torch ; python_version < '3'" "moonpool-base ; python_version < '3'" >$(VENV)/not-locked.txt
 	$(LOCK) --extra engine --output-file requirements.lock
 	$(LOCK) --output-file requirements-light.lock
 
-LOCK = $(BIN)/uv pip compile pyproject.toml --constraint constraints.txt --override $(VENV)/no-torch.txt \
+LOCK = $(BIN)/uv pip compile pyproject.toml packages/moonpool-base/pyproject.toml --constraint constraints.txt --override $(VENV)/not-locked.txt \
   --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet
 
-$(STAMP): pyproject.toml constraints.txt requirements.lock
+$(STAMP): pyproject.toml packages/moonpool-base/pyproject.toml constraints.txt requirements.lock
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --require-hashes --no-deps -r requirements.lock
-	$(PIP) -e '.[engine]'
-	$(BIN)/python -m kernels.native.build || true
+	$(PIP) -e packages/moonpool-base -e '.[engine]'
+	$(BIN)/python -P -m moonpool.base.native.build || true
 	@touch $@
 
 dev: $(DEV_STAMP)  ## add to .venv what tests, lint and benchmarks need
 
 $(DEV_STAMP): $(STAMP)
-	$(PIP) -e '.[engine,dev]'
+	$(PIP) -e packages/moonpool-base -e '.[engine,dev]'
 	@touch $@
 
 # What is used is compiled once, also where the environment says otherwise.

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from benchmarks.eviction import of_traces, trace_flags
 from benchmarks.frame import Absent, Progress, Row, run
-from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.kv.layout import KVLayout
-from services.kvstore.core.store import BlockStore
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.eviction.policies import LRU
-from services.kvstore.ssd.records import record_size
-from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
+from moonpool.base.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
+from moonpool.base.kv.keys import BlockKey, bind, slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.kvstore.core.store import BlockStore
+from moonpool.kvstore.dram.tier import DramTier
+from moonpool.kvstore.eviction.policies import LRU
+from moonpool.kvstore.ssd.records import record_size
+from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
 
 FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 BLOCK = FORMAT.layout.block_bytes

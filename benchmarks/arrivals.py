@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 
 def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:

@@ -21,9 +21,9 @@ from pathlib import Path
 from benchmarks.attacks_hostile import ATTACKS, CALM, HOSTILE, MIB, Gateway, chat
 from benchmarks.fairness import quantile
 from benchmarks.frame import Progress, Row, bounded, run
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.rpc.auth import hash_key
 from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
-from moonpool.rpc.auth import hash_key
 
 P99_AT_MOST, LONGEST_AT_MOST, TTFT_AT_MOST = 2.0, 5.0, 1.3
 """Times between events, and p90 of the time to the first, while a hostile tenant attacks, over those alone."""

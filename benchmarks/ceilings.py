@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.memory import mapped
-from kernels.native import library
+from moonpool.engine.kernels.memory import mapped
+from moonpool.engine.kernels.native import library
 
 BEYOND = 2
 """Working sets are so many times the last level cache, so that at most a part of each pass comes from it."""

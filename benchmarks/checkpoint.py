@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 
 _FRAME = """
 import json, resource, sys, time
@@ -30,12 +30,13 @@ _TRANSFORMERS = (
     "kept = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)",
 )
 _OURS = (
-    "import torch\nfrom moonpool.checkpoint import load_config\nfrom moonpool.models.loader import load_stage",
+    "import torch\nfrom moonpool.base.checkpoint import load_config\n"
+    "from moonpool.engine.models.loader import load_stage",
     "config = load_config(path)\nkept = load_stage(path, config, torch.bfloat16, 0, config.num_layers)",
 )
-_HEADER = ("from moonpool.checkpoint.gguf import GgufFile", "GgufFile.read(path)")
+_HEADER = ("from moonpool.base.checkpoint.gguf import GgufFile", "GgufFile.read(path)")
 _READER = ("from gguf import GGUFReader", "GGUFReader(path)")
-_TOKENIZER = ("from moonpool.checkpoint import Tokenizer", "Tokenizer.load(path)")
+_TOKENIZER = ("from moonpool.base.checkpoint import Tokenizer", "Tokenizer.load(path)")
 _THEIRS = ("from transformers import AutoTokenizer", "AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)")
 
 Code = tuple[str, str]

@@ -22,8 +22,8 @@ from benchmarks.conductor_proxy import measure_proxy
 from benchmarks.conductor_world import SEED, ConductorWorld, Size, Told, chain_keys, hashing_seconds
 from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kvstore_match import percentile
-from moonpool.rpc.tuning import tune_gc
-from services.conductor.placement.policies import DEFAULT_POLICY
+from moonpool.base.rpc.tuning import tune_gc
+from moonpool.conductor.placement.policies import DEFAULT_POLICY
 
 WANTED_DECISIONS, WANTED_EVENTS = 2000.0, 200_000.0
 ASKED_CHAINS = 100

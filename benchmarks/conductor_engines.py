@@ -14,13 +14,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.bundled import model_dir
-from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
-from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import Service, serving
+from moonpool.base.bundled import model_dir
+from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.server import Service, serving
+from moonpool.conductor.registry import Checkpoint
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
-from services.conductor.registry import Checkpoint
 
 TOKEN = 100
 BLOCKS = 1 << 20

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.frame import Progress, Row, paired
 from benchmarks.processes import Child, child
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 512
 SHORT, LONG = 2, 256
@@ -57,7 +57,7 @@ def measure_proxy(runs: int, requests: int, progress: Progress) -> list[Row]:
     long: list[tuple[float, float]] = []
     arguments = ("--model", str(model_dir()), "--listen", "127.0.0.1:0", "--log-level", "warning")
     with (
-        child("services.conductor", *arguments) as conductor,
+        child("moonpool.conductor", *arguments) as conductor,
         child("benchmarks.conductor_engines", "--conductor", conductor.address),
     ):
         for output, results in ((SHORT, short), (LONG, long)):

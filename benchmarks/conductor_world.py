@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.processes import own_resident_bytes
-from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
-from moonpool.scheduling.fair_share import QueueKey
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.decode_pool import PlacedAnswer
-from services.conductor.core.events import KeysChanged
-from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import KVShape, LinkRead
-from services.conductor.core.router import RoutingConfig, RoutingRequest
-from services.conductor.placement.policies import DEFAULT_POLICY
-from services.conductor.placement.policies.registry import load_policy
+from moonpool.base.kv.keys import BlockKey, block_keys, unpack_keys
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.events import KeysChanged
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from moonpool.conductor.core.latency_model import KVShape, LinkRead
+from moonpool.conductor.core.router import RoutingConfig, RoutingRequest
+from moonpool.conductor.placement.policies import DEFAULT_POLICY
+from moonpool.conductor.placement.policies.registry import load_policy
 
 SEED = 1
 CHAIN_BLOCKS = 2000

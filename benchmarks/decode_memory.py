@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.frame import Absent, Progress, Row, bounded, run
-from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.executor import RUN_STEPS
-from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
-from moonpool.scheduling.request import EngineRequest
-from moonpool.scheduling.state_machine import IoEnded
-from services.decode.core.actions import (
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.engine.decode.core.actions import (
     Action,
     LoadStoredBlocks,
     RequestFreed,
@@ -29,7 +27,7 @@ from services.decode.core.actions import (
     SwapIn,
     SwapOut,
 )
-from services.decode.core.events import (
+from moonpool.engine.decode.core.events import (
     Event,
     LoadEnd,
     ReserveBlocks,
@@ -42,8 +40,10 @@ from services.decode.core.events import (
     TransferComplete,
     TransferOpened,
 )
-from services.decode.core.scheduler import DecodeScheduler
-from services.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.decode.core.scheduler import DecodeScheduler
+from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.executor import RUN_STEPS
 
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 2_000

@@ -26,11 +26,11 @@ import zmq.asyncio
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import EmulatedCompute, load_profile
-from moonpool.kv_events.events import BlockRemoved, BlockStored, EngineEvent, ExtraKeys
-from moonpool.kv_events.publisher import publishing
-from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.interop.kv_events.events import BlockRemoved, BlockStored, EngineEvent, ExtraKeys
+from moonpool.interop.kv_events.publisher import publishing
 
 MODEL = "tiny"
 BLOCK_TOKENS, MAX_TOKENS, MAX_RUNNING = 16, 8192, 64

@@ -10,8 +10,8 @@ tokens to prompts of 128, in batches. Prompts are fresh in every run, so no KV i
 In each run ours and the peers' are measured one after the other. Peers are installed once, each into a separate
 environment (`--peers`). Beside them stand this machine's limits: its best matrix product, and for one sequence reading
 all weights once a token, by the memory's speed just before each run. Greedy steps of few sequences read the head as
-bytes (`kernels.int8_head`): so there is a second limit, of what they read. Beside these limits count the tokens behind
-the first ones, in the time that whole answers take longer than answers of one token.
+bytes (`moonpool.engine.kernels.int8_head`): so there is a second limit, of what they read. Beside these limits count
+the tokens behind the first ones, in the time that whole answers take longer than answers of one token.
 
 Our decode guesses tokens as by default; `--speculative off` leaves that out.
 
@@ -40,11 +40,11 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
-from moonpool.checkpoint import inspect_checkpoint
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint import inspect_checkpoint
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 
 PROMPT, SHORT_PROMPT, OUTPUT = 2048, 128, 64
 TARGETS = {1: 1.2, 8: 1.2, 32: 1.0}

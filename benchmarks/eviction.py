@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from services.kvstore.eviction.policies import LRU
-from simulator.eviction import optimum, replay, replay_sessions
-from simulator.experiments.prefix_caching import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
-from simulator.traces.agentic import AgenticMix, AgenticWorkload
-from simulator.traces.mooncake import TraceError, read_trace
-from simulator.traces.workload import Workload
+from moonpool.kvstore.eviction.policies import LRU
+from moonpool.simulator.eviction import optimum, replay, replay_sessions
+from moonpool.simulator.experiments.prefix_caching import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
+from moonpool.simulator.traces.agentic import AgenticMix, AgenticWorkload
+from moonpool.simulator.traces.mooncake import TraceError, read_trace
+from moonpool.simulator.traces.workload import Workload
 
 TRACES_VARIABLE = "MOONPOOL_TRACES"
 PUBLIC = "conversation"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks.failover_streams import Stream, follow
 from benchmarks.frame import Progress, Row, bounded, run
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import load_config
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.kv import continuation
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 
 UNDER_WAY = 8
 """Tokens after which a stream decodes."""

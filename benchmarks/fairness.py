@@ -20,14 +20,14 @@ from pathlib import Path
 
 from benchmarks.fairness_core import Coming, first_tokens
 from benchmarks.frame import Progress, Row, bounded, run
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.errors import Overloaded
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import prefill_seconds
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import Overloaded
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import prefill_seconds
 
 CALM, FLOOD = "calm", "flood"
 CALM_SHARE, FLOOD_SHARE = 0.25, 3.0

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.latency import Speeds, prefill_seconds
-from moonpool.scheduling.request import EngineRequest
-from moonpool.scheduling.state_machine import IoEnded
-from services.prefill.core.actions import Action, ReportFirstToken, RunStep
-from services.prefill.core.events import IoResult, StepEnded, SubmitJob
-from services.prefill.core.jobs import PrefillSettings
-from services.prefill.core.scheduler import PrefillScheduler
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.latency import Speeds, prefill_seconds
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.engine.prefill.core.actions import Action, ReportFirstToken, RunStep
+from moonpool.engine.prefill.core.events import IoResult, StepEnded, SubmitJob
+from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 
 BLOCK_TOKENS = 64
 SETTINGS = PrefillSettings(

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kernels.native.build import BuildError, detect
+from moonpool.base.native.build import BuildError, detect
 
 PACKAGES = (
     *("moonpool", "torch", "grpcio", "protobuf", "transformers", "uvloop"),

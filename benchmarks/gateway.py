@@ -25,7 +25,7 @@ import httpx2
 
 from benchmarks.frame import Progress, Row, paired, run, spread_of
 from benchmarks.gateway_load import Found
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
 

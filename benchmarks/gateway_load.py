@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.processes import own_cpu_s
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 
 ORDINARY_TOKENS = (300, 4000)
 END = b"\r\n0\r\n\r\n"

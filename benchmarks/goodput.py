@@ -21,20 +21,20 @@ from pathlib import Path
 from benchmarks.arrivals import at_rate
 from benchmarks.emulated import late, lateness
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.replay import TraceReplay, cluster_like, cut_request, send_trace, summary_of
 from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
 from moonpool.client import Slo
+from moonpool.conductor.core.admission import AdmissionMode
+from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.admission import AdmissionMode
-from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from simulator.cluster.admission import SERVICES, slo_of
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.experiments.frame import simulate
-from simulator.experiments.report import Summary
-from simulator.traces.mooncake import Trace, TraceRequest, trace_path
+from moonpool.simulator.cluster.admission import SERVICES, slo_of
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.experiments.frame import simulate
+from moonpool.simulator.experiments.report import Summary
+from moonpool.simulator.traces.mooncake import Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
 WANTED = 15.0

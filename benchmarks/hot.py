@@ -20,11 +20,11 @@ from pathlib import Path
 
 from benchmarks.emulated import grown, late, lateness
 from benchmarks.frame import Progress, Row, paired, run
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import GaugeReading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 
 ORDINARY_TOKENS = (300, 4000)
 BESIDE = "no peers, no copies"

@@ -32,8 +32,8 @@ from benchmarks.ceilings import (
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
 from benchmarks.kernels_errors import error_rows
 from benchmarks.kernels_products import product_rows, step_rows
-from kernels.attention import paged_attention, selected
-from kernels.plan import make_plan
+from moonpool.engine.kernels.attention import paged_attention, selected
+from moonpool.engine.kernels.plan import make_plan
 
 DECODE = ((1, 2048), (1, 32768), (8, 8192), (32, 2048), (32, 8192))
 """(batch, context)"""

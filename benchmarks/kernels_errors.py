@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame import Progress, Row, bounded
-from kernels import kv_quantization, ops, reference
-from kernels.arranged_weights import arrange_weight
-from kernels.attention import paged_attention, write_kv
-from kernels.memory import WeightArena
+from moonpool.engine.kernels import kv_quantization, ops, reference
+from moonpool.engine.kernels.arranged_weights import arrange_weight
+from moonpool.engine.kernels.attention import paged_attention, write_kv
+from moonpool.engine.kernels.memory import WeightArena
 
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Results are rounded once or twice to their type; bfloat16's weights are rounded too."""

@@ -19,9 +19,9 @@ from benchmarks.device import On
 from benchmarks.frame import Progress, Row, Skipped, optional, paired, run
 from benchmarks.kernels_errors import error_rows
 from benchmarks.kernels_gpu_steps import STEP, sampling_rows, step_rows
-from kernels import ops
-from kernels.attention import copy_blocks, paged_attention, selected, write_kv
-from kernels.plan import make_plan
+from moonpool.engine.kernels import ops
+from moonpool.engine.kernels.attention import copy_blocks, paged_attention, selected, write_kv
+from moonpool.engine.kernels.plan import make_plan
 
 SAMPLED = ((64, 32_000), (64, 151_936))
 """(rows, vocabulary)"""

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from benchmarks.device import On
 from benchmarks.frame import Row, paired
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-from moonpool.kv.pool import KVPool
-from moonpool.models.batch import LayersKV, PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
-from moonpool.models.stage import StageModel
-from moonpool.platforms.base import Device
-from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.stage_platform import StagePlatform, stage_platform
-from moonpool.sampling.sampler import Sampler
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.models.batch import LayersKV, PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.stage import StageModel
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.cuda import CudaDevice
+from moonpool.engine.platforms.stage_platform import StagePlatform, stage_platform
+from moonpool.engine.sampling.sampler import Sampler
 
 BLOCK = 16
 WAYS = {

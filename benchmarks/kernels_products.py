@@ -14,13 +14,13 @@ from torch import Tensor
 
 from benchmarks.ceilings import Shape, product_flops, read_bytes_per_s, seconds, working_set_bytes
 from benchmarks.frame import Absent, Row, paired
-from kernels.arranged_weights import ArrangedWeight, arrange_weight
-from kernels.memory import WeightArena
-from moonpool.checkpoint import load_config
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
-from moonpool.models.stage import StageModel
+from moonpool.base.checkpoint import load_config
+from moonpool.engine.kernels.arranged_weights import ArrangedWeight, arrange_weight
+from moonpool.engine.kernels.memory import WeightArena
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.stage import StageModel
 
 SIDES = ((896, 1152), (896, 9728), (4864, 896), (512, 2816))
 """(inputs, outputs): matrices of the shapes qwen2.5-0.5b and small."""

@@ -1,7 +1,8 @@
 """A decode instance without an engine: the real contract, requests, receiver and pool, in a separate process.
 
-`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as `services.decode` with its
-flags; SHAPE is a name in kv_shape.py. Joins no conductor and does not compute; for measuring what receiving KV costs.
+`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as `moonpool.engine.decode` with
+its flags; SHAPE is a name in kv_shape.py. Joins no conductor and does not compute; for measuring what receiving KV
+costs.
 """
 
 import asyncio
@@ -10,21 +11,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.process import ProcessContext, run_main
+from moonpool.base.rpc.server import serving
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
+from moonpool.base.transport.async_utils import ThreadOffload
+from moonpool.base.transport.flow_control import EgressLink
+from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine.decode.service import DecodeInstance, contract
 from moonpool.engine.instance import BESIDE_THREADS, InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineSetup
-from moonpool.errors import Unavailable
-from moonpool.kv.pool import KVPool
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import ProcessContext, run_main
-from moonpool.rpc.server import serving
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, Step, StepResult
-from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.flow_control import EgressLink
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.decode.config import DecodeConfig
-from services.decode.service import DecodeInstance, contract
 
 
 class NoEngine:

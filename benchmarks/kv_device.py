@@ -16,13 +16,13 @@ from threading import Event
 import torch
 
 from benchmarks.frame import Progress, Row, bounded, paired, run
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.platforms.base import CapturedGraph, DeviceCapacity
-from moonpool.platforms.cpu import CpuStream
-from moonpool.platforms.kv_memory import CallbackThread, TieredKVMemory
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.base import CapturedGraph, DeviceCapacity
+from moonpool.engine.platforms.cpu import CpuStream
+from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
 
 BLOCK_TOKENS = 64
 TOKENS = 200

@@ -13,20 +13,20 @@ from typing import Protocol
 import grpc.aio
 
 from benchmarks.kv_shape import SMALL, Shape
-from moonpool.kv.frames import Slice
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.pool import KVPool, PoolTarget
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.tls import Tls
-from moonpool.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.regions import SharedRegion
-from moonpool.transport.registry import open_transports
-from moonpool.transport.sessions import StreamSettings
+from moonpool.base.kv.frames import Slice
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.pool import KVPool, PoolTarget
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.sender import OutboundTransfer, TransferSender
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.regions import SharedRegion
+from moonpool.base.transport.registry import open_transports
+from moonpool.base.transport.sessions import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from functools import cached_property
 
-from moonpool.kv.keys import BlockKey, block_keys, chain_root, namespace, pack_keys, tokens_to_bytes
-from moonpool.kv.layout import KVLayout
+from moonpool.base.kv.keys import BlockKey, block_keys, chain_root, namespace, pack_keys, tokens_to_bytes
+from moonpool.base.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
 VOCAB_SIZE = 1 << 15

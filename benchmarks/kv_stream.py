@@ -26,13 +26,13 @@ from benchmarks.kv_paths import TLS_NAME, DecodePath, GetPath, Path, PutPath, di
 from benchmarks.kv_shape import SMALL
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.kv_transfer.read_server import WINDOW_BYTES
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.base.transport.handshake import TransportDialer
 from moonpool.cli.certs import Authority
-from moonpool.kv.pool import KVPool
-from moonpool.kv_transfer.read_server import WINDOW_BYTES
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.tls import Tls
-from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
-from moonpool.transport.handshake import TransportDialer
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
@@ -129,7 +129,7 @@ async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
     store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning", *TRANSPORTS)
     with (
         child("benchmarks.kv_decode", *decode, *settings) as decode_child,
-        child("services.kvstore", *store, *settings) as store_child,
+        child("moonpool.kvstore", *store, *settings) as store_child,
     ):
         async with Channels(tls) as channels:
             yield FarEnds(channels, decode_child, store_child)

@@ -19,10 +19,10 @@ from benchmarks.kv_paths import DecodePath, dialers, filled_pool
 from benchmarks.kv_shape import HALF_B
 from benchmarks.limits import MEMORY_BYTES, tcp_seconds
 from benchmarks.processes import child
-from moonpool.kv.frames import FRAME_BYTES
-from moonpool.kv.pool import KVPool
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.base.kv.frames import FRAME_BYTES
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 TRANSPORTS = ("grpc", "tcp", "local")
 TRANSFERS = 5

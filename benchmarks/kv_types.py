@@ -21,17 +21,17 @@ from torch import Tensor
 
 from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory, working_set_bytes
 from benchmarks.frame import Progress, Row, bounded, paired, run
-from kernels.attention import paged_attention
-from kernels.plan import make_plan
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
-from moonpool.checkpoint.named_models import cache_folder, cached_model
-from moonpool.kv.pool import KVPool
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
-from moonpool.models.stage import StageModel
-from moonpool.platforms.kv_memory import StageSlices, pool_bytes
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.kv.pool import KVPool
+from moonpool.engine.kernels.attention import paged_attention
+from moonpool.engine.kernels.plan import make_plan
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.stage import StageModel
+from moonpool.engine.platforms.kv_memory import StageSlices, pool_bytes
 
 KINDS = ("int8", "fp8")
 TYPES = {"auto": "bfloat16", **{kind: kind for kind in KINDS}}
@@ -55,7 +55,7 @@ class Pool:
     """Random KV for some layers, in one type.
 
     Attributes:
-        kv, scales: see `moonpool.platforms.kv_memory`; scales only where quantised.
+        kv, scales: see `moonpool.engine.platforms.kv_memory`; scales only where quantised.
     """
 
     kv: Tensor

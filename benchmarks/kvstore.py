@@ -18,7 +18,7 @@ from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
 from benchmarks.kvstore_ssd import DEPTH
-from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 Part = Callable[[argparse.Namespace, Progress], Sequence[Row | Absent] | Coroutine[Any, Any, Sequence[Row]]]
 

@@ -140,7 +140,7 @@ def picture_path(options: argparse.Namespace) -> Path | None:
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """The row of this part; writes the picture."""
     budget = options.churn_megabytes << 20
-    with child("services.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
+    with child("moonpool.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
         points, churn = await churned(store, budget, options.churn_s, progress)
     name = f"memory over {options.churn_s:g} s of churn, {churn.text()}"
     most = max(value for _, value in points)

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import TYPE_CHECKING
 
 from benchmarks.kvstore_shape import Memory, hello, parents
-from moonpool.kv.keys import pack_keys, slice_hash
-from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.channels import Channels
-from moonpool.transport.config import TransportConfig
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.registry import open_transports
-from moonpool.transport.sessions import StreamSettings
+from moonpool.base.kv.keys import pack_keys, slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.registry import open_transports
+from moonpool.base.transport.sessions import StreamSettings
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 

@@ -14,7 +14,7 @@ from benchmarks.kvstore_client import StoreClient, connected, some_at_once
 from benchmarks.kvstore_shape import Memory, chain, layout_of, split
 from benchmarks.limits import MEMORY_BYTES, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s
-from moonpool.kv.frames import FRAME_BYTES
+from moonpool.base.kv.frames import FRAME_BYTES
 
 TARGET = 0.5
 STORE_BYTES = 768 << 20
@@ -102,7 +102,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     memory = Memory(SOURCE_BYTES, MEMORY_BYTES)
     rows: list[Row] = []
     with (
-        child("services.kvstore", "--dram-bytes", str(STORE_BYTES), "--log-level", "warning") as store,
+        child("moonpool.kvstore", "--dram-bytes", str(STORE_BYTES), "--log-level", "warning") as store,
         child("benchmarks.limits") as far,
     ):
         for kib in options.sizes_kib:

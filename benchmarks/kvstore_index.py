@@ -7,10 +7,10 @@ reads no block. Putting a million blocks would write 8 GB: a record takes 8 KiB,
 from pathlib import Path
 
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
-from moonpool.kv.blocks import BlockFormat
-from services.kvstore.ssd.files import ALIGN, FileLayer
-from services.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
-from services.kvstore.ssd.records import segment_path
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.kvstore.ssd.files import ALIGN, FileLayer
+from moonpool.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
+from moonpool.kvstore.ssd.records import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2

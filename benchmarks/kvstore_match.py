@@ -27,7 +27,7 @@ def start(folder: Path, blocks: int) -> tuple[Child, float]:
     budget = max(1 << 30, 2 * blocks * record_bytes())
     arguments = ("--data-dir", str(folder), "--ssd-bytes", str(budget), "--dram-bytes", str(64 << 20))
     begin = time.perf_counter()
-    process = Child("services.kvstore", *arguments, "--log-level", "warning")
+    process = Child("moonpool.kvstore", *arguments, "--log-level", "warning")
     return process, time.perf_counter() - begin
 
 

@@ -12,9 +12,9 @@ import random
 import weakref
 from collections.abc import Sequence
 
-from moonpool.kv.keys import chain_root, namespace
-from moonpool.kv.layout import KVLayout
-from moonpool.transport.regions import SharedRegion
+from moonpool.base.kv.keys import chain_root, namespace
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.transport.regions import SharedRegion
 from moonpool.v1 import kv_pb2
 
 SLICE_BYTES = 64 << 10

@@ -26,7 +26,7 @@ from benchmarks.frame import Progress, Row, paired
 from benchmarks.kvstore_client import connected, some_at_once
 from benchmarks.kvstore_shape import Memory, chain, layout_of, split
 from benchmarks.processes import Child, child, own_cpu_s
-from services.kvstore.layer_reader import PIECE_BYTES
+from moonpool.kvstore.layer_reader import PIECE_BYTES
 
 READ_TARGET = 0.8
 WRITE_TARGET = 0.8
@@ -59,7 +59,7 @@ def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: i
     """A kvstore with an SSD tier in `folder`, which so many threads read."""
     sizes = ("--ssd-bytes", str(ssd_bytes), "--set", f"segment_bytes={max(SEGMENT_BYTES, ssd_bytes // 64)}")
     tier = ("--data-dir", str(folder), *sizes, "--set", f"read_threads={threads}")
-    with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
+    with child("moonpool.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
 
 
@@ -270,7 +270,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     figures = Figures()
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as shared,
-        child("services.kvstore", "--dram-bytes", str(2 * DRAM_BYTES), "--log-level", "warning") as dram,
+        child("moonpool.kvstore", "--dram-bytes", str(2 * DRAM_BYTES), "--log-level", "warning") as dram,
     ):
         make_file(Path(shared) / "plain", blocks_bytes(sizes.read))
         for number in range(options.runs):

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, paired
-from moonpool.checkpoint import kv_layout
-from moonpool.checkpoint.formats import load_config
+from moonpool.base.checkpoint import kv_layout
+from moonpool.base.checkpoint.formats import load_config
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import SequenceStep, Step
 
 PROMPT, CHUNK, CONTEXT, RUN = 2048, 512, 128, 64
 """Tokens of a prompt, of each of its steps, of a sequence when its run begins, and of the run."""

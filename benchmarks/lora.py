@@ -17,13 +17,13 @@ import torch
 
 from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kv_types import BLOCK, Pool, in_turns
-from moonpool.checkpoint import load_config
-from moonpool.checkpoint.lora import read_adapter
-from moonpool.models.batch import BatchLoras, PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.lora import StageLora, load_lora
-from moonpool.models.random_checkpoint import create, create_lora
-from moonpool.models.stage import StageModel
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.engine.models.batch import BatchLoras, PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.lora import StageLora, load_lora
+from moonpool.engine.models.random_checkpoint import create, create_lora
+from moonpool.engine.models.stage import StageModel
 
 BATCHES, CONTEXT, PROMPT = (1, 8, 32), 512, 512
 ADAPTERS, RANK = 8, 16
@@ -52,7 +52,9 @@ def step_call(stage: StageModel, parts: Sequence[tuple[int, int]], loras: Sequen
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The shape."""
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="named shape of moonpool.models.random_checkpoint")
+    parser.add_argument(
+        "--shape", default="qwen2.5-0.5b", help="named shape of moonpool.engine.models.random_checkpoint"
+    )
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:

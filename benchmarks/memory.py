@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame import Absent, Progress, Row, bounded, run
-from moonpool.checkpoint import held_quantization, inspect_checkpoint, kv_layout, resolve_dtype
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint import held_quantization, inspect_checkpoint, kv_layout, resolve_dtype
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.fork_server import execute
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.footprint import resident_bytes
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
-from moonpool.fork_server import execute
-from moonpool.models.random_checkpoint import create
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.models.random_checkpoint import create
 
 BLOCK, CHUNK, BATCH, LONGEST = 64, 512, 64, 4096
 KV_BYTES = 64 << 20

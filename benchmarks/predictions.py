@@ -25,10 +25,10 @@ from typing import NamedTuple
 from benchmarks.frame import Progress, Row, bounded, run
 from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, again
 from benchmarks.predictions_picture import Dots, Panel, picture
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 
 LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
 """Requests per second as a share of the closed loop's."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
+from moonpool.engine.decode.core.request import RequestStatus
 from moonpool.engine.emulated.profile import load_profile
-from services.decode.core.request import RequestStatus
-from simulator.clock import ps
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import RequestSource
-from simulator.experiments.report import Collector
-from simulator.traces.mooncake import trace_path
+from moonpool.simulator.clock import ps
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.experiments.frame import RequestSource
+from moonpool.simulator.experiments.report import Collector
+from moonpool.simulator.traces.mooncake import trace_path
 
 WORTH = 5.0
 """Percent of the blocks, on the mean, below which late promises are not worth a message before each job."""

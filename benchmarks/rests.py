@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.frame import Progress, Row, paired, run
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 
 ORDINARY_TOKENS = (300, 4000)
 SYSTEM_TOKENS = 200

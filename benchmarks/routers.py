@@ -32,9 +32,9 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, bounded, paired, ru
 from benchmarks.peers import routers
 from benchmarks.peers.engines import Environment
 from benchmarks.processes import child
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
 from moonpool.client import Client
-from simulator.traces.mooncake import Trace, trace_path
+from moonpool.simulator.traces.mooncake import Trace, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
 OURS, BESIDE = "Moonpool", routers.ROUTERS[0].name
@@ -100,10 +100,12 @@ def moonpool(engines: Sequence[str]) -> Iterator[str]:
     """A conductor, an adapter for each server and a gateway; gives the gateway's URL."""
     usual = ("--model", str(model_dir()), "--listen", "127.0.0.1:0", "--log-level", "warning")
     with contextlib.ExitStack() as stack:
-        conductor = stack.enter_context(child("services.conductor", *usual)).address
+        conductor = stack.enter_context(child("moonpool.conductor", *usual)).address
         for at, url in enumerate(engines):
             stack.enter_context(
-                child("services.adapter", *usual, "--engine", url, "--conductor", conductor, "--id", f"vllm-{at}")
+                child(
+                    "moonpool.interop.adapter", *usual, "--engine", url, "--conductor", conductor, "--id", f"vllm-{at}"
+                )
             )
         with Client(conductor) as client:
             end = time.monotonic() + JOIN_S
@@ -112,7 +114,7 @@ def moonpool(engines: Sequence[str]) -> Iterator[str]:
                     raise RuntimeError("the servers have not joined")
                 time.sleep(0.1)
         flags = ("--conductor", conductor, "--served-model-name", MODEL)
-        yield f"http://{stack.enter_context(child('services.gateway', *usual, *flags)).address}"
+        yield f"http://{stack.enter_context(child('moonpool.gateway', *usual, *flags)).address}"
 
 
 async def ttft_s(session: aiohttp.ClientSession, url: str, prompt: Prompt, *, as_tokens: bool, due: float) -> float:

@@ -27,23 +27,23 @@ from pathlib import Path
 import torch
 
 from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
-from kernels.native import library
-from kernels.native.library import Library
-from moonpool.checkpoint import Tokenizer, kv_layout, load_config
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.engine.executor import RUN_STEPS
+from moonpool.engine.kernels.native import library
+from moonpool.engine.kernels.native.library import Library
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.pipeline import NoLinks
+from moonpool.engine.platforms.stage_platform import stage_platform
+from moonpool.engine.sampling.sampler import sample
 from moonpool.engine.structured_output import MaskBuilder
-from moonpool.kv.pool import KVPool
-from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
-from moonpool.platforms.stage_platform import stage_platform
-from moonpool.sampling.sampler import sample
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)

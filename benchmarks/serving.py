@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, optional, paired, run
 from benchmarks.serving_limits import Limits, measured_limits
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client, GenerateResult
-from moonpool.sampling_params import SamplingParams
 
 PROMPT = 2048
 AFTER_FIRST = 8
@@ -103,7 +103,7 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     if name == "bundled":
         return model_dir()
     optional("torch")
-    from moonpool.models.random_checkpoint import SHAPES, create
+    from moonpool.engine.models.random_checkpoint import SHAPES, create
 
     return create(name, folder / name, seed=SEED, dtype="bfloat16") if name in SHAPES else Path(name)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, weights_memory
 from benchmarks.device import device_limits
 from benchmarks.frame import Row
-from kernels.int8_head import int8_head_bytes
-from moonpool.checkpoint import load_config
-from moonpool.models.loader import torch_dtype
+from moonpool.base.checkpoint import load_config
+from moonpool.engine.kernels.int8_head import int8_head_bytes
+from moonpool.engine.models.loader import torch_dtype
 
 MARGIN = 1.1
 """A figure so far above a limit is impossible; less is the limit's own noise."""

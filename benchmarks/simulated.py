@@ -1,10 +1,10 @@
 """How far the simulator is from a real stack, calibrated on one slice of a trace and compared on the next one.
 
 A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The
-simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and
-TPOT at p50 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, by `moonpool calibrate`.
-All stacks are measured first, then the fits are searched for, on all cores. With three runs it takes about eight
-minutes on two cores. `--picture FILE.svg` has the quantiles of the last run of each stack.
+simulator's extras (`moonpool.simulator.experiments.calibration`) are fitted to the first slice, the second is compared:
+TTFT and TPOT at p50 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, by `moonpool
+calibrate`. All stacks are measured first, then the fits are searched for, on all cores. With three runs it takes about
+eight minutes on two cores. `--picture FILE.svg` has the quantiles of the last run of each stack.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 from benchmarks.arrivals import at_rate
 from benchmarks.frame import Progress, Row, Skipped, bounded, run
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import load_config
 from moonpool.cli.calibrate import run_calibrate
 from moonpool.cli.replay import FittedSimulation, TraceReplay, cluster_like, cut_request, fit_and_compare, send_trace
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.profile import load_profile
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.cluster.requests import Request
-from simulator.experiments.calibration import Times, charts, quantile
-from simulator.experiments.report import Chart
-from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.cluster.requests import Request
+from moonpool.simulator.experiments.calibration import Times, charts, quantile
+from moonpool.simulator.experiments.report import Chart
+from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
 from benchmarks.processes import own_peak_bytes
 from moonpool.cli.simulate import app
-from simulator.experiments.frame import RequestSource
-from simulator.traces.mooncake import trace_path
+from moonpool.simulator.experiments.frame import RequestSource
+from moonpool.simulator.traces.mooncake import trace_path
 
 WANTED_S = 60.0
 """Processor seconds for the conversation trace on 16 + 16 instances, at most."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from benchmarks.engine import TRAINED, same_tokens
 from benchmarks.frame import Progress, Row, Skipped, paired, run
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 
 REPETITIVE_TARGET, PROSE_TARGET = 1.5, 0.97
 BATCHES = (1, 8)

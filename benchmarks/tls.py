@@ -18,11 +18,11 @@ from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kv_paths import PutPath, filled_pool
 from benchmarks.kv_shape import SMALL
 from benchmarks.processes import Child, child, own_cpu_s
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.cli.certs import Authority
-from moonpool.kv.pool import KVPool
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.tls import Tls
-from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 FRAMES = (64 << 10, 1 << 20)
 STORE_BYTES = 512 << 20
@@ -63,7 +63,7 @@ async def sides(folder: Path) -> AsyncIterator[tuple[Side, Side]]:
     names = {"tls_cert": "kvstore.pem", "tls_key": "kvstore.key", "tls_ca": "ca.pem"}
     files = [part for setting, name in names.items() for part in ("--set", f"{setting}={folder}/{name}")]
     tls = Tls(folder / "ca.pem", folder / "prefill.pem", folder / "prefill.key")
-    with child("services.kvstore", *flags, *files) as secured, child("services.kvstore", *flags) as plain:
+    with child("moonpool.kvstore", *flags, *files) as secured, child("moonpool.kvstore", *flags) as plain:
         async with Channels(tls) as encrypted, Channels() as channels:
             yield Side(secured, encrypted), Side(plain, channels)
 

@@ -21,15 +21,15 @@ import torch
 from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory
 from benchmarks.frame import Progress, Row, bounded, paired, run
 from benchmarks.kv_types import BLOCK, Pool, in_turns, perplexity, predict, trained, windows
-from moonpool.checkpoint import load_config
-from moonpool.checkpoint.formats import tensor_index
-from moonpool.checkpoint.tensor_info import Quantization
-from moonpool.models.batch import PackedBatch
-from moonpool.models.experts import MixtureOfExperts
-from moonpool.models.loader import KeptWeights, load_stage
-from moonpool.models.native_step import NativeRun
-from moonpool.models.random_checkpoint import create
-from moonpool.models.stage import StageModel
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.formats import tensor_index
+from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.experts import MixtureOfExperts
+from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.native_step import NativeRun
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.stage import StageModel
 
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 ALL: tuple[Quantization, ...] = ("none", *KINDS)

@@ -63,11 +63,11 @@ say "base image: $MOONPOOL_STACK_BASE"
 if [ "${WHEELS:-1}" = 1 ]; then
   say "packages into deploy/wheels"
   "$PYTHON" -m pip wheel --quiet --find-links deploy/wheels -c constraints.txt -w deploy/wheels \
-    '.[engine]' hatchling editables 2>"$work/wheels.log" || { tail -n 20 "$work/wheels.log"; exit 1; }
-  rm -f deploy/wheels/moonpool-*.whl  # the builds make their own
+    packages/moonpool-base '.[engine]' hatchling editables 2>"$work/wheels.log" || { tail -n 20 "$work/wheels.log"; exit 1; }
+  rm -f deploy/wheels/moonpool-*.whl deploy/wheels/moonpool_base-*.whl  # the builds make their own
   rm -rf deploy/wheels/kernels
-  { "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels \
-    && "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels --sources moonpool/kv/native; } >"$work/kernels.log" || say "the build makes the kernels"
+  { "$PYTHON" -m moonpool.base.native.build --all deploy/wheels/kernels \
+    && "$PYTHON" -m moonpool.base.native.build --all deploy/wheels/kernels --sources kernels/kv; } >"$work/kernels.log" || say "the build makes the kernels"
   export PIP_NO_INDEX=1
 fi
 
@@ -88,7 +88,7 @@ for service in conductor prefill; do
     || { say "$service has no bill of materials"; exit 1; }
 done
 for service in prefill decode; do
-  stack "$service" python -c 'import sys; from kernels.native import library; sys.exit(library.get() is None)' \
+  stack "$service" python -c 'import sys; from moonpool.engine.kernels.native import library; sys.exit(library.get() is None)' \
     || { say "$service has no native kernels"; exit 1; }
 done
 

@@ -1,1 +1,1 @@
-"""Moonpool: code that all services share, and the client SDK."""
+"""Moonpool: KVCache-centric serving of large language models. `docs/architecture.md` maps the folders."""

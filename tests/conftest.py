@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from moonpool.base.rpc.tuning import tune_gc
 from moonpool.cli.forks import forked_services
-from moonpool.rpc.tuning import tune_gc
 from tests.examples import examples
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own

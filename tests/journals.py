@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from moonpool.base.runtime.journal import journal_files, rerun
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.runtime.journal import journal_files, rerun
 
 WITHOUT_CORE = ("kvstore", "gateway")
 """Services that keep no journal."""

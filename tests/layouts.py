@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moonpool.kv.layout import KVLayout, LayerKV
-from moonpool.models.batch import LayersKV
+from moonpool.base.kv.layout import KVLayout, LayerKV
+from moonpool.engine.models.batch import LayersKV
 
 
 def uniform_like(layout: KVLayout, **changes: Any) -> KVLayout:

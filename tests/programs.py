@@ -5,9 +5,9 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 
-from moonpool.fork_server import Program, start_service
+from moonpool.base.fork_server import Program, start_service
 
-ENGINES = ("services.prefill", "services.decode")
+ENGINES = ("moonpool.engine.prefill", "moonpool.engine.decode")
 """Programs that start an engine."""
 
 

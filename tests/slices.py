@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moonpool.kv.frames import Slice
-from moonpool.kv.keys import bind, slice_hash
-from moonpool.kv.layout import KVLayout
+from moonpool.base.kv.frames import Slice
+from moonpool.base.kv.keys import bind, slice_hash
+from moonpool.base.kv.layout import KVLayout
 
 Bytes = bytes | bytearray | memoryview
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels.triton.tiles import Limits
+from moonpool.engine.kernels.triton.tiles import Limits
 
 _TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
@@ -89,7 +89,7 @@ class Resources:
 @contextmanager
 def caught(limits: Limits) -> Iterator[list[Launch]]:
     """Note launches, and run none, on a device with these `limits`."""
-    from kernels.triton import attention, device, experts, pointwise, pool, products, sampling
+    from moonpool.engine.kernels.triton import attention, device, experts, pointwise, pool, products, sampling
 
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]

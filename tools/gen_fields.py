@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
-from services.gateway.endpoints.dashboard import MarkdownBody
-from services.gateway.endpoints.embeddings import EmbeddingsBody
-from services.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
-from services.gateway.endpoints.openai_chat import ChatBody
-from services.gateway.endpoints.openai_completions import CompletionBody
-from services.gateway.endpoints.openai_responses import ResponsesBody
-from services.gateway.endpoints.prefetch import PrefetchBody
-from services.gateway.endpoints.scores import RerankBody, ScoreBody
-from services.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from services.gateway.serving.json_body import Body, GenerateBody, SessionBody
+from moonpool.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from moonpool.gateway.endpoints.dashboard import MarkdownBody
+from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
+from moonpool.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
+from moonpool.gateway.endpoints.openai_chat import ChatBody
+from moonpool.gateway.endpoints.openai_completions import CompletionBody
+from moonpool.gateway.endpoints.openai_responses import ResponsesBody
+from moonpool.gateway.endpoints.prefetch import PrefetchBody
+from moonpool.gateway.endpoints.scores import RerankBody, ScoreBody
+from moonpool.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
+from moonpool.gateway.serving.json_body import Body, GenerateBody, SessionBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: dict[str, type[Body]] = {

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from moonpool.config import RENAMED, SERVICES, ServiceConfig, config_class, default_text
+from moonpool.base.config import RENAMED, SERVICES, ServiceConfig, config_class, default_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 HEAD = """# Flags and settings

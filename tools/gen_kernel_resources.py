@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 
-from kernels.triton.variants import JOINED, MANY, PART, ROW_EACH, SINGLES, WHOLE, AttentionShape, BatchShape
+from moonpool.engine.kernels.triton.variants import (
+    JOINED,
+    MANY,
+    PART,
+    ROW_EACH,
+    SINGLES,
+    WHOLE,
+    AttentionShape,
+    BatchShape,
+)
 from tools.compiled_kernels import AMPERE, HOPPER, Gpu, Launch, Resources, caught, compile_for, resources_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernel-resources.md"
@@ -71,7 +80,7 @@ class Shape:
         return list({launch.specialised: launch for launch in launched}.values())
 
     def _run(self, gpu: Gpu) -> None:
-        from kernels.triton import ops, sampling
+        from moonpool.engine.kernels.triton import ops, sampling
 
         x = _empty(2, self.hidden)
         ops.rms_norm(x, None, x[0], 1e-6, x)
@@ -97,7 +106,7 @@ class Shape:
             self._attend(batch)
 
     def _attend(self, batch: BatchShape) -> None:
-        from kernels.triton import ops
+        from moonpool.engine.kernels.triton import ops
 
         kv, scales = self._pool()
         q = _empty(batch.tokens, self.heads, self.head_dim)

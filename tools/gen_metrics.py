@@ -6,24 +6,24 @@ from typing import Any
 
 from prometheus_client.core import Metric as MetricFamily
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS
+from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.base.transport.handshake import DIALER_METRICS, LISTENER_METRICS
+from moonpool.conductor.explain import PredictionMetrics
+from moonpool.conductor.servicer import CONDUCTOR_METRICS
+from moonpool.engine.decode.service import DECODE_METRICS
 from moonpool.engine.emulated.engine import EMULATED_METRICS
 from moonpool.engine.instance import INSTANCE_METRICS
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS
 from moonpool.engine.loras import LORA_METRICS
-from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS
-from moonpool.telemetry.metrics import PROCESS_METRICS, Metric
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS
-from services.adapter.service import ADAPTER_METRICS
-from services.conductor.explain import PredictionMetrics
-from services.conductor.servicer import CONDUCTOR_METRICS
-from services.decode.service import DECODE_METRICS
-from services.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
-from services.gateway.serving.metrics import EngineCollector, GatewayMetrics
-from services.indexer.service import INDEXER_METRICS
-from services.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
-from services.prefill.service import PREFILL_METRICS
+from moonpool.engine.prefill.service import PREFILL_METRICS
+from moonpool.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
+from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
+from moonpool.interop.adapter.service import ADAPTER_METRICS
+from moonpool.interop.indexer.service import INDEXER_METRICS
+from moonpool.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics

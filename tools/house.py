@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SHIPPED = ("moonpool", "services", "simulator", "kernels")
+SHIPPED = ("moonpool",)
 MAX_MEDIAN_FUNCTION = 8
 _GENERATED = ("_pb2.py", "_pb2_grpc.py")
 

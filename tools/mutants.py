@@ -46,39 +46,39 @@ from tools.house import Source, imports, sources
 ROOT = Path(__file__).parents[1]
 RULES: Mapping[str, tuple[str, ...]] = {
     "verification": (
-        "moonpool.kv.blocks",
-        "moonpool.kv.frames",
-        "moonpool.kv.native_copy",
-        "moonpool.kv_transfer.blocking",
-        "moonpool.kv_transfer.prefix_reader",
-        "moonpool.kv_transfer.receiver",
-        "services.kvstore.ssd.records",
+        "moonpool.base.kv.blocks",
+        "moonpool.base.kv.frames",
+        "moonpool.base.kv.native_copy",
+        "moonpool.base.kv_transfer.blocking",
+        "moonpool.base.kv_transfer.prefix_reader",
+        "moonpool.base.kv_transfer.receiver",
+        "moonpool.kvstore.ssd.records",
     ),
     "lease": (
-        "moonpool.scheduling.block_manager",
-        "services.kvstore.core.store",
-        "services.kvstore.core.writes",
+        "moonpool.base.scheduling.block_manager",
+        "moonpool.kvstore.core.store",
+        "moonpool.kvstore.core.writes",
     ),
     "resume": (
         "moonpool.client.token_stream",
-        "services.decode.core.scheduler",
-        "services.decode.live_requests",
+        "moonpool.engine.decode.core.scheduler",
+        "moonpool.engine.decode.live_requests",
     ),
     "tenant": (
-        "moonpool.rpc.auth",
-        "moonpool.scheduling.budgets",
-        "moonpool.scheduling.fair_share",
-        "services.conductor.core.tenant_ledger",
-        "services.conductor.core.wait_queue",
-        "services.gateway.endpoints.cluster",
-        "services.gateway.serving.auth",
-        "services.kvstore.eviction.tenants",
+        "moonpool.base.rpc.auth",
+        "moonpool.base.scheduling.budgets",
+        "moonpool.base.scheduling.fair_share",
+        "moonpool.conductor.core.tenant_ledger",
+        "moonpool.conductor.core.wait_queue",
+        "moonpool.gateway.endpoints.cluster",
+        "moonpool.gateway.serving.auth",
+        "moonpool.kvstore.eviction.tenants",
     ),
     "sync": (
-        "services.kvstore.ssd.files",
-        "services.kvstore.ssd.index",
-        "services.kvstore.ssd.recovery",
-        "services.kvstore.ssd.tier",
+        "moonpool.kvstore.ssd.files",
+        "moonpool.kvstore.ssd.index",
+        "moonpool.kvstore.ssd.recovery",
+        "moonpool.kvstore.ssd.tier",
     ),
 }
 """Modules by the kind of rule they keep."""
@@ -105,27 +105,27 @@ _ROOT = "<root>"
 """Stands for the copy's folder in what is kept of test files."""
 _PREPARES = "`expect` only prepares: without, `_all` finds the same memory"
 EQUIVALENT: Mapping[str, str] = {
-    "moonpool.kv.frames: slices > MAX_FRAME_SLICES -> (slices >= MAX_FRAME_SLICES)": (
+    "moonpool.base.kv.frames: slices > MAX_FRAME_SLICES -> (slices >= MAX_FRAME_SLICES)": (
         "a frame without a shape is read run by run, to the same memory"
     ),
-    "moonpool.kv_transfer.prefix_reader: nbytes <= FRAME_BYTES -> (nbytes < FRAME_BYTES)": _PREPARES,
-    "moonpool.kv_transfer.prefix_reader: slices <= MAX_FRAME_SLICES -> (slices < MAX_FRAME_SLICES)": _PREPARES,
-    "moonpool.kv_transfer.receiver: key[1] < blocks -> (key[1] <= blocks)": (
+    "moonpool.base.kv_transfer.prefix_reader: nbytes <= FRAME_BYTES -> (nbytes < FRAME_BYTES)": _PREPARES,
+    "moonpool.base.kv_transfer.prefix_reader: slices <= MAX_FRAME_SLICES -> (slices < MAX_FRAME_SLICES)": _PREPARES,
+    "moonpool.base.kv_transfer.receiver: key[1] < blocks -> (key[1] <= blocks)": (
         "no part of a block that is not expected any more is looked at"
     ),
-    "moonpool.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
+    "moonpool.base.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
         "all bits of a cell move by the same number of places"
     ),
-    "services.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (
+    "moonpool.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (
         "if all blocks are in DRAM none comes from SSD, so nothing is evicted whether they are held or not"
     ),
-    "services.kvstore.ssd.records: len(data) < _FIXED.size -> (len(data) <= _FIXED.size)": (
+    "moonpool.kvstore.ssd.records: len(data) < _FIXED.size -> (len(data) <= _FIXED.size)": (
         "a header has a page at least, so data that short are a bad record either way"
     ),
-    "services.kvstore.ssd.records: found.nbytes <= SMALL_BYTES -> (found.nbytes < SMALL_BYTES)": (
+    "moonpool.kvstore.ssd.records: found.nbytes <= SMALL_BYTES -> (found.nbytes < SMALL_BYTES)": (
         "how much is read ahead changes no record that is found"
     ),
-    "services.kvstore.ssd.recovery: size < image.segments.get(number, 0) -> (size <= image.segments.get(number, 0))": (
+    "moonpool.kvstore.ssd.recovery: size < image.segments.get(number, 0) -> (size <= image.segments.get(number, 0))": (
         "of a segment as long as was committed, the index calls each record dead that ends beyond, or does not load it"
     ),
 }

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import pytest
 
-OURS = ("benchmarks", "kernels", "moonpool", "moonpool_kv", "protos", "services", "simulator", "tests", "tools")
+OURS = ("benchmarks", "kernels", "moonpool", "protos", "tests", "tools")
 """Packages that each run imports anew."""
 ELSEWHERE = (
     "coverage",

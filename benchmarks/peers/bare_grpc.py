@@ -14,8 +14,8 @@ import uvloop
 from benchmarks.kvstore_shape import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
-from moonpool.kv.frames import FRAME_BYTES
-from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS, tune_gc, tune_grpc, tune_malloc
+from moonpool.base.kv.frames import FRAME_BYTES
+from moonpool.base.rpc.tuning import LARGE_MESSAGE_OPTIONS, tune_gc, tune_grpc, tune_malloc
 
 NAME = "bare gRPC"
 _METHOD = "/benchmarks.Bare/Move"

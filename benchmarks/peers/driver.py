@@ -17,7 +17,7 @@ from typing import Any, Self
 from benchmarks.kvstore_shape import Memory, chain
 from benchmarks.peers.contract import BlockClient, Store
 from benchmarks.processes import Child
-from moonpool.rpc.tuning import tune_gc, tune_malloc
+from moonpool.base.rpc.tuning import tune_gc, tune_malloc
 
 MODULES = {
     "moonpool": "benchmarks.peers.moonpool_store:LOCAL",

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from benchmarks.kvstore_shape import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
+from moonpool.base.rpc.tuning import tune_grpc
 from moonpool.client.kv import KVClient
-from moonpool.rpc.tuning import tune_grpc
 
 TIMEOUT_S = 300.0
 
@@ -67,7 +67,7 @@ class OnLane:
     def running(self, nbytes: int) -> Iterator[str]:
         """A kvstore."""
         flags = ("--dram-bytes", str(nbytes), "--kv-transports", self.transport, "--log-level", "warning")
-        with child("services.kvstore", *flags) as store:
+        with child("moonpool.kvstore", *flags) as store:
             yield store.address
 
     def client(self, address: str, memory: Memory) -> _Client:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import ConfigError, Internal, InvalidRequest, Overloaded, StreamBroken, Unavailable
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.load_generator import (
     LoadSummary,
     RequestOutcome,
@@ -24,9 +26,7 @@ from moonpool.cli.load_generator import (
     trace_loop,
 )
 from moonpool.client import AsyncClient, Slo
-from moonpool.errors import ConfigError, Internal, InvalidRequest, Overloaded, StreamBroken, Unavailable
-from moonpool.sampling_params import SamplingParams
-from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
+from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
 
 ORDINARY_TOKENS = 16
 """Ids below are left to special tokens."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moonpool.checkpoint import kv_layout, load_config, model_name, resolve, resolve_dtype
+from moonpool.base.checkpoint import kv_layout, load_config, model_name, resolve, resolve_dtype
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
 from moonpool.engine.calibration import (
     MAX_MEASURED_TOKENS,
     DecodeTime,
@@ -22,11 +24,9 @@ from moonpool.engine.calibration import (
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import start_engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
 
 if TYPE_CHECKING:
-    from services.adapter.base import EngineFacts
+    from moonpool.interop.adapter.base import EngineFacts
 
 EMULATED_LAYERS = 8
 """Layers of the emulated KV at most."""
@@ -146,9 +146,9 @@ async def measure_engine(
     make: str, url: str, vocab_size: int, repeats: int
 ) -> "tuple[EngineFacts, list[PrefillTime], list[DecodeTime]]":
     """An engine's description, given a URL, and the engine's step seconds. Raises Unavailable."""
-    from services.adapter.calibration import EngineTimer
-    from services.adapter.http_session import HttpSession
-    from services.adapter.service import ENGINE_CLIENTS
+    from moonpool.interop.adapter.calibration import EngineTimer
+    from moonpool.interop.adapter.http_session import HttpSession
+    from moonpool.interop.adapter.service import ENGINE_CLIENTS
 
     named, made = ENGINE_CLIENTS[make]
     client = made(HttpSession(named, url))

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moonpool.errors import ConfigError
-from moonpool.rpc.auth import ROLE_URI, ROLES, fingerprint
-from moonpool.rpc.tls import NAME
+from moonpool.base.errors import ConfigError
+from moonpool.base.rpc.auth import ROLE_URI, ROLES, fingerprint
+from moonpool.base.rpc.tls import NAME
 
 AUTHORITY_DAYS = 3650
 CLOCK_SKEW = datetime.timedelta(minutes=5)

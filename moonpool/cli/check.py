@@ -12,9 +12,9 @@ from typing import Self
 import grpc
 import typer
 
-from moonpool.errors import MoonpoolError, Unavailable
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.tls import Tls, open_blocking_channel
+from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.rpc.errors import from_rpc_error
+from moonpool.base.rpc.tls import Tls, open_blocking_channel
 from moonpool.v1 import (
     conductor_pb2,
     conductor_pb2_grpc,

@@ -12,12 +12,12 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.text import Text
 
+from moonpool.base.errors import MoonpoolError
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client
 from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
 from moonpool.client.explain import PHASE_NAMES, Attempt, Candidate, RequestPhase, request_phases
 from moonpool.client.types import Placement
-from moonpool.errors import MoonpoolError
 
 TIMELINE_WIDTH = 40
 """Characters in a time line."""

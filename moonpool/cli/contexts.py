@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from moonpool.base.errors import InvalidRequest
 from moonpool.cli.options import HELP, Address, addresses, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
-from moonpool.errors import InvalidRequest
 
 EXIT_INCOMPLETE = 1
 

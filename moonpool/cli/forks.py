@@ -4,19 +4,19 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from moonpool.fork_server import IN_USE, ForkServer
+from moonpool.base.fork_server import IN_USE, ForkServer
 
 SERVICE_MODULES = (
-    "services.conductor.service",
-    "services.kvstore.service",
-    "services.gateway.service",
-    "services.prefill.service",
-    "services.decode.service",
+    "moonpool.conductor.service",
+    "moonpool.kvstore.service",
+    "moonpool.gateway.service",
+    "moonpool.engine.prefill.service",
+    "moonpool.engine.decode.service",
 )
 """What a fork server imports for services."""
 ENGINE_MODULES = (
-    "kernels.native.library",
-    "moonpool.checkpoint",
+    "moonpool.engine.kernels.native.library",
+    "moonpool.base.checkpoint",
     "moonpool.engine.cpu_sharing",
     "moonpool.engine.cuda_graphs",
     "moonpool.engine.footprint",
@@ -24,15 +24,15 @@ ENGINE_MODULES = (
     "moonpool.engine.pipeline",
     "moonpool.engine.structured_output",
     "moonpool.engine.warm_up",
-    "moonpool.models.loader",
-    "moonpool.platforms.stage_platform",
+    "moonpool.engine.models.loader",
+    "moonpool.engine.platforms.stage_platform",
 )
 """What a fork server imports for engines besides."""
 
 
 @contextlib.contextmanager
 def forked_services() -> Iterator[None]:
-    """Within, this process starts services and engines by forking (`moonpool.fork_server`), if the system can."""
+    """Within, this process starts services and engines by forking (`moonpool.base.fork_server`), if the system can."""
     if sys.platform != "linux" or IN_USE.services is not None:
         yield
         return

@@ -12,13 +12,20 @@ from typing import TextIO
 
 import typer
 
+from moonpool.base.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MoonpoolError,
+    Overloaded,
+    Unavailable,
+    UnsupportedModel,
+)
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.options import addresses
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message
 from moonpool.client.transport import NotConnected
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
-from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import SamplingParams
 
 
 def error_advice(error: MoonpoolError) -> str:

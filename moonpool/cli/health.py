@@ -13,8 +13,8 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2
 
-from moonpool.errors import MoonpoolError, Unavailable
-from moonpool.rpc.tls import open_blocking_channel
+from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.rpc.tls import open_blocking_channel
 
 PAUSE_S = 0.2
 EXIT_UNHEALTHY = 1
@@ -52,7 +52,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
 
 
 def _ask(address: str, timeout_s: float) -> None:
-    """As `moonpool.rpc.channels.probe`, with a third of the start-up time; raises Unavailable."""
+    """As `moonpool.base.rpc.channels.probe`, with a third of the start-up time; raises Unavailable."""
     with open_blocking_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from moonpool.base.errors import DeadlineExceeded
+from moonpool.base.rpc.errors import from_rpc_error
+from moonpool.base.rpc.tls import open_blocking_channel
+from moonpool.base.sizes import size_option
 from moonpool.cli.options import HELP
-from moonpool.errors import DeadlineExceeded
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.tls import open_blocking_channel
-from moonpool.sizes import size_option
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -150,7 +150,7 @@ def verify(
     Changes nothing without --repair. Exits with 1 when a fault is found and not repaired. A kvstore would answer the
     faulty blocks with a miss, and repair the rest at startup.
     """
-    from services.kvstore import repair as folder
+    from moonpool.kvstore import repair as folder
 
     with _progress("segments", hidden=as_json) as advance:
         report = folder.verify(data_dir, advance)
@@ -271,7 +271,7 @@ def add_key(
     tenant: Annotated[str, typer.Option(help='Owner of the key; "*": tenants without keys of their own.')] = "*",
 ) -> None:
     """Put a new key before a tenant's others; makes the file. New blocks are encrypted with the new key."""
-    from services.kvstore.ssd import encryption
+    from moonpool.kvstore.ssd import encryption
 
     typer.echo(f"new key of {tenant}: {encryption.add_key(file, tenant)}")
 
@@ -279,7 +279,7 @@ def add_key(
 @app.command("drop-keys")
 def drop_keys(file: KeyFile, tenant: Annotated[str, typer.Option(help="Owner of the keys.")]) -> None:
     """Remove a tenant's keys: what they encrypt can never be read again, and stores that use the file delete it."""
-    from services.kvstore.ssd import encryption
+    from moonpool.kvstore.ssd import encryption
 
     typer.echo(f"{tenant} has no keys any more; removed: {', '.join(encryption.drop_keys(file, tenant))}")
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from moonpool.errors import MoonpoolError
-from moonpool.rpc.errors import from_rpc_error
-from simulator.traces.mooncake import TraceRequest
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc.errors import from_rpc_error
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 
 @dataclass(slots=True)

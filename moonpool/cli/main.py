@@ -18,7 +18,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from moonpool.checkpoint.tensor_info import Quantization
+from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.config import ENGINE_PACKAGES, SERVICE_MODULES, refuse_unknown_variables
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.rpc.tuning import quiet_grpc
+from moonpool.base.sizes import size_option
 from moonpool.cli.options import (
     HELP,
     LOOK,
@@ -45,10 +49,6 @@ from moonpool.cli.options import (
     verb,
 )
 from moonpool.cli.settings import ServeCommand
-from moonpool.config import ENGINE_PACKAGES, refuse_unknown_variables
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.rpc.tuning import quiet_grpc
-from moonpool.sizes import size_option
 
 
 def lazy_group(module: str) -> type[TyperGroup]:
@@ -130,7 +130,7 @@ def bench_serve(options: BenchServeOptions) -> None:
     Times count from when a request was due, so a stalled server cannot hide the stall.
     Exit status: 0 when every request was answered or refused for overload, 1 when not.
     """
-    from moonpool.checkpoint import resolve
+    from moonpool.base.checkpoint import resolve
     from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
     from moonpool.cli.models import chosen_model
     from moonpool.cli.options import addresses
@@ -163,7 +163,7 @@ def create_(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
 ) -> None:
     """Write a checkpoint with random weights in Hugging Face format."""
-    from moonpool.models.random_checkpoint import create
+    from moonpool.engine.models.random_checkpoint import create
 
     create(shape, folder, seed=seed, dtype=dtype)
     typer.echo(f"{folder}: {shape}, {dtype}, seed {seed}")
@@ -275,7 +275,7 @@ def replay(options: ReplayOptions) -> None:
     """
     from moonpool.cli.models import chosen_model
     from moonpool.cli.replay import ReplayPlan, run_replay
-    from simulator.cluster.config import SloTargets
+    from moonpool.simulator.cluster.config import SloTargets
 
     plan = ReplayPlan(
         trace=options.trace,
@@ -426,9 +426,9 @@ def run(
     seed: Seed = None,
 ) -> None:
     """Chat with a model, or answer one prompt; starts a stack unless one that serves the model runs."""
+    from moonpool.base.sampling_params import SamplingParams
     from moonpool.cli.generate import ChatSession, run_model
     from moonpool.cli.models import pulled_model
-    from moonpool.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = "" if not prompt and sys.stdin.isatty() else prompt_text(prompt)
@@ -450,9 +450,9 @@ def chat(
 
     In a pipe each line is a turn.
     """
+    from moonpool.base.sampling_params import SamplingParams
     from moonpool.cli.generate import ChatSession
     from moonpool.cli.generate import run_terminal_chat as run_chat
-    from moonpool.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     run_chat(address, lambda client: ChatSession(client, sampling, system, context, tenant))
@@ -463,7 +463,7 @@ def pull(
     model: Annotated[str, typer.Argument(help="A model's name, for example smollm2, or a hub id, owner/name.")],
 ) -> None:
     """Fetch a model for later, and print the folder."""
-    from moonpool.checkpoint import resolve
+    from moonpool.base.checkpoint import resolve
 
     typer.echo(resolve(model))
 
@@ -530,9 +530,9 @@ class GenerateOptions:
 @verb
 def generate(options: GenerateOptions) -> None:
     """Generate text from a prompt."""
+    from moonpool.base.sampling_params import SamplingParams
     from moonpool.cli.generate import run_generate
     from moonpool.client import GenerateArguments, Slo
-    from moonpool.sampling_params import SamplingParams
 
     text = prompt_text(options.prompt)
     sampling = SamplingParams(
@@ -750,7 +750,7 @@ def _add_service_verb(kind: str, summary: str) -> None:
 
     @app.command(kind, help=summary, context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
     def run(context: typer.Context) -> None:
-        status: int = importlib.import_module(f"services.{kind}.__main__").main(context.args)
+        status: int = importlib.import_module(f"{SERVICE_MODULES[kind]}.__main__").main(context.args)
         raise typer.Exit(status)
 
 
@@ -790,7 +790,7 @@ def indexer_(context: typer.Context) -> None:
 def _main_with_extra(service: str) -> Any:
     """A service's `main`. Raises ConfigError if the extra `adapter` is not installed."""
     try:
-        return importlib.import_module(f"services.{service}.__main__").main
+        return importlib.import_module(f"{SERVICE_MODULES[service]}.__main__").main
     except ModuleNotFoundError as error:
         if error.name not in ADAPTER_PACKAGES:
             raise
@@ -805,7 +805,7 @@ def kvstore_(context: typer.Context) -> None:
     if context.args and context.args[0] in kvstore.VERBS:
         kvstore.run_kvstore(context.args)
     else:
-        raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
+        raise typer.Exit(importlib.import_module("moonpool.kvstore.__main__").main(context.args))
 
 
 def main() -> None:

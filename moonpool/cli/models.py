@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from moonpool.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, cache_folder, cached_model, named_model
-from moonpool.checkpoint.resolve import resolve
-from moonpool.checkpoint.tensor_info import Quantization
-from moonpool.errors import CheckpointError
+from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, cache_folder, cached_model, named_model
+from moonpool.base.checkpoint.resolve import resolve
+from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.errors import CheckpointError
 
 MAPPED = "a mapped file: more than the free memory, so steps wait for the disk"
 """Where weights lie that do not fit into memory."""
@@ -65,7 +65,7 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """The named models and those of the hub's cache that are complete on this machine."""
-    from moonpool.checkpoint import hub
+    from moonpool.base.checkpoint import hub
 
     named = {name: cached_model(name, cache_folder()) for name in MODEL_PACKAGES}
     found: dict[str, Path | None] = {BUNDLED: named_model(BUNDLED), **named, **hub.complete_models()}
@@ -104,13 +104,13 @@ def run_inspect(
     from rich.console import Console
     from rich.table import Table
 
-    from moonpool.checkpoint.config import kv_layout
-    from moonpool.checkpoint.formats import inspect_checkpoint
-    from moonpool.checkpoint.resolve import resolve
+    from moonpool.base.checkpoint.config import kv_layout
+    from moonpool.base.checkpoint.formats import inspect_checkpoint
+    from moonpool.base.checkpoint.resolve import resolve
+    from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+    from moonpool.base.kv.pool import available_bytes
     from moonpool.engine.memory_estimate import estimated_memory
     from moonpool.engine.messages import EngineSpec
-    from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-    from moonpool.kv.pool import available_bytes
 
     path = resolve(model)
     how: Any = {"max_model_len": max_model_len, "quantization": quantization}

@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from moonpool.config import RENAMED
-from moonpool.errors import ConfigError, InvalidRequest
+from moonpool.base.config import RENAMED
+from moonpool.base.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
     str,

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.checkpoint import load_config, resolve
+from moonpool.base.checkpoint import load_config, resolve
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.load_generator import TraceSchedule
 from moonpool.client import AsyncClient, Slo
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.sampling_params import SamplingParams
-from simulator.clock import PS
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.cluster.requests import DONE, Answer, Request, TokenTimes
-from simulator.experiments.calibration import SIMULATIONS, Extras, Line, Times, compare, fit, serve
-from simulator.experiments.report import Collector, Summary
-from simulator.traces.mooncake import Trace, TraceRequest
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.cluster.requests import DONE, Answer, Request, TokenTimes
+from moonpool.simulator.experiments.calibration import SIMULATIONS, Extras, Line, Times, compare, fit, serve
+from moonpool.simulator.experiments.report import Collector, Summary
+from moonpool.simulator.traces.mooncake import Trace, TraceRequest
 
 DRAWS = 5
 """Simulations of the forecast: chance moves a hundred requests' slowest tenth by 15 % in one simulation."""

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from moonpool.runtime.journal import CORE_MODULES, Rerun, ShowEvent, journal_files, rerun
+from moonpool.base.runtime.journal import CORE_MODULES, Rerun, ShowEvent, journal_files, rerun
 
 
 def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: str = "") -> int:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import typer
 
+from moonpool.base.errors import ConfigError
 from moonpool.engine.cpu_sharing import process_epoch
-from moonpool.errors import ConfigError
 
 STOP_TIMEOUT_S = 60.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -18,25 +18,25 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernels.native.build import BuildError, build
-from moonpool.checkpoint import inspect_checkpoint, kv_layout, resolve
+from moonpool.base.checkpoint import inspect_checkpoint, kv_layout, resolve
+from moonpool.base.config import check_free
+from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.kv import native_library
+from moonpool.base.kv.pool import available_bytes
+from moonpool.base.native.build import BuildError, build
+from moonpool.base.rpc.process import EXIT_ROLE
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.forks import forked_services
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, setting_of
 from moonpool.client import AsyncClient, Client, GenerateResult
-from moonpool.config import check_free
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import DEFAULT_KV_BYTES, check_engine_installed
-from moonpool.errors import MoonpoolError, Unavailable
-from moonpool.kv import native_library
-from moonpool.kv.pool import available_bytes
-from moonpool.rpc.process import EXIT_ROLE
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.steps import STEP_TOKENS
 
 SUPERVISE_INTERVAL_S = 0.1
 ReportStatus = Callable[[dict[str, object], str], None]

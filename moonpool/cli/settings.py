@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from typer.core import TyperCommand
 
-from moonpool.config import RENAMED, SERVICES, assignments, config_class, suggestion
-from moonpool.errors import ConfigError
+from moonpool.base.config import RENAMED, SERVICES, assignments, config_class, suggestion
+from moonpool.base.errors import ConfigError
 
 KINDS = SERVICES
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}

@@ -12,24 +12,24 @@ from typing import Annotated
 
 import typer
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.cli.options import verb
+from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
+from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from services.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
-from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from simulator.cluster.config import GB, ClusterConfig, SloTargets
-from simulator.experiments import faults as conductors_experiment
-from simulator.experiments import memory as memory_experiment
-from simulator.experiments import pipeline as pipeline_experiment
-from simulator.experiments import prefix_caching as cache_experiment
-from simulator.experiments import race as race_experiment
-from simulator.experiments import replay as replay_experiment
-from simulator.experiments import serving
-from simulator.experiments.frame import Progress, RequestSource, Result, simulate
-from simulator.experiments.report import Summary
-from simulator.planning.page import page
-from simulator.planning.planner import PlanSearch, check_possible, load_hardware, parse_slo
+from moonpool.simulator.cluster.config import GB, ClusterConfig, SloTargets
+from moonpool.simulator.experiments import faults as conductors_experiment
+from moonpool.simulator.experiments import memory as memory_experiment
+from moonpool.simulator.experiments import pipeline as pipeline_experiment
+from moonpool.simulator.experiments import prefix_caching as cache_experiment
+from moonpool.simulator.experiments import race as race_experiment
+from moonpool.simulator.experiments import replay as replay_experiment
+from moonpool.simulator.experiments import serving
+from moonpool.simulator.experiments.frame import Progress, RequestSource, Result, simulate
+from moonpool.simulator.experiments.report import Summary
+from moonpool.simulator.planning.page import page
+from moonpool.simulator.planning.planner import PlanSearch, check_possible, load_hardware, parse_slo
 
 app = typer.Typer()
 Trace = Annotated[

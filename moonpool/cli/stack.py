@@ -17,15 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
+from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.rpc.process import EXIT_ROLE
+from moonpool.base.rpc.tls import Tls
 from moonpool.client import Client
-from moonpool.config import ENV_PREFIX
 from moonpool.engine.emulated.profile import SCHEME
-from moonpool.errors import ConfigError, Unavailable
-from moonpool.fork_server import IN_USE, Launcher, Program, execute, start_service
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
-from moonpool.rpc.process import EXIT_ROLE
-from moonpool.rpc.tls import Tls
+from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 
 GATEWAY_ID = "gateway-0"
 SHARE_SETTING = "gpu_memory_utilization"
@@ -137,7 +137,7 @@ class ServiceProcess:
             try:
                 self._process = launcher(
                     Program(
-                        f"services.{kind}",
+                        SERVICE_MODULES[kind],
                         self.arguments,
                         environment,
                         stdout=write,

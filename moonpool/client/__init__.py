@@ -8,9 +8,25 @@
         for event in client.stream(token_ids=[1, 2, 3]):
             print(event.text, end="")
 
-Errors are those of `moonpool.errors`.
+Errors are those of `moonpool.base.errors`.
 """
 
+from moonpool.base.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Mismatch,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    StreamBroken,
+    TransferFailed,
+    Unavailable,
+    Unsupported,
+)
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client.client import AsyncClient, Client
 from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo, LoraInfo
 from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
@@ -29,22 +45,6 @@ from moonpool.client.types import (
     ToolCall,
     Usage,
 )
-from moonpool.errors import (
-    DeadlineExceeded,
-    Internal,
-    InvalidRequest,
-    Mismatch,
-    MoonpoolError,
-    NotFound,
-    Overloaded,
-    StreamBroken,
-    TransferFailed,
-    Unavailable,
-    Unsupported,
-)
-from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.sessions import SessionTurn
 
 __all__ = [
     "AsyncClient",

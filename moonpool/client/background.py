@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from moonpool.errors import Unavailable
+from moonpool.base.errors import Unavailable
 
 T = TypeVar("T")
 P = ParamSpec("P")

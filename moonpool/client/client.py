@@ -10,6 +10,8 @@ from typing import Any, Self, Unpack
 
 from google.protobuf.message import Message
 
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client import translate
 from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking, same_arguments
 from moonpool.client.cluster_state import ClusterState, GaugeValue, LoraInfo
@@ -27,8 +29,6 @@ from moonpool.client.transport import (
     remaining_s,
 )
 from moonpool.client.types import GenerateArguments, GenerateResult
-from moonpool.rpc.tls import Tls
-from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"

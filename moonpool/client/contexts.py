@@ -10,13 +10,13 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 from google.protobuf.message import Message as Protobuf
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.contracts import assign
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.kv.keys import pack_keys, unpack_keys
 from moonpool.client.background import BlockingFacade, blocking
 from moonpool.client.translate import generate_request
 from moonpool.client.types import GenerateArguments, Message
-from moonpool.contracts import assign
-from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.v1 import conductor_pb2 as pb
 
 CREATE_TIMEOUT_S = 30.0
@@ -168,7 +168,7 @@ _PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only", "cache_
 
 
 class AsyncContexts:
-    """The calls for contexts, at `AsyncClient.contexts`. Every call takes `timeout_s` and raises `moonpool.errors`."""
+    """The calls for contexts, at `AsyncClient.contexts`. Every call takes `timeout_s` and raises MoonpoolError."""
 
     def __init__(self, query: Query) -> None:
         self._query = query

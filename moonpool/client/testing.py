@@ -13,8 +13,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from moonpool.base.errors import NotFound, Unsupported
 from moonpool.client.client import AsyncClient, Client
-from moonpool.errors import NotFound, Unsupported
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

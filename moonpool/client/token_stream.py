@@ -9,6 +9,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
+from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.client import translate
 from moonpool.client.background import BackgroundLoop
 from moonpool.client.transport import (
@@ -21,7 +22,6 @@ from moonpool.client.transport import (
     remaining_s,
 )
 from moonpool.client.types import GenerateResult, Placement, TokenEvent
-from moonpool.errors import Overloaded, Unavailable
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 
@@ -116,7 +116,7 @@ class AsyncTokenStream:
         """Start the request and iterate over the events.
 
         Raises:
-            MoonpoolError: the request failed; see `moonpool.errors`.
+            MoonpoolError: the request failed; see `moonpool.base.errors`.
             RuntimeError: the stream was iterated or cancelled before.
         """
         if self._state is not StreamState.NEW:
@@ -242,7 +242,7 @@ class TokenStream:
         """Start the request and iterate over the events.
 
         Raises:
-            MoonpoolError: the request failed; see `moonpool.errors`.
+            MoonpoolError: the request failed; see `moonpool.base.errors`.
             RuntimeError: the stream was iterated before, or the client is closed.
         """
         return self._events(aiter(self._stream))

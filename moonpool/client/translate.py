@@ -10,6 +10,10 @@ from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from moonpool.base.contracts import assign, logprobs_from_proto, sampling_to_proto
+from moonpool.base.errors import InvalidRequest, StreamBroken
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client.cluster_state import (
     ClusterState,
     GaugeValue,
@@ -31,10 +35,6 @@ from moonpool.client.types import (
     TokenEvent,
     Usage,
 )
-from moonpool.contracts import assign, logprobs_from_proto, sampling_to_proto
-from moonpool.errors import InvalidRequest, StreamBroken
-from moonpool.logprobs import TokenLogprobs
-from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20

@@ -14,13 +14,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.base.rpc.channels import ConnectionMonitor, check_health
+from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error
+from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
-from moonpool.rpc.channels import ConnectionMonitor, check_health
-from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
-from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 

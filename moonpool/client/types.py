@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
-from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.sessions import SessionTurn
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.sessions import SessionTurn
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

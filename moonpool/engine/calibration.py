@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.latency import Speeds, attention_pairs
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError
-from moonpool.platforms.registry import stage_devices
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.latency import Speeds, attention_pairs
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.registry import stage_devices
 
 _FIRST_STEP_ID = -1000
 LONG_TOKENS = 512

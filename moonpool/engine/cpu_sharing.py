@@ -2,7 +2,7 @@
 
 All engine processes of a user, or of a stack with a separate page, map one small file. Each has a slot there: process,
 share, a number for the usable cores, and last computing time. Native kernels read the page before each parallel region
-(`kernels/native/cpu_sharing.cpp`). The cores of a dead process are free within 0.1 s.
+(`kernels/engine/cpu_sharing.cpp`). The cores of a dead process are free within 0.1 s.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.errors import ConfigError
-from moonpool.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")

@@ -18,12 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.footprint import MAX_GRAPH_BYTES
-from moonpool.models.batch import PackedBatch
-from moonpool.models.stage import StageModel
-from moonpool.platforms.base import CapturedGraph, Device, DeviceStream
-from moonpool.platforms.kv_memory import KVMemory
-from moonpool.scheduling.steps import Step
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.stage import StageModel
+from moonpool.engine.platforms.base import CapturedGraph, Device, DeviceStream
+from moonpool.engine.platforms.kv_memory import KVMemory
 
 MAX_GRAPH_ROWS = 256
 """Rows of a decode step that has a graph."""

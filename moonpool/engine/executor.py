@@ -21,8 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import moonpool.errors
-from moonpool.checkpoint import load_config
+import moonpool.base.errors
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
+from moonpool.base.fork_server import ChildProcess, Launcher, Program, engine_started, start_worker
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool, available_bytes, shared_memory
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
+from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.calibration import TimedSizes, measure
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
 from moonpool.engine.emulated.engine import start_emulated
@@ -52,15 +59,8 @@ from moonpool.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from moonpool.engine.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
 from moonpool.engine.sizes import choose_sizes
-from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
-from moonpool.fork_server import ChildProcess, Launcher, Program, engine_started, start_worker
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool, available_bytes, shared_memory
-from moonpool.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
-from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -568,7 +568,7 @@ class ProcessEngine:
 
 def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
     """The error that a worker's `Failed` message describes."""
-    kind = getattr(moonpool.errors, failure.kind, None) if failure.kind else None
+    kind = getattr(moonpool.base.errors, failure.kind, None) if failure.kind else None
     if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
         return Internal(f"{who} failed: {failure.message}")
     make: Callable[..., MoonpoolError] = kind

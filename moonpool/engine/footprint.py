@@ -15,31 +15,31 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-from moonpool.checkpoint import ModelConfig
+from moonpool.base.checkpoint import ModelConfig
+from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.calibration import LONG_TOKENS
 from moonpool.engine.messages import DeviceFootprint, EngineSpec
-from moonpool.families.spec import LayerSpec
 
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
 """Copies of these rows, in float32, that sampling makes natively and in torch (weights, their order, their sums)."""
 _ARRANGED_BYTES = 48 << 20
-"""Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
+"""Keys and values that native prefill attention arranges at a time (`kernels/engine/prefill.cpp`)."""
 _WIDENED_ROWS, _PANEL = 448, 32
-"""Rows that native products widen at a time at most, and outputs that one task has (`kernels/native/multiply.cpp`)."""
+"""Rows that native products widen at a time at most, and outputs that one task has (`kernels/engine/multiply.cpp`)."""
 _DEQUANTISED_OUTPUTS = 4096
-"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.models.layers`)."""
+"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.engine.models.layers`)."""
 _SPLIT_TOKENS = 512
-"""Context part whose result native decode attention holds separately (`kernels/native/decode.cpp`)."""
+"""Context part whose result native decode attention holds separately (`kernels/engine/decode.cpp`)."""
 _PROCESSORS = 256
 """Multiprocessors that a GPU has at most."""
 _TILE_ROWS = 128
-"""Query rows that a program of the GPU's attention has at most (`kernels/triton/tiles.py`)."""
+"""Query rows that a program of the GPU's attention has at most (`moonpool/engine/kernels/triton/tiles.py`)."""
 _SEQUENCES = 64
 """Sequences of a step whose recurrent states are held apart, where no size says how many decode together."""
 _STATE_COPIES = 5
-"""Of one layer's states, while they are computed (`moonpool.models.recurrent`)."""
+"""Of one layer's states, while they are computed (`moonpool.engine.models.recurrent`)."""
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs per multiprocessor whose results are held separately; tokens of a part in deterministic mode."""
 _DEVICE_SLACK_BYTES = 256 << 20
@@ -50,7 +50,7 @@ _FRAGMENTS = 4
 """The allocator's holes are at most this fraction of the allocated memory."""
 GRAMMAR_BYTES = 256 << 20
 """Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
-(`moonpool.grammar.LIMITS`)."""
+(`moonpool.base.grammar.LIMITS`)."""
 _MARGIN_BYTES = 128 << 20
 """Part by which grammars may grow until the process is checked again: at least the worst grammar."""
 _TOKENIZER_BYTES = 1280
@@ -157,7 +157,7 @@ def _row_elements(model: ModelConfig) -> int:
 
 
 def _experts_bytes(model: ModelConfig, rows: int, element: int) -> int:
-    """Rows gathered by expert, their inner layer, results; scores (`kernels/native/experts.cpp`)."""
+    """Rows gathered by expert, their inner layer, results; scores (`kernels/engine/experts.cpp`)."""
     found = [layer.feed_forward.experts for layer in model.decoder.layers if layer.feed_forward.experts is not None]
     most = max((its.chosen * (model.hidden_size + max(its.inner, its.shared_inner)) for its in found), default=0)
     scores = max((6 * its.count + 6 * its.chosen for its in found), default=0)
@@ -192,7 +192,7 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
 
 
 def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
-    """Rows of the widest product (`kernels/native/packed_floats.cpp`); in torch also what is dequantised."""
+    """Rows of the widest product (`kernels/engine/packed_floats.cpp`); in torch also what is dequantised."""
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
     return rows * widest * 4 if native else (rows + 3 * _DEQUANTISED_OUTPUTS) * widest * 4
 

@@ -7,38 +7,38 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from moonpool import world
-from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
-from moonpool.cluster.join import keep_role
-from moonpool.cluster.proto_conversion import speeds_to_proto
+from moonpool.base import world
+from moonpool.base.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
+from moonpool.base.cluster.join import keep_role
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv import native_library
+from moonpool.base.kv.native_copy import copy_verified
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.write_back import WriteBack
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.process import EXIT_ROLE, ProcessContext
+from moonpool.base.rpc.server import RunningServer, Service, serving
+from moonpool.base.rpc.tls import Security
+from moonpool.base.runtime.journal import JournalWriter
+from moonpool.base.sampling_params import LORA
+from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.transport.async_utils import ThreadOffload
+from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.flow_control import EgressLink
+from moonpool.base.transport.handshake import DIALER_METRICS, LISTENER_METRICS, TransportDialer, TransportListener
+from moonpool.base.transport.regions import SharedRegion
+from moonpool.base.transport.registry import open_transports
+from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.streams import CONNECT_TIMEOUT_S
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
-from moonpool.errors import Unavailable
-from moonpool.kv import native_library
-from moonpool.kv.native_copy import copy_verified
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.write_back import WriteBack
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import EXIT_ROLE, ProcessContext
-from moonpool.rpc.server import RunningServer, Service, serving
-from moonpool.rpc.tls import Security
-from moonpool.runtime.journal import JournalWriter
-from moonpool.sampling_params import LORA
-from moonpool.scheduling.block_manager import BlockManager
-from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from moonpool.telemetry.spans import Recorder
-from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.config import TransportConfig
-from moonpool.transport.flow_control import EgressLink
-from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS, TransportDialer, TransportListener
-from moonpool.transport.regions import SharedRegion
-from moonpool.transport.registry import open_transports
-from moonpool.transport.sessions import StreamSettings
-from moonpool.transport.streams import CONNECT_TIMEOUT_S
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0

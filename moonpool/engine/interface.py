@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, Step, StepResult
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
 
 
 @runtime_checkable

@@ -8,16 +8,15 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 
-from moonpool.cluster.proto_conversion import read_deletions
-from moonpool.engine.instance import InstanceContext
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
-from moonpool.kv.delete_kv import DeletionLog, KVSelection, check_ttls
-from moonpool.kv.frames import Slice
-from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
-from moonpool.kv_transfer.write_back import WriteBack, WriteBackJob
-from moonpool.rpc.stream_writes import bare_write
-from moonpool.scheduling.block_manager import (
+from moonpool.base.cluster.proto_conversion import read_deletions
+from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.base.kv.delete_kv import DeletionLog, KVSelection, check_ttls
+from moonpool.base.kv.frames import Slice
+from moonpool.base.kv.keys import BlockKey, bind, slice_hash
+from moonpool.base.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
+from moonpool.base.kv_transfer.write_back import WriteBack, WriteBackJob
+from moonpool.base.rpc.stream_writes import bare_write
+from moonpool.base.scheduling.block_manager import (
     BlockLending,
     BlockManager,
     BlocksLent,
@@ -26,10 +25,11 @@ from moonpool.scheduling.block_manager import (
     LendBlocks,
     ReturnBlocks,
 )
-from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metric, counter
-from moonpool.transport.flow_control import StreamTraffic
-from moonpool.transport.streams import OpenStreams
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import Metric, counter
+from moonpool.base.transport.flow_control import StreamTraffic
+from moonpool.base.transport.streams import OpenStreams
+from moonpool.engine.instance import InstanceContext
 from moonpool.v1 import kv_pb2
 
 

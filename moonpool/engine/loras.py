@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from moonpool.base.errors import CheckpointError, Internal, InvalidRequest, Overloaded, Unavailable, UnsupportedModel
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.engine.interface import Engine
-from moonpool.errors import CheckpointError, Internal, InvalidRequest, Overloaded, Unavailable, UnsupportedModel
-from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metric, counter
 from moonpool.v1 import kv_pb2
 
 FULL_RETRY_S = 1.0

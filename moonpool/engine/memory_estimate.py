@@ -6,7 +6,7 @@
 import os
 from dataclasses import dataclass
 
-from moonpool.checkpoint import CheckpointReport
+from moonpool.base.checkpoint import CheckpointReport
 from moonpool.engine.footprint import lora_bytes, tokenizer_bytes, work_bytes
 from moonpool.engine.messages import EngineSpec
 

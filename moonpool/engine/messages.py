@@ -11,14 +11,14 @@ one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`, `LoadLora` and 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from moonpool.checkpoint.config import ModelImpl
-from moonpool.checkpoint.tensor_info import Quantization
+from moonpool.base.checkpoint.config import ModelImpl
+from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import STEP_TOKENS, LayerDone, SampledCandidates
 from moonpool.engine.emulated.profile import EmulatedCompute
-from moonpool.kv.layout import KVLayout
-from moonpool.logprobs import Logprobs
-from moonpool.platforms.registry import MEMORY_SHARE
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import STEP_TOKENS, LayerDone, SampledCandidates
+from moonpool.engine.platforms.registry import MEMORY_SHARE
 
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
@@ -49,14 +49,14 @@ class EngineSpec:
     core_share: int = 1
     """Share of the cores, relative to the others' shares, while all compute."""
     device: str = "cpu"
-    """Devices of the stages, as `moonpool.platforms.registry.stage_devices` reads them."""
+    """Devices of the stages, as `moonpool.engine.platforms.registry.stage_devices` reads them."""
     graph_rows: int = 64
     """Sequences of the largest decode step that is captured as a graph, where the device is not a plain CPU; 0 = there
     are no graphs, which are of no use to prefill."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     model_impl: ModelImpl = "auto"
-    """What computes the model: a family, or transformers' own code (`moonpool.checkpoint.load_config`)."""
+    """What computes the model: a family, or transformers' own code (`moonpool.base.checkpoint.load_config`)."""
     quantization: Quantization = "auto"
     """How weights are held: as the checkpoint has them, packed, or dense."""
     imatrix: str = ""
@@ -364,7 +364,7 @@ class WorkerFailed:
 
     message: str
     kind: str = ""
-    """Class name in moonpool.errors, for example "CheckpointError"; empty = Internal."""
+    """Class name in moonpool.base.errors, for example "CheckpointError"; empty = Internal."""
     field: str = ""
     """The field at fault, if the error names one."""
 

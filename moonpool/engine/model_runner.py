@@ -18,9 +18,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.native.structures import GoOn
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import (
+    MAX_RESULTS_TOGETHER,
+    REPORT_WITHIN_S,
+    LayerDone,
+    SampledCandidates,
+    ScoredTokens,
+    SequenceStep,
+    Step,
+)
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphShape
 from moonpool.engine.footprint import LOGIT_ROWS
+from moonpool.engine.kernels.native.structures import GoOn
 from moonpool.engine.kv_gate import KVGates, StepState
 from moonpool.engine.messages import (
     BlocksFetched,
@@ -34,29 +46,17 @@ from moonpool.engine.messages import (
     StageEvent,
     WorkerFailed,
 )
+from moonpool.engine.models.batch import BatchLoras, PackedBatch
+from moonpool.engine.models.lora import StageLora, load_lora
+from moonpool.engine.models.native_step import NativeRun, Progress, RunResult
+from moonpool.engine.models.stage import StageModel, in_inference_mode
 from moonpool.engine.pipeline import Links
+from moonpool.engine.platforms.base import DeviceEvent
+from moonpool.engine.platforms.stage_platform import StagePlatform
+from moonpool.engine.sampling.logprobs import compute_logprobs, top_candidates
+from moonpool.engine.sampling.native_sampler import NativeRows
+from moonpool.engine.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, SamplerOutput, sampler_output
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks
-from moonpool.errors import MoonpoolError
-from moonpool.logprobs import Logprobs
-from moonpool.models.batch import BatchLoras, PackedBatch
-from moonpool.models.lora import StageLora, load_lora
-from moonpool.models.native_step import NativeRun, Progress, RunResult
-from moonpool.models.stage import StageModel, in_inference_mode
-from moonpool.platforms.base import DeviceEvent
-from moonpool.platforms.stage_platform import StagePlatform
-from moonpool.sampling.logprobs import compute_logprobs, top_candidates
-from moonpool.sampling.native_sampler import NativeRows
-from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, SamplerOutput, sampler_output
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import (
-    MAX_RESULTS_TOGETHER,
-    REPORT_WITHIN_S,
-    LayerDone,
-    SampledCandidates,
-    ScoredTokens,
-    SequenceStep,
-    Step,
-)
 
 _NO_MASKS: dict[int, memoryview] = {}
 """One object for all steps: the sampler reads masks again only if the object has changed."""

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moonpool.errors import Internal, Unavailable
-from moonpool.platforms.registry import HOST_COLLECTIVES
+from moonpool.base.errors import Internal, Unavailable
+from moonpool.engine.platforms.registry import HOST_COLLECTIVES
 
 _ABORTED = -1  # in place of the number of rows
 _GREETING = -(1 << 62)  # id of no step

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self
 
-from moonpool.contracts import sampling_from_proto
-from moonpool.errors import InvalidRequest, Overloaded, Unavailable
-from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
-from moonpool.kv.native_library import chain_keys, tokens_below
-from moonpool.logprobs import bytes_per_token
-from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SCORED_TOKEN_COST
-from moonpool.scheduling.fair_share import check_priority
-from moonpool.scheduling.request import EngineRequest
-from moonpool.scheduling.steps import SequenceSampling, TokenHistory
-from moonpool.transport.async_utils import ThreadOffload
+from moonpool.base.contracts import sampling_from_proto
+from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.base.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
+from moonpool.base.kv.native_library import chain_keys, tokens_below
+from moonpool.base.logprobs import bytes_per_token
+from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SCORED_TOKEN_COST
+from moonpool.base.scheduling.fair_share import check_priority
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.steps import SequenceSampling, TokenHistory
+from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from blake3 import blake3
 from pydantic import Field
 
-from moonpool.checkpoint import (
+from moonpool.base.checkpoint import (
     ModelConfig,
     ModelImpl,
     config_hash,
@@ -22,24 +22,24 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
-from moonpool.checkpoint.named_models import cache_folder
-from moonpool.checkpoint.tensor_info import Quantization
-from moonpool.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
+from moonpool.base.checkpoint.named_models import cache_folder
+from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
+from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.base.kv.keys import namespace
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
+from moonpool.base.kv.pool import available_bytes
+from moonpool.base.runtime.driver import CoreServiceConfig
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.state_machine import draw_bits
+from moonpool.base.scheduling.steps import STEP_TOKENS
+from moonpool.base.transport.config import TransportConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import WRITE_BACK_SHARE, EngineSpec
+from moonpool.engine.platforms.registry import DEVICE_USAGE, MEMORY_SHARE, stage_devices
 from moonpool.engine.request import IncomingRequest
-from moonpool.errors import ConfigError, InvalidRequest
-from moonpool.kv.keys import namespace
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
-from moonpool.kv.pool import available_bytes
-from moonpool.platforms.registry import DEVICE_USAGE, MEMORY_SHARE, stage_devices
-from moonpool.runtime.driver import CoreServiceConfig
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.state_machine import draw_bits
-from moonpool.scheduling.steps import STEP_TOKENS
-from moonpool.transport.config import TransportConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WEIGHTS_NAME = 32

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moonpool.checkpoint import ModelConfig
+from moonpool.base.checkpoint import ModelConfig
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.steps import stage_ranges
 from moonpool.engine.footprint import device_footprint, lora_bytes
 from moonpool.engine.messages import EngineSizes, EngineSpec, StageRoom
-from moonpool.errors import ConfigError
-from moonpool.platforms.registry import stage_devices
-from moonpool.scheduling.steps import stage_ranges
+from moonpool.engine.platforms.registry import stage_devices
 
 _STEPS = (8192, 4096, 2048, 1024, 512)
 """Tokens in the largest prefill step: products with more rows are hardly quicker per row on any GPU."""

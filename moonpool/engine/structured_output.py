@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from moonpool import world
-from moonpool.checkpoint import Tokenizer
+from moonpool.base import world
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.grammar import LIMITS, SLICES, Grammar
+from moonpool.base.kv.keys import tokens_from_bytes
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.footprint import release_memory
-from moonpool.grammar import LIMITS, SLICES, Grammar
-from moonpool.kv.keys import tokens_from_bytes
-from moonpool.scheduling.steps import Step
 
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512

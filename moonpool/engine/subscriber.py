@@ -8,13 +8,13 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from moonpool.contracts import logprobs_to_proto
-from moonpool.errors import InvalidRequest, Unavailable
-from moonpool.logprobs import Logprobs
-from moonpool.rpc.stream_writes import write_each
-from moonpool.telemetry.logs import get_logger
-from moonpool.transport.send_queue import STALL_S
-from moonpool.transport.streams import ServerStream, Write
+from moonpool.base.contracts import logprobs_to_proto
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.rpc.stream_writes import write_each
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.transport.send_queue import STALL_S
+from moonpool.base.transport.streams import ServerStream, Write
 from moonpool.v1 import decode_pb2, kv_pb2
 
 log = get_logger(__name__)

@@ -1,8 +1,8 @@
 """Runs a stage's kernels once before the stage is ready, so that no request waits for a compiler. For devices only.
 
-A few steps take every variant of the kernels (`kernels.triton.variants`) and every way to sample; one has the most
-tokens. Then the decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are replays, as
-requests see them. Steps leave garbage in the pool's first blocks, which are unused yet.
+A few steps take every variant of the kernels (`moonpool.engine.kernels.triton.variants`) and every way to sample; one
+has the most tokens. Then the decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are
+replays, as requests see them. Steps leave garbage in the pool's first blocks, which are unused yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.attention import triton_head
-from kernels.choice import choose
-from kernels.triton.tiles import limits_of
-from kernels.triton.variants import AttentionShape, BatchShape
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
+from moonpool.engine.kernels.attention import triton_head
+from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.triton.tiles import limits_of
+from moonpool.engine.kernels.triton.variants import AttentionShape, BatchShape
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.model_runner import StageRunner
-from moonpool.models.stage import StageModel, in_inference_mode
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import ScoredTokens, SequenceStep, Step
+from moonpool.engine.models.stage import StageModel, in_inference_mode
 
 _PROMPT = 16
 """Tokens in the prompts whose next token is sampled."""

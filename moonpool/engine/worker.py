@@ -23,6 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.families.spec import described_ways
+from moonpool.base.fork_server import preloaded_bytes
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
@@ -46,18 +50,14 @@ from moonpool.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.families.spec import described_ways
-from moonpool.fork_server import preloaded_bytes
-from moonpool.platforms.registry import collectives_of, stage_devices
-from moonpool.scheduling.steps import Step
+from moonpool.engine.platforms.registry import collectives_of, stage_devices
 
 if TYPE_CHECKING:
     from moonpool.engine.model_runner import StageRunner
+    from moonpool.engine.models.stage import StageModel
     from moonpool.engine.pipeline import Links
+    from moonpool.engine.platforms.stage_platform import StagePlatform
     from moonpool.engine.structured_output import MaskBuilder
-    from moonpool.models.stage import StageModel
-    from moonpool.platforms.stage_platform import StagePlatform
 
 
 _ORPHANED = 70  # exit code when the channel closed under us
@@ -142,11 +142,11 @@ class StageLoader:
     ) -> None:
         import torch
 
-        from kernels.native import library
-        from moonpool.checkpoint.formats import load_config
+        from moonpool.base.checkpoint.formats import load_config
+        from moonpool.base.kv.pool import PoolPart
         from moonpool.engine.footprint import resident_bytes
-        from moonpool.kv.pool import PoolPart
-        from moonpool.platforms.stage_platform import open_device
+        from moonpool.engine.kernels.native import library
+        from moonpool.engine.platforms.stage_platform import open_device
 
         self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
         self.libraries_bytes = max(resident_bytes(), preloaded_bytes())
@@ -208,7 +208,7 @@ class StageLoader:
 
     def _load_weights(self) -> "StageModel":
         from moonpool.engine.footprint import release_memory
-        from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
+        from moonpool.engine.models.loader import KeptWeights, load_stage, torch_dtype
 
         engine, spec = self.engine, self.spec
         file = Path(engine.weights_file) if engine.weights_file and self.device is None else None
@@ -231,7 +231,7 @@ class StageLoader:
         import torch
 
         from moonpool.engine.footprint import device_footprint, grammar_bytes, lora_bytes, work_bytes
-        from moonpool.platforms.stage_platform import stage_platform
+        from moonpool.engine.platforms.stage_platform import stage_platform
 
         config, engine, model = self.config, self.engine, self.model
         loras = lora_bytes(config, engine, self.spec.layer_begin, self.spec.layer_end)
@@ -247,8 +247,8 @@ class StageLoader:
     def _links(self) -> "Links":
         import torch.distributed
 
+        from moonpool.engine.models.loader import torch_dtype
         from moonpool.engine.pipeline import NoLinks, StageLinks
-        from moonpool.models.loader import torch_dtype
 
         engine = self.engine
         if engine.stages == 1:
@@ -265,7 +265,7 @@ class StageLoader:
         )
 
     def _mask_builder(self, footprint: Footprint) -> "MaskBuilder":
-        from moonpool.checkpoint import Tokenizer
+        from moonpool.base.checkpoint import Tokenizer
         from moonpool.engine.footprint import near_memory_limit
         from moonpool.engine.structured_output import MaskBuilder
 
@@ -282,8 +282,8 @@ class StageLoader:
 
 def _build_kernels(channel: BlockingChannel) -> None:
     """Builds the native kernels if need be; says meanwhile that the start goes on."""
-    from kernels.choice import VARIABLE
-    from kernels.native.build import BuildError, build
+    from moonpool.base.native.build import BuildError, build
+    from moonpool.engine.kernels.choice import VARIABLE
 
     if os.environ.get(VARIABLE, "native") in ("", "native"):
         with contextlib.suppress(BuildError):  # loading the library says why
@@ -297,8 +297,8 @@ def import_libraries() -> None:
     """
     gc.disable()
     import moonpool.engine.model_runner
-    import moonpool.models.loader
-    import moonpool.platforms.stage_platform  # noqa: F401
+    import moonpool.engine.models.loader
+    import moonpool.engine.platforms.stage_platform  # noqa: F401
 
     gc.freeze()  # what stays for ever is not looked at again
     gc.enable()
@@ -322,8 +322,8 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     """
     import torch
 
-    from kernels.native import library
     from moonpool.engine.cpu_sharing import SLOTS, CpuSlot, StepTurns, default_core_page
+    from moonpool.engine.kernels.native import library
 
     if not engine.core_page:
         return contextlib.nullcontext

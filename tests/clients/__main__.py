@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client

@@ -17,16 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.http_server import http_serving
+from moonpool.gateway.routes import make_app
+from moonpool.gateway.service import allowed_hosts, body_reader, gateway_context, response_store
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.config import GatewayConfig
-from services.gateway.http_server import http_serving
-from services.gateway.routes import make_app
-from services.gateway.service import allowed_hosts, body_reader, gateway_context, response_store
-from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 MODEL, MODEL_TOKENS = "scripted", 1_000_000
 FILE, WRONG, RIGHT = "greet.py", "helo", "hello"

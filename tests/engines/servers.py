@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from moonpool.fork_server import ChildProcess, ForkServer, Program
-from services.adapter.vllm import read_samples
+from moonpool.base.fork_server import ChildProcess, ForkServer, Program
+from moonpool.interop.adapter.vllm import read_samples
 from tests.unit.conductor.stack import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ START_S, WAIT_S, END_S = 240.0, 60.0, 5.0
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'moonpool_kv'}",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT),
     "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     **{name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ},
@@ -82,7 +82,8 @@ MAKES = (VLLM, SGLANG_CPU, LMCACHE)
 def pooled(stores: Sequence[str], **settings: Any) -> dict[str, Any]:
     """The setting by which vLLM keeps KV in kvstores."""
     return {
-        "kv_connector": "MoonpoolConnector", "kv_connector_module_path": "moonpool_kv.vllm", "kv_role": "kv_both",
+        "kv_connector": "MoonpoolConnector", "kv_connector_module_path": "moonpool.connectors.vllm",
+        "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"stores": list(stores), **settings},
     }  # fmt: skip
 

@@ -16,20 +16,20 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer
 
-from moonpool.checkpoint.resolve import model_name
+from moonpool.base.checkpoint.resolve import model_name
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.keys import block_keys, chain_root, unpack_keys
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient
-from moonpool.errors import Unavailable
-from moonpool.kv.keys import block_keys, chain_root, unpack_keys
-from moonpool.rpc.channels import Channels
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, ROOT, Vllm, free_port, pooled, vllm
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
-from tests.unit.adapter.test_adapter import prompts
 from tests.unit.conductor.stack import TINY
+from tests.unit.interop.adapter.test_adapter import prompts
 
 ANSWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 VOCAB, AT_ONCE, WAIT_S = 400, 4, 120.0
@@ -92,7 +92,7 @@ class Part:
         flags = ["--engine", f"http://127.0.0.1:{self.port}", "--id", self.name, "--listen", "127.0.0.1:0"]
         flags += ["--conductor", ",".join(self.conductors), "--dtype", "float32", "--set", "drain_s=1", *self.settings]
         log = self.folder / f"{self.name}.adapter.log"
-        self.adapter = await self.ends.enter_async_context(service("services.adapter", log, *flags))
+        self.adapter = await self.ends.enter_async_context(service("moonpool.interop.adapter", log, *flags))
 
     async def kill_adapter(self) -> None:
         self.adapter.kill()
@@ -326,7 +326,7 @@ async def test_after_a_kill_nothing_is_promised_too_much_and_all_is_exact_soon(t
 
         async def start_conductor() -> asyncio.subprocess.Process:
             return await ends.enter_async_context(
-                service("services.conductor", tmp_path / "conductor.log", "--listen", address)
+                service("moonpool.conductor", tmp_path / "conductor.log", "--listen", address)
             )
 
         conductor = await start_conductor()

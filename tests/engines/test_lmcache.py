@@ -27,7 +27,7 @@ pytestmark = [
 def adapter(*stores: str, **settings: Any) -> str:
     """The setting by which LMCache keeps chunks in kvstores."""
     return json.dumps({
-        "type": "plugin", "module_path": "moonpool_kv.lmcache", "class_name": "MoonpoolL2Adapter",
+        "type": "plugin", "module_path": "moonpool.connectors.lmcache", "class_name": "MoonpoolL2Adapter",
         "adapter_params": {"stores": list(stores), **settings},
     })  # fmt: skip
 

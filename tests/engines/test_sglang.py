@@ -7,8 +7,8 @@ import pytest
 from tests.engines.servers import SGLANG, sglang
 from tests.engines.test_vllm import ask, assert_index_is_the_cache, joined
 from tests.integration.reference import Reference
-from tests.unit.adapter.test_adapter import adapter, prompts
 from tests.unit.conductor.stack import TINY, stack
+from tests.unit.interop.adapter.test_adapter import adapter, prompts
 
 pytestmark = [
     pytest.mark.engines,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import block_keys, chain_root
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.sampling_params import SamplingParams
 from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, Sglang, Vllm, pooled, valve, vllm
 from tests.integration.reference import Reference
-from tests.unit.adapter.test_adapter import adapter, prompts
 from tests.unit.conductor.stack import TINY, Stack, stack
+from tests.unit.interop.adapter.test_adapter import adapter, prompts
 from tests.unit.kvstore.rig import rig
 
 VLLM = "vllm-0-prefill"

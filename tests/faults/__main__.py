@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moonpool.models.random_checkpoint import SHAPES, create
+from moonpool.engine.models.random_checkpoint import SHAPES, create
 from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.schedule import FAULTS

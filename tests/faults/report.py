@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.transport.config import GRPC_NAME
+from moonpool.base.transport.config import GRPC_NAME
 from tests.faults.schedule import FAULTS, RESTARTED, Ask, Fault, FaultKind
 
 REQUEST_TIMEOUT_S = 40.0

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
 from moonpool.cli.stack import StackPlan
 from tests.faults.judges import EmulatedJudge, ReferenceJudge
 from tests.faults.storm import Judge

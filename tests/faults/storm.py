@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.transport.fault_injection import BREAK_CONNECTIONS, CONNECTION_BROKEN, CORRUPT_FRAMES, FRAME_DAMAGED
+from moonpool.base.transport.fault_injection import SEED as FAULT_SEED
 from moonpool.cli.check import GaugeReading, wait_at_rest
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient
-from moonpool.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
-from moonpool.sampling_params import SamplingParams
-from moonpool.transport.fault_injection import BREAK_CONNECTIONS, CONNECTION_BROKEN, CORRUPT_FRAMES, FRAME_DAMAGED
-from moonpool.transport.fault_injection import SEED as FAULT_SEED
 from tests.faults.disturbances import Disturbances
 from tests.faults.proxy import FaultProxies
 from tests.faults.report import REQUEST_TIMEOUT_S, Outcome, Report, StormPlan

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.cli.check import read_gauges
 from moonpool.cli.stack import StackPlan
-from moonpool.models.random_checkpoint import create
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.journals import check_journals

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonpool.kv.keys import BlockKey
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import EXIT_CONFIG
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.process import EXIT_CONFIG
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from moonpool.checkpoint.gguf import is_gguf
-from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling.random_sampler import uniform
-from moonpool.sampling.sampler import sample
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.steps import SequenceSampling
+from moonpool.base.checkpoint.gguf import is_gguf
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.steps import SequenceSampling
+from moonpool.engine.sampling.random_sampler import uniform
+from moonpool.engine.sampling.sampler import sample
 
 GAP_TOLERANCE = 1e-4
 """Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another

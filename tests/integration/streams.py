@@ -4,8 +4,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 
 UNDER_WAY = 5
 """Tokens after which a stream counts as under way."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.rpc.process import EXIT_CONFIG
+from moonpool.base.config import SERVICE_MODULES
+from moonpool.base.rpc.process import EXIT_CONFIG
 from tests import programs
 from tests.integration.conftest import BLOCK
 from tests.unit.kvstore.process import running
@@ -29,7 +30,7 @@ def start(module: str, *arguments: str) -> tuple[int, str]:
 
 def refused(kind: str, *arguments: str) -> str:
     """What a service says that ends because of its settings: its last line."""
-    code, said = start(f"services.{kind}", *arguments)
+    code, said = start(SERVICE_MODULES[kind], *arguments)
     assert code == EXIT_CONFIG, said
     line = said.strip().splitlines()[-1]
     assert line.startswith(f"{kind}: "), said
@@ -46,14 +47,14 @@ ENGINE = ("--conductor", NOBODY, "--threads", "1", "--block-size", str(BLOCK))
 
 
 def test_weights_cut_short(folder: Path) -> None:
-    """A download that was broken off. What else can be wrong with weights, `tests/unit/models/test_loader.py` reads."""
+    """A download that was broken off. What else can be wrong with weights, `test_loader.py` of models reads."""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert "model.safetensors: cut short" in refused("prefill", "--model", str(folder), *ENGINE)
 
 
 def test_an_invalid_tokenizer(folder: Path) -> None:
-    """The conductor reads the tokenizer. `tests/unit/checkpoint` has further faults of folders."""
+    """The conductor reads the tokenizer. `tests/unit/base/checkpoint` has further faults of folders."""
     (folder / "tokenizer.json").write_text("{}")
     said = refused("conductor", "--model", str(folder), "--listen", "127.0.0.1:0")
     assert "tokenizer.json: not a tokenizer" in said

@@ -33,7 +33,16 @@ def base_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     (packages,) = folder.glob("lib/python*/site-packages")
     if request.param == "built":
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
-        install = [*pip, "install", "--no-compile", "--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
+        install = [
+            *pip,
+            "install",
+            "--no-compile",
+            "--no-deps",
+            "-c",
+            str(ROOT / "constraints.txt"),
+            str(ROOT),
+            str(ROOT / "packages" / "moonpool-base"),
+        ]
         subprocess.run(install, check=True, cwd=folder)
     else:
         for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
@@ -140,7 +149,8 @@ def test_what_needs_torch_says_how_to_install_it(base_python: Path, tmp_path: Pa
 
 def test_sdk_is_light() -> None:
     """The SDK imports neither torch nor the services."""
-    code = "import sys, moonpool.client\nprint([m for m in ('torch', 'services', 'lmdb') if m in sys.modules])"
+    names = ("torch", "moonpool.conductor", "moonpool.kvstore", "lmdb")
+    code = f"import sys, moonpool.client\nprint([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert Client.__doc__

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.config import SERVICE_MODULES
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.main import app
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests import programs
 
 CLI = [sys.executable, "-m", "moonpool.cli.main"]
@@ -204,7 +205,7 @@ def test_killed_services_come_back_and_serve_until_the_stop(
     is_light_and_says_that_it_is_emulated(process.pid, address)
     assert "compute is emulated" in (tmp_path / "data" / "logs" / "prefill-0.log").read_text()
     for kind, name in (("decode", "decode-0"), ("conductor", "conductor")):
-        (victim,) = [pid for pid in children_of(process.pid) if f"services.{kind}".encode() in cmdline(pid)]
+        (victim,) = [pid for pid in children_of(process.pid) if SERVICE_MODULES[kind].encode() in cmdline(pid)]
         os.kill(victim, signal.SIGKILL)
         ended = next_event(process, "ended")
         assert (ended["service"], ended["ended"]) == (name, -signal.SIGKILL)
@@ -238,7 +239,7 @@ def is_light_and_says_that_it_is_emulated(pid: int, address: str) -> None:
 @pytest.mark.parametrize("up", [[*EMULATED, "--no-restart"]], indirect=True)
 def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subprocess.Popen[str], str]) -> None:
     process, _ = up
-    (decode,) = [pid for pid in children_of(process.pid) if b"services.decode" in cmdline(pid)]
+    (decode,) = [pid for pid in children_of(process.pid) if b"moonpool.engine.decode" in cmdline(pid)]
     os.kill(decode, signal.SIGKILL)
     assert process.wait(60) == 1
 
@@ -263,7 +264,7 @@ def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[s
     assert held.returncode == 1
     assert "HELD  decode-0: blocks_used" in held.stdout
     assert "HELD  conductor: requests_running = 1" in held.stdout
-    (decode,) = [pid for pid in children_of(process.pid) if b"services.decode" in cmdline(pid)]
+    (decode,) = [pid for pid in children_of(process.pid) if b"moonpool.engine.decode" in cmdline(pid)]
     os.kill(decode, signal.SIGSTOP)
     try:
         silent = inside("check", "--address", address, "--json")

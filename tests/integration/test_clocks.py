@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.fork_server import Launcher, execute
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client
-from moonpool.fork_server import Launcher, execute
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.integration.disks import DISK_BYTES, DRAM_BLOCKS, Disk, Store, refused, run, running
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, data_of, keys_of, open_ssd
 from tests.unit.kvstore.test_process import durable, put, read

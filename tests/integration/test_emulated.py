@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.engine.emulated.profile import load_profile
-from simulator.traces.mooncake import TRACE_VARIABLE, trace_path
+from moonpool.simulator.traces.mooncake import TRACE_VARIABLE, trace_path
 from tests.integration.test_cli import moonpool
 from tests.load.trace import Report, main, parse, run
 

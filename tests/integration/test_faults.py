@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
 from moonpool.client import AsyncClient, Client, GenerateResult, Overloaded, Slo
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

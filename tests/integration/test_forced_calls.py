@@ -12,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.cli.stack import StackPlan
 from tests.integration.stack import CheckedStack
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, GenerateResult
-from moonpool.models.random_checkpoint import create
-from moonpool.sampling_params import SamplingParams
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.conftest import SEED, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.shared.test_contexts import stored, until

@@ -12,10 +12,10 @@ import httpx2
 import peft
 import pytest
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient, Client, GenerateResult, InvalidRequest, NotFound
-from moonpool.models.random_checkpoint import create_lora
-from moonpool.sampling_params import SamplingParams
+from moonpool.engine.models.random_checkpoint import create_lora
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.gguf_files import write_gguf
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, GenerateResult
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
-from tests.unit.models.gguf_files import make_folder
-from tests.unit.models.packed_reference import GAP, pack
+from tests.unit.engine.models.gguf_files import make_folder
+from tests.unit.engine.models.packed_reference import GAP, pack
 
 ANSWER = 2 * BLOCK + 5
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.checkpoint.named_models import named_model
+from moonpool.base.checkpoint.named_models import named_model
+from moonpool.base.sampling_params import SamplingParams, stream_seed
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult
-from moonpool.models.random_checkpoint import create
-from moonpool.sampling_params import SamplingParams, stream_seed
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.topologies import BF16, ON_GPU, REST, SELECTED, Topology, missing

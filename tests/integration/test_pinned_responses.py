@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.shared.test_contexts import until
 from tests.integration.stack import CheckedStack

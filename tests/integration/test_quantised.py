@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import kv_quantization
-from kernels.choice import VARIABLE
+from moonpool.base.kv.layout import QUANTISED
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, GenerateResult
-from moonpool.kv.layout import QUANTISED
-from moonpool.sampling_params import SamplingParams
+from moonpool.engine.kernels import kv_quantization
+from moonpool.engine.kernels.choice import VARIABLE
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.stack import CheckedStack
-from tests.unit.models.forward import Runner, Sequence_
+from tests.unit.engine.models.forward import Runner, Sequence_
 
 pytestmark = pytest.mark.slow
 ANSWER = 2 * BLOCK + 5

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
 from moonpool.cli.replay import ReplayPlan, run_replay
 from moonpool.cli.stack import StackPlan
-from simulator.cluster.config import SloTargets
-from simulator.traces.mooncake import write_trace
-from simulator.traces.workload import CHAT, Workload
+from moonpool.simulator.cluster.config import SloTargets
+from moonpool.simulator.traces.mooncake import write_trace
+from moonpool.simulator.traces.workload import CHAT, Workload
 from tests.integration.stack import CheckedStack
 
 PROFILE = "llama-70b-a800"

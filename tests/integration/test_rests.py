@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

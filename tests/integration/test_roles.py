@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import Supervisor
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

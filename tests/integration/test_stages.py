@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient
-from moonpool.sampling_params import SamplingParams
 from tests.faults.stack import children
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.fork_server import Launcher, execute
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client
-from moonpool.fork_server import Launcher, execute
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.models.random_checkpoint import create
+from moonpool.engine.models.random_checkpoint import create
 from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.storm import run_storm

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import small_plan, tokens, with_flags
 from tests.integration.stack import CheckedStack
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import PermissionDenied, Unauthenticated, Unavailable
+from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.certs import Authority
 from moonpool.cli.health import run_health
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client
 from moonpool.client.kv import KVClient
-from moonpool.errors import PermissionDenied, Unauthenticated, Unavailable
-from moonpool.models.random_checkpoint import create
-from moonpool.rpc.auth import hash_key
-from moonpool.rpc.tls import Tls
-from moonpool.sampling_params import SamplingParams
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.conftest import BLOCK, SEED
 from tests.integration.stack import CheckedStack
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.checkpoint import Tokenizer
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, Message
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.test_parity import TIMES_ERROR
-from tests.unit.models.packed_reference import pack
+from tests.unit.engine.models.packed_reference import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 BLOCK = DEFAULT_BLOCK_SIZE

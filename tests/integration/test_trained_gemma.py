@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client
-from moonpool.errors import InvalidRequest
-from moonpool.sampling_params import SamplingParams
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 from tests.integration.test_trained import GREEDY, ROOT, plan_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client
-from moonpool.models.random_checkpoint import create
-from moonpool.sampling_params import SamplingParams
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack

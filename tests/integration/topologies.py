@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.checkpoint.named_models import BUNDLED
+from moonpool.base.checkpoint.named_models import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ SELECTED = [
     Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, transport="grpc"),
 ]
 """Every kind of layer (Llama's, windows, latent attention with experts, recurrent states), every transport, and every
-value of the other axes, is in one of them at least. `tests/unit/models` compares every family."""
+value of the other axes, is in one of them at least. `tests/unit/engine/models` compares every family."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),

@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, Slo
-from moonpool.sampling_params import SamplingParams
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.program import Program
 from tests.load.program import main as run

@@ -13,17 +13,17 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.kv.frames import Slice
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.sender import TransferSender
+from moonpool.base.rpc.channels import Channels
 from moonpool.cli.load_generator import RequestOutcome, SendRequest
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.kv.frames import Slice
-from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.sender import TransferSender
-from moonpool.rpc.channels import Channels
+from moonpool.conductor.decode_streams import NewTokens, StepsPool
+from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.decode_streams import NewTokens, StepsPool
-from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.instance import instance
 from tests.load.program import Program

@@ -14,17 +14,17 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+from moonpool.base.errors import NotFound, TransferFailed
+from moonpool.base.kv.keys import block_keys, chain_root, namespace
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.channels import Channels
 from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.cli.stack import ServiceProcess
-from moonpool.errors import NotFound, TransferFailed
-from moonpool.kv.keys import block_keys, chain_root, namespace
-from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.channels import Channels
+from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import kv_pb2
-from simulator.traces.mooncake import TraceRequest
 from tests.load.program import Program
 from tests.load.program import main as run
 from tests.slices import hashed

@@ -11,12 +11,12 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from moonpool.base.errors import TransferFailed
+from moonpool.base.rpc.channels import Channels
 from moonpool.cli.load_generator import RequestOutcome, SendRequest
-from moonpool.errors import TransferFailed
-from moonpool.rpc.channels import Channels
+from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.instance import instance
 from tests.load.program import Program

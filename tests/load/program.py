@@ -24,7 +24,7 @@ from moonpool.cli.load_generator import (
     summarize,
     trace_loop,
 )
-from simulator.traces.mooncake import TraceRequest, read_trace
+from moonpool.simulator.traces.mooncake import TraceRequest, read_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv_transfer.read_server import FrameReceiver, check_hello
+from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.rpc.server import serving
+from moonpool.base.transport.send_queue import SendQueue
 from moonpool.engine.setup import EngineSetup
-from moonpool.errors import MoonpoolError
-from moonpool.kv_transfer.read_server import FrameReceiver, check_hello
-from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
-from moonpool.rpc.server import serving
-from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 
 GENERATION = 1

@@ -25,17 +25,17 @@ from pathlib import Path
 
 import torch
 
-from moonpool.checkpoint import Tokenizer, load_config
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.errors import MoonpoolError, Overloaded
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
-from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.stage import StageModel
-from moonpool.sampling_params import SamplingParams
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.dram.arena import RESERVE_SHARE
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.stage import StageModel
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.dram.arena import RESERVE_SHARE
 
 PROMPTS, LONGEST, ANSWER, CHUNK = 12, 1200, 24, 512
 TIE = 1e-3

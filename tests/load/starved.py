@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
-from moonpool.errors import MoonpoolError
-from moonpool.sampling_params import SamplingParams
 
 CONCURRENCY = 4
 TIMEOUT_S = 120.0

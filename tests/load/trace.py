@@ -18,18 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import Unavailable
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import GaugeReading, wait_at_rest
 from moonpool.cli.load_generator import LoadSummary, RequestOutcome, SendRequest, closed_loop, summarize, trace_loop
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, Slo
 from moonpool.engine.emulated.kv import continuation
 from moonpool.engine.emulated.profile import emulated_profile
-from moonpool.errors import Unavailable
-from moonpool.sampling_params import SamplingParams
-from simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
-from simulator.traces.workload import CHAT, Workload
+from moonpool.simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
+from moonpool.simulator.traces.workload import CHAT, Workload
 
 REST_S = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -13,30 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moonpool.cluster import Notify
+from moonpool.base.cluster import Notify
+from moonpool.base.errors import Internal, Unavailable
+from moonpool.base.kv.keys import block_keys, pack_keys, tokens_to_bytes
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.server import RunningServer, serving
+from moonpool.base.telemetry.metrics import restless
+from moonpool.base.telemetry.spans import Recorder
+from moonpool.base.transport.async_utils import ThreadOffload
+from moonpool.base.transport.flow_control import EgressLink
+from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine.decode.draft_model import DraftModel
+from moonpool.engine.decode.service import DecodeInstance
+from moonpool.engine.decode.service import contract as decode_contract
 from moonpool.engine.instance import InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.prefill.config import PrefillConfig
+from moonpool.engine.prefill.service import PrefillInstance
+from moonpool.engine.prefill.service import contract as prefill_contract
 from moonpool.engine.setup import EngineConfig, EngineSetup
-from moonpool.errors import Internal, Unavailable
-from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import RunningServer, serving
-from moonpool.telemetry.metrics import restless
-from moonpool.telemetry.spans import Recorder
-from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.flow_control import EgressLink
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from services.decode.config import DecodeConfig
-from services.decode.draft_model import DraftModel
-from services.decode.service import DecodeInstance
-from services.decode.service import contract as decode_contract
-from services.prefill.config import PrefillConfig
-from services.prefill.service import PrefillInstance
-from services.prefill.service import contract as prefill_contract
+from tests.unit.base.transport.fakes import LAYOUT, NAMESPACE, ROOT
 from tests.unit.fakes.engine import FakeEngine
-from tests.unit.transport.fakes import LAYOUT, NAMESPACE, ROOT
 
 WAIT_S = 60.0
 LOOK_AGAIN_S = 0.05

@@ -18,10 +18,10 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 from typing_extensions import TypedDict
 
-from moonpool.errors import InvalidRequest
-from moonpool.grammar import check_grammar
-from moonpool.sampling_params import SamplingParams
-from tests.unit.test_json_schema import answer
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import check_grammar
+from moonpool.base.sampling_params import SamplingParams
+from tests.unit.base.test_json_schema import answer
 
 SEEDS, MORE_SEEDS = 2, 10
 

@@ -26,7 +26,7 @@ def test_every_package_stands_on_a_floor() -> None:
     floors = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     named = {name.strip() for floor in floors for name in floor.split("|")}
     packages = {f"moonpool.{path.stem}" for path in (ROOT / "moonpool").iterdir() if path.name not in IGNORED}
-    assert named == packages | {"services", "simulator", "kernels"}
+    assert named == packages
 
 
 def test_every_core_is_plain_python() -> None:
@@ -34,25 +34,28 @@ def test_every_core_is_plain_python() -> None:
     held = {
         module for it in contracts if "asyncio" in it.get("forbidden_modules", ()) for module in it["source_modules"]
     }
-    assert {f"services.{path.parent.name}.core" for path in (ROOT / "services").glob("*/core")} <= held
+    assert {".".join(path.relative_to(ROOT).parts) for path in (ROOT / "moonpool").rglob("core") if path.is_dir()} - {
+        "moonpool.kvstore.core"
+    } <= held
 
 
 WORLDLY = (
-    "services",
-    *(f"moonpool/{name}" for name in ("client", "cluster", "kv", "kv_transfer", "rpc", "runtime", "transport")),
+    *(f"moonpool/{name}" for name in ("client", "conductor", "gateway", "interop", "kvstore")),
+    *(f"moonpool/engine/{name}" for name in ("prefill", "decode")),
+    *(f"moonpool/base/{name}" for name in ("cluster", "kv", "kv_transfer", "rpc", "runtime", "transport")),
 )
-"""Where time, threads, random numbers and connections come from `moonpool.world`, so that `tests/world` runs them."""
+"""Where time, threads, random numbers and connections come from `base.world`, so that `tests/world` runs them."""
 FROM_OUTSIDE = re.compile(
     r"(?<!`)\btime\.\w+|\bsecrets\.|\bThreadPoolExecutor\(|\bThread\(|\bgrpc\.aio\.(server|insecure_channel|secure_channel)\("
 )
 MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/client/background.py": "the thread of the synchronous client",
-    "moonpool/kv/pool.py": "threads that only map memory, at a start",
-    "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
-    "moonpool/transport/regions.py": "unmaps memory; nobody waits for that",
-    "moonpool/transport/shared_memory.py": "the age of a file",
-    "services/kvstore/ssd/encryption.py": "makes a key of a file, once",
-    "services/conductor/explain.py": "writes a recording; nobody waits for that",
+    "moonpool/base/kv/pool.py": "threads that only map memory, at a start",
+    "moonpool/base/transport/blocking.py": "KVClient waits for its sockets itself",
+    "moonpool/base/transport/regions.py": "unmaps memory; nobody waits for that",
+    "moonpool/base/transport/shared_memory.py": "the age of a file",
+    "moonpool/kvstore/ssd/encryption.py": "makes a key of a file, once",
+    "moonpool/conductor/explain.py": "writes a recording; nobody waits for that",
 }
 SET_OF_OBJECTS = re.compile(r"\bself\.\w+: set\[(?!int|str|bytes|tuple|Path|BlockKey)")
 
@@ -102,8 +105,15 @@ def test_a_verb_installs_what_it_needs_and_no_more(verb: str, extras: list[str],
     make = shutil.which("make")
     if make is None:
         pytest.skip("no make")
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock"):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+        "requirements.lock",
+        "packages/moonpool-base/pyproject.toml",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     planned = subprocess.run(
         [make, "--dry-run", "PYTHON=true", verb], capture_output=True, text=True, cwd=tmp_path, check=True
     ).stdout
@@ -128,14 +138,6 @@ def test_readme_names_the_two_commands() -> None:
     assert "make test" in readme
 
 
-def test_kernels_stays_empty_and_is_not_mistaken() -> None:
-    """`kernels` is also a Hugging Face distribution's name; transformers must not take ours for it."""
-    from transformers.utils.import_utils import is_kernels_available
-
-    assert read("kernels/__init__.py") == ""
-    assert not is_kernels_available()
-
-
 def test_every_document_is_in_the_index() -> None:
     """With the title of a decision as it stands there."""
     index, docs = read("docs/README.md"), ROOT / "docs"
@@ -149,6 +151,9 @@ def test_every_document_is_in_the_index() -> None:
 def test_architecture_names_every_folder() -> None:
     """The map has every package of the house."""
     text = read("docs/architecture.md")
-    packages = [path.parent for path in (ROOT / "moonpool").glob("*/__init__.py") if path.parent.name != "bundled"]
+    packages = [path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "moonpool").glob("*/__init__.py")]
+    for folder in ("base", "engine", "interop"):
+        inner = (ROOT / "moonpool" / folder).glob("*/__init__.py")
+        packages += [path.parent.relative_to(ROOT).as_posix() for path in inner]
     for package in packages:
-        assert f"moonpool/{package.name}" in text, package.name
+        assert package in text, package

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client import Message, SamplingParams, Slo
-from moonpool.scheduling.sessions import SessionTurn
 
 TENANTS = ("ann", "bob", "eve")
 FLOODING = "flood"

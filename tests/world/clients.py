@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moonpool.base.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.logprobs import TokenLogprobs
 from moonpool.client import AsyncClient, GenerateResult
 from moonpool.client.kv import AsyncKVClient
 from moonpool.client.token_stream import AsyncTokenStream
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable
-from moonpool.logprobs import TokenLogprobs
 from tests.world.asks import PATHS, SDK, Ask, Interface, tool_arguments
 from tests.world.gateway import Exchange, Gateway
 from tests.world.history import KINDS, Histories, Operation

@@ -17,15 +17,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
 
-from moonpool import world
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import load_config
+from moonpool.base import world
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.rpc.errors import from_rpc_error
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.telemetry.spans import Recorder
 from moonpool.cli.check import GaugeReading, describe
+from moonpool.conductor import service as conductor
+from moonpool.conductor.config import ConductorConfig
+from moonpool.engine.decode import service as decode
+from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated.kv import continuation, token_seed
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.process import ProcessContext
-from moonpool.telemetry.spans import Recorder
+from moonpool.engine.prefill import service as prefill
+from moonpool.engine.prefill.config import PrefillConfig
+from moonpool.kvstore import service as kvstore
+from moonpool.kvstore.config import KVStoreConfig
 from moonpool.v1 import (
     conductor_pb2,
     conductor_pb2_grpc,
@@ -36,14 +44,6 @@ from moonpool.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from services.conductor import service as conductor
-from services.conductor.config import ConductorConfig
-from services.decode import service as decode
-from services.decode.config import DecodeConfig
-from services.kvstore import service as kvstore
-from services.kvstore.config import KVStoreConfig
-from services.prefill import service as prefill
-from services.prefill.config import PrefillConfig
 from tests.world.disk import Disk
 from tests.world.loop import EPOCH_S, NODE, InlineExecutor, Node, VirtualLoop, VirtualTime, draws
 from tests.world.network import JITTER_S, MessageLog, Network

@@ -15,7 +15,7 @@ from typing import Literal
 
 import lmdb
 
-from moonpool.kv.file_io import FileSpan, ReadOutcome
+from moonpool.base.kv.file_io import FileSpan, ReadOutcome
 from tests.unit.kvstore.ssd.power import PowerFiles
 
 DiskFault = Literal["full", "broken", "no memory"]

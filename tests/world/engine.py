@@ -20,8 +20,11 @@ from typing import Any, cast
 
 import torch
 
-from moonpool import world
-from moonpool.checkpoint import Tokenizer, load_config
+from moonpool.base import world
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.kv.pool import PoolPart
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import LayerDone, Step, stage_ranges
 from moonpool.engine.channel import AsyncChannel, encode
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.executor import PoolMemory, ProcessEngine, WorkerProcess
@@ -38,12 +41,9 @@ from moonpool.engine.messages import (
     WorkerFailed,
 )
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.loader import KeptWeights, load_stage, torch_dtype
+from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.structured_output import MaskBuilder
-from moonpool.kv.pool import PoolPart
-from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
-from moonpool.platforms.stage_platform import stage_platform
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, Step, stage_ranges
 
 SPEEDS = Speeds(
     prefill_base_s=0.01,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
 
-from moonpool.checkpoint import Tokenizer
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from services.gateway.config import GatewayConfig
-from services.gateway.service import application
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.service import application
 from tests.world.cluster import GRAVEYARD, MODEL, Simulation
 from tests.world.loop import Node
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import jsonschema
 
-from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import SamplingParams, stream_seed
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SamplingParams, stream_seed
 from tests.world.cluster import answer
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moonpool.runtime.journal import JournalEntry, journal_files, rerun
-from moonpool.scheduling.block_manager import DeleteKV
-from moonpool.scheduling.state_machine import IoEnded
-from services.conductor.core import events as conductor
-from services.conductor.core.router import ReplicatePrefix
-from services.decode.core import actions as decode_actions
-from services.decode.core import events as decode
-from services.prefill.core import actions as prefill_actions
-from services.prefill.core import events as prefill
+from moonpool.base.runtime.journal import JournalEntry, journal_files, rerun
+from moonpool.base.scheduling.block_manager import DeleteKV
+from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.conductor.core import events as conductor
+from moonpool.conductor.core.router import ReplicatePrefix
+from moonpool.engine.decode.core import actions as decode_actions
+from moonpool.engine.decode.core import events as decode
+from moonpool.engine.prefill.core import actions as prefill_actions
+from moonpool.engine.prefill.core import events as prefill
 from tests.world.clients import Outcome
 
 OF_CONDUCTORS = (

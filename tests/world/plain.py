@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.grammar import Grammar
+from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceSampling
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.platforms.cpu import CpuKVMemory
+from moonpool.engine.sampling.sampler import sample
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest
-from moonpool.grammar import Grammar
-from moonpool.kv.keys import tokens_to_bytes
-from moonpool.kv.pool import KVPool
-from moonpool.logprobs import TokenLogprobs
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.platforms.cpu import CpuKVMemory
-from moonpool.sampling.sampler import sample
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceSampling
 from tests.world.engine import tokenizer_of
 
 BLOCK = 16

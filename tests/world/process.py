@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.rpc.tuning import tune_gc
-from moonpool.telemetry import logs
+from moonpool.base.rpc.tuning import tune_gc
+from moonpool.base.telemetry import logs
 from tests.world.cluster import Simulation, leave
 
 KEPT: list[Simulation] = []

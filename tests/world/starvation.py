@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.rpc.tuning import tune_gc
+from moonpool.base.telemetry import logs
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.kv import continuation
-from moonpool.rpc.tuning import tune_gc
-from moonpool.telemetry import logs
 from tests.world.cluster import MODEL, Cluster, Simulation, leave
 
 PROMPT, TOKENS = list(range(30, 130)), 40

@@ -35,14 +35,14 @@ from typing import Any
 
 import jsonschema
 
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, Overloaded, Unavailable
+from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.tuning import tune_gc
+from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.base.transport import fault_injection
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.errors import DeadlineExceeded, MoonpoolError, NotFound, Overloaded, Unavailable
-from moonpool.logprobs import TokenLogprobs
-from moonpool.rpc.auth import hash_key
-from moonpool.rpc.tuning import tune_gc
-from moonpool.scheduling.sessions import SessionTurn
-from moonpool.transport import fault_injection
 from tests.world.asks import (
     FEATURES,
     FLOODING,
@@ -576,7 +576,7 @@ def _judge(plan: StormPlan, checkpoint: Path) -> Judge:
 
 def make_checkpoint(folder: Path) -> Path:
     """A tiny random Llama, whose engine computes."""
-    from moonpool.models.random_checkpoint import create
+    from moonpool.engine.models.random_checkpoint import create
 
     return create("tiny-llama", folder, seed=5, dtype="float32")
 

@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.errors import Overloaded
 from tests.world.cluster import SETTLE_S, Cluster, Simulation, answer, prompt
 from tests.world.process import on_virtual_time
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.models.random_checkpoint import create
+from moonpool.engine.models.random_checkpoint import create
 from tests.world.cluster import Cluster, Simulation, prompt
 from tests.world.judge import wrong_format
 from tests.world.plain import PlainJudge

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
-from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.v1 import conductor_pb2, conductor_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.world.cluster import Cluster, Simulation, answer, prompt, rpc, until
 from tests.world.process import on_virtual_time

@@ -1,6 +1,6 @@
 """The conductor's predicted TTFT and TPOT against the measured ones, through all services.
 
-Conductor and emulated engines use the same functions of `moonpool.scheduling.latency`, so the emulated speed is
+Conductor and emulated engines use the same functions of `moonpool.base.scheduling.latency`, so the emulated speed is
 disturbed, at prefill and at decode: it is off by a factor that nobody reports, and each step differs. The test is of
 matching, queueing, loading, chunks, batches and the corrections by measurement. `pytest -s` prints the errors.
 """

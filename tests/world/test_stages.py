@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
-from moonpool.models.random_checkpoint import create
+from moonpool.engine.models.random_checkpoint import create
 from tests.world.cluster import Cluster, Service, Simulation, prompt
 from tests.world.plain import PlainJudge
 from tests.world.process import in_new_process

@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.rpc.tuning import tune_gc
+from moonpool.base.telemetry import logs
 from moonpool.client import AsyncClient, SamplingParams
+from moonpool.conductor.core.events import AnnouncePlacement
+from moonpool.conductor.placement.policies import DEFAULT_POLICY
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.rpc.tuning import tune_gc
-from moonpool.telemetry import logs
-from services.conductor.core.events import AnnouncePlacement
-from services.conductor.placement.policies import DEFAULT_POLICY
-from simulator.clock import PS
-from simulator.cluster.cluster import Cluster as SimulatedCluster
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Request
-from simulator.network import CallDelays
-from simulator.traces.mooncake import TraceRequest, read_trace
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.cluster import Cluster as SimulatedCluster
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.cluster.requests import Request
+from moonpool.simulator.network import CallDelays
+from moonpool.simulator.traces.mooncake import TraceRequest, read_trace
 from tests.world.cluster import MODEL, PROFILE, Cluster, Simulation, answer, leave
 from tests.world.network import JITTER_S, LATENCY_S
 

@@ -32,21 +32,21 @@ Needed only where fields were added, removed, reordered or moved into a nested r
 
 def cores() -> list[Any]:
     """Classes with recorded `handle(now, event, out)` and `due()`."""
-    from services.conductor.core.scheduler import ConductorCore
-    from services.decode.core.scheduler import DecodeScheduler
-    from services.prefill.core.scheduler import PrefillScheduler
+    from moonpool.conductor.core.scheduler import ConductorCore
+    from moonpool.engine.decode.core.scheduler import DecodeScheduler
+    from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 
     return [ConductorCore, DecodeScheduler, PrefillScheduler]
 
 
 def machines() -> dict[str, Any]:
     """Hypothesis's state machines that walk each core alone, by the walk's name."""
-    from services.kvstore.eviction.policies import POLICIES
+    from moonpool.kvstore.eviction.policies import POLICIES
     from tests.unit.conductor.core.test_scheduler_machine import RequestMachine
-    from tests.unit.decode.core.test_scheduler import DecodeMachine
+    from tests.unit.engine.decode.core.test_scheduler import DecodeMachine
+    from tests.unit.engine.prefill.test_core_scheduler import PrefillMachine
     from tests.unit.kvstore.core.test_machine import StoreMachine
     from tests.unit.kvstore.eviction.test_machine import PolicyMachine
-    from tests.unit.prefill.test_core_scheduler import PrefillMachine
 
     found = {"conductor": RequestMachine, "decode": DecodeMachine, "prefill": PrefillMachine, "kvstore": StoreMachine}
     eviction = {
@@ -58,7 +58,7 @@ def machines() -> dict[str, Any]:
 
 def beside() -> tuple[Any, str]:
     """The method by which a store's files work in a thread, `later(change, path)`: here the work is done at once."""
-    from services.kvstore.ssd.files import FileLayer
+    from moonpool.kvstore.ssd.files import FileLayer
 
     return FileLayer, "later"
 
@@ -78,8 +78,8 @@ def state_of(machine: Any) -> object:
 
 def interludes(name: str) -> list[Any]:
     """Events in the middle of some walks that the machine itself lacks."""
-    from moonpool.kv.delete_kv import KVSelection
-    from moonpool.scheduling.block_manager import DeleteKV
+    from moonpool.base.kv.delete_kv import KVSelection
+    from moonpool.base.scheduling.block_manager import DeleteKV
 
     tenants = {"decode": "", "prefill": "a"}
     return [DeleteKV(1, KVSelection(tenants=frozenset({tenants[name]})))] if name in tenants else []
@@ -87,9 +87,9 @@ def interludes(name: str) -> list[Any]:
 
 def last_events(name: str) -> list[Any]:
     """Events that end some walks while everything is under way, told to the core alone."""
-    from services.conductor.core.events import InstanceLeft, KeysChanged, RoleChangeRequested
-    from services.decode.core.events import EngineDied
-    from services.prefill.core.events import Drain, StopAllJobs
+    from moonpool.conductor.core.events import InstanceLeft, KeysChanged, RoleChangeRequested
+    from moonpool.engine.decode.core.events import EngineDied
+    from moonpool.engine.prefill.core.events import Drain, StopAllJobs
 
     gap = KeysChanged("prefill-0", 1000, (), (), snapshot_begin=False, snapshot_end=False)
     lost = [InstanceLeft(f"{kind}-{number}", 1, "is lost") for kind in ("prefill", "decode") for number in range(3)]

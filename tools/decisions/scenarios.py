@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moonpool.conductor.core.events import ChangeRole
+from moonpool.conductor.core.instances import InstanceKind
+from moonpool.conductor.core.roles import RoleLimits
+from moonpool.engine.decode.core.settings import Preemption
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.events import ChangeRole
-from services.conductor.core.instances import InstanceKind
-from services.conductor.core.roles import RoleLimits
-from services.decode.core.settings import Preemption
-from simulator.clock import ps
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import LEAPS, ClusterConfig, DecodeMemory, Runs, SloTargets
-from simulator.experiments.faults import MIX, storm
-from simulator.experiments.prefix_caching import HotLoad
-from simulator.network import CallDelays
-from simulator.traces.mooncake import TraceRequest
-from simulator.traces.workload import CHAT, Workload, WorkloadMix
+from moonpool.simulator.clock import ps
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, DecodeMemory, Runs, SloTargets
+from moonpool.simulator.experiments.faults import MIX, storm
+from moonpool.simulator.experiments.prefix_caching import HotLoad
+from moonpool.simulator.network import CallDelays
+from moonpool.simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.traces.workload import CHAT, Workload, WorkloadMix
 
 PROFILE = load_profile("llama-70b-a800")
 GB = 10**9

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.cli.check import wait_at_rest
 from moonpool.client import AsyncClient
-from moonpool.errors import MoonpoolError, Unavailable
 from tools.gpu_check.serving import (
     ENDING_S,
     Answer,

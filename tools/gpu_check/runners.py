@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.stage import StageModel, in_inference_mode
 from moonpool.engine.pipeline import NoLinks
-from moonpool.kv.pool import KVPool
-from moonpool.models.loader import load_stage
-from moonpool.models.stage import StageModel, in_inference_mode
-from moonpool.platforms.base import Device
-from moonpool.platforms.registry import DeviceName
-from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.registry import DeviceName
+from moonpool.engine.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from tools.gpu_check.serving import Served, checkpoint
 from tools.gpu_check.where import Figures, Where, expect
 

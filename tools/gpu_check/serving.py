@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 from tools.gpu_check.where import CheckError, Figures, Where, expect
 
 SEED = 30
@@ -67,7 +67,7 @@ TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
 
 def checkpoint(where: Where, served: Served, figures: Figures) -> Path:
     """Return the folder with a model's checkpoint, created if missing."""
-    from moonpool.models.random_checkpoint import create
+    from moonpool.engine.models.random_checkpoint import create
 
     folder = where.out / served.folder
     if folder.exists():

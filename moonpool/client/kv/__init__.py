@@ -6,11 +6,10 @@
         client.put(b"block-17", data)
         again = client.get(b"block-17")
 
-See docs/kvclient.md. Errors are those of `moonpool.errors`.
+See docs/kvclient.md. Errors are those of `moonpool.base.errors`.
 """
 
-from moonpool.client.kv.client import AsyncBlockClient, AsyncKVClient, KVClient
-from moonpool.errors import (
+from moonpool.base.errors import (
     InvalidRequest,
     MoonpoolError,
     Overloaded,
@@ -19,7 +18,8 @@ from moonpool.errors import (
     Unauthenticated,
     Unavailable,
 )
-from moonpool.kv.values import MAX_KEY_BYTES, MAX_VALUE_BYTES, content_key
+from moonpool.base.kv.values import MAX_KEY_BYTES, MAX_VALUE_BYTES, content_key
+from moonpool.client.kv.client import AsyncBlockClient, AsyncKVClient, KVClient
 
 __all__ = [
     "MAX_KEY_BYTES",

@@ -12,7 +12,18 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from pydantic import ValidationError
 from typing_extensions import Buffer
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.base.kv.blocks import NO_PARENT
+from moonpool.base.kv.keys import KEY_BYTES, BlockKey, slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.values import ValueSource, layout_of, value_key, value_namespace
+from moonpool.base.kv_transfer.store_writer import BlocksToPut
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.regions import SharedMemory
+from moonpool.base.transport.registry import open_transports
 from moonpool.client.background import BackgroundLoop, same_arguments
 from moonpool.client.kv.connection import (
     MAX_KEYS_PER_CALL,
@@ -23,17 +34,6 @@ from moonpool.client.kv.connection import (
     read_values,
     remaining_s,
 )
-from moonpool.errors import ConfigError, InvalidRequest
-from moonpool.kv.blocks import NO_PARENT
-from moonpool.kv.keys import KEY_BYTES, BlockKey, slice_hash
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.values import ValueSource, layout_of, value_key, value_namespace
-from moonpool.kv_transfer.store_writer import BlocksToPut
-from moonpool.rpc.tls import Tls
-from moonpool.transport.config import TransportConfig
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.regions import SharedMemory
-from moonpool.transport.registry import open_transports
 
 DEFAULT_TIMEOUT_S = 30.0
 T = TypeVar("T")
@@ -334,7 +334,7 @@ class AsyncKVClient:
 
 
 class AsyncBlockClient(AsyncKVClient):
-    """A client for blocks of another engine's KV under chain keys (`moonpool.kv.keys`).
+    """A client for blocks of another engine's KV under chain keys (`moonpool.base.kv.keys`).
 
     Conductors know these keys from the store, and so place prompts by what the store holds. `namespace` is the KV's in
     hex. Keys have 32 bytes. With TLS, the certificate is an engine's, as clients may name no such keys.

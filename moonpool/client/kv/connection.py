@@ -18,25 +18,25 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.errors import DeadlineExceeded, InvalidRequest, StreamBroken, TransferFailed, Unavailable
+from moonpool.base.kv.frames import DamagedSliceError
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.values import ValueTarget
+from moonpool.base.kv_transfer.blocking import BlockingReader, BlockingWriter
+from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
+from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, Into, OnSlice, PrefixLost
+from moonpool.base.kv_transfer.store_writer import PUT, BlocksToPut, PutOutcome, StoreWriter
+from moonpool.base.rpc.channels import Channels, Metadata
+from moonpool.base.rpc.tls import Tls
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.transport.blocking import BlockingConnection, BlockingStream
+from moonpool.base.transport.framing import ONE_SHOT_BYTES
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.regions import SharedMemory
+from moonpool.base.transport.sessions import StreamSettings
 from moonpool.client.background import BackgroundLoop
-from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, TransferFailed, Unavailable
-from moonpool.kv.frames import DamagedSliceError
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.values import ValueTarget
-from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
-from moonpool.kv_transfer.endpoint import KVEndpoint, StreamMethod
-from moonpool.kv_transfer.prefix_reader import FROM_STORE, BlockReader, Into, OnSlice, PrefixLost
-from moonpool.kv_transfer.store_writer import PUT, BlocksToPut, PutOutcome, StoreWriter
-from moonpool.rpc.channels import Channels, Metadata
-from moonpool.rpc.tls import Tls
-from moonpool.telemetry.logs import get_logger
-from moonpool.transport.blocking import BlockingConnection, BlockingStream
-from moonpool.transport.framing import ONE_SHOT_BYTES
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.regions import SharedMemory
-from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -77,7 +77,7 @@ class SizeClassStreams:
 
 
 class ErrorTranslation:
-    """A context manager that turns gRPC and stream errors into `moonpool.errors`.
+    """A context manager that turns gRPC and stream errors into `moonpool.base.errors`.
 
     Raises:
         Unavailable: the store cannot be reached, or the connection was lost.

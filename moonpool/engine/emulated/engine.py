@@ -14,14 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from moonpool import world
-from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
-from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
-from moonpool.errors import Internal, Unavailable
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import (
+from moonpool.base import world
+from moonpool.base.errors import Internal, Unavailable
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import (
     STEP_TOKENS,
     LayerDone,
     SampledCandidates,
@@ -30,8 +28,10 @@ from moonpool.scheduling.steps import (
     finished_blocks,
     stage_ranges,
 )
-from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metric, counter
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import Metric, counter
+from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
+from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
 
 CARRY_S = 0.005
 """Most lateness that the next step makes up for: event loops have millisecond timers."""

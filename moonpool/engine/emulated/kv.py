@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 from blake3 import blake3
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from moonpool.base.kv.keys import BlockKey, block_keys, tokens_to_bytes
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, stream_seed
+from moonpool.base.scheduling.steps import SequenceStep, TokenHistory
 from moonpool.engine.emulated.profile import SLOT_BYTES, EmulatedCompute
-from moonpool.kv.keys import BlockKey, block_keys, tokens_to_bytes
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.sampling_params import SampleSpec, stream_seed
-from moonpool.scheduling.steps import SequenceStep, TokenHistory
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _UINT64_MASK = (1 << 64) - 1

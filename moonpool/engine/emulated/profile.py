@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from moonpool.errors import ConfigError
-from moonpool.kv.layout import KVLayout
-from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
-from moonpool.scheduling.state_machine import draw_unit
-from moonpool.scheduling.steps import Step
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.state_machine import draw_unit
+from moonpool.base.scheduling.steps import Step
 
 _SPEED_DRAW, _STEP_DRAW = 0, 1
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, GenerateResult
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import Reference

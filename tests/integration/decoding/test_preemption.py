@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import jsonschema
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams, stream_seed
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams, stream_seed
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference

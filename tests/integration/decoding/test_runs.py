@@ -1,7 +1,8 @@
 """Runs of several steps, with blocks granted ahead, in a pool too small for all: answers do not depend on preemption.
 
 Elsewhere sequences are preempted in every step, so that each step is ordered by itself. The walks of
-`tests/unit/decode/core` have such runs in every `make test`, and `tests/unit/engine/test_step_run.py` their steps.
+`tests/unit/engine/decode/core` have such runs in every `make test`, and `tests/unit/engine/test_step_run.py` their
+steps.
 """
 
 import asyncio
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.runtime.journal import journal_files, rerun
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.runtime.journal import journal_files, rerun
-from moonpool.sampling_params import SamplingParams
-from services.decode.core.events import RunProgress
+from moonpool.engine.decode.core.events import RunProgress
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.decoding.conftest import DecodeWith
 from tests.integration.reference import GAP_TOLERANCE, Reference

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient, GenerateResult
-from moonpool.sampling_params import SamplingParams
 from tests.faults.stack import children
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.decoding.conftest import DecodeWith

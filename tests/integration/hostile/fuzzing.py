@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from moonpool.kv.frames import checksum
+from moonpool.base.kv.frames import checksum
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
 
 F = FieldDescriptor

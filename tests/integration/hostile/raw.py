@@ -15,12 +15,12 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
+from moonpool.base.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.base.rpc.errors import DETAIL_KEY
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges, wait_at_rest
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client
-from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
-from moonpool.rpc.errors import DETAIL_KEY
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import CheckedStack

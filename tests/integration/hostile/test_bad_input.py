@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Client, InvalidRequest, Slo
-from moonpool.kv.keys import tokens_to_bytes
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.hostile.raw import METHODS, Outcome, Stack, request_class

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from moonpool.kv.frames import checksum
-from moonpool.kv.keys import slice_hash
-from moonpool.kv.layout import KVLayout
+from moonpool.base.kv.frames import checksum
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.hostile.raw import Stack, Stream

@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from moonpool.kv.layout import KVLayout
+from moonpool.base.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.examples import examples
 from tests.integration.conftest import BLOCK, tokens

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.models.random_checkpoint import create
-from moonpool.rpc.process import EXIT_MISMATCH
+from moonpool.base.rpc.process import EXIT_MISMATCH
+from moonpool.engine.models.random_checkpoint import create
 from tests.integration.conftest import BLOCK
 from tests.integration.hostile.raw import Stack
 from tests.integration.test_bad_start import start
@@ -26,6 +26,8 @@ def test_an_instance_of_another_namespace(
     if seed:
         create("tiny-llama", model := tmp_path / checkpoint.name, seed=seed, dtype="float32")
     where = ("--conductor", stack.address("conductor"), "--model", str(model), "--block-size", str(BLOCK))
-    code, said = start("services.decode", *where, "--threads", "1", "--kv-cache-memory-bytes", str(4 << 20), *flags)
+    code, said = start(
+        "moonpool.engine.decode", *where, "--threads", "1", "--kv-cache-memory-bytes", str(4 << 20), *flags
+    )
     assert code == EXIT_MISMATCH, said
     assert said.strip().splitlines()[-1].startswith(f"decode: {field}"), said

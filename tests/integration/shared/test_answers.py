@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import read_gauges
 from moonpool.client import Client
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 

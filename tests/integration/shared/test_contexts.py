@@ -12,9 +12,9 @@ import httpx2
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.main import app
 from moonpool.client import Client, Context, GenerateResult, Message, NotFound
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import AsyncClient, Slo
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

@@ -18,11 +18,11 @@ import openai
 import pytest
 import torch
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.serve import curl_line
 from moonpool.client import Client, Message
-from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
 from tests.integration.shared.conftest import MODEL, TURNS

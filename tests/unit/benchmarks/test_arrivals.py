@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.arrivals import apart, at_rate
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 
 def test_requests_of_one_instant_come_one_after_the_other() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import ceilings
-from kernels.memory import LARGE_PAGE
-from kernels.native import library
+from moonpool.engine.kernels.memory import LARGE_PAGE
+from moonpool.engine.kernels.native import library
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.decode_memory import crowd
-from services.decode.core.settings import Preemption
+from moonpool.engine.decode.core.settings import Preemption
 
 
 @pytest.mark.parametrize("way", Preemption)

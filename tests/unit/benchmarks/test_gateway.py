@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.gateway import Pair, added_ttft, rates
 from benchmarks.gateway_load import Found, http, prompts
+from moonpool.base.errors import Overloaded
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import Overloaded
 from tests.unit.gateway.fakes import ready
 from tests.unit.gateway.test_http_server import serving
 

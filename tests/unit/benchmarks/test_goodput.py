@@ -10,11 +10,11 @@ from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, rows
 from moonpool.cli.check import GaugeReading
 from moonpool.cli.replay import TraceReplay
 from moonpool.client import Slo as Limits
+from moonpool.conductor.core.admission import AdmissionMode
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.admission import AdmissionMode
-from simulator.cluster.admission import keeps_tbt, limits_of, slo_of
-from simulator.cluster.config import ClusterConfig
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.cluster.admission import keeps_tbt, limits_of, slo_of
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"))
 

@@ -15,7 +15,7 @@ from benchmarks.device import On
 from benchmarks.frame import Row, run
 from benchmarks.kernels_gpu import Shape, copy_row, decode_row, flags, measure, norm_rows, prefill_rows, write_row
 from benchmarks.kernels_gpu_steps import WAYS, StepCase, sampling_rows, step_rows
-from moonpool.platforms.staged import StagedDevice
+from moonpool.engine.platforms.staged import StagedDevice
 
 SMALL = Shape(heads=4, kv_heads=2, head_dim=16, layers=3, dtype=torch.float32)
 COPY, MATRIX = 4096, 16

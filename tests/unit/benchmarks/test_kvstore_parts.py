@@ -257,7 +257,7 @@ def test_a_picture_is_svg_with_its_lines() -> None:
 
 
 def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
-    from services.kvstore.ssd.tier import open_tier
+    from moonpool.kvstore.ssd.tier import open_tier
 
     assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
     tier = open_tier([tmp_path / "data"], 1 << 40, 1 << 30)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lending import Figures, draw, gaps_of, observed, rows
+from moonpool.base.errors import Unsupported
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import Unsupported
 
 FIXED = Figures([(0.1 * n, 0.02) for n in range(98)] + [(9.8, 0.2), (9.9, 0.4)], [0.5, 0.5], 2.0)
 LENT = Figures([(0.1 * n, 0.01) for n in range(98)] + [(9.8, 0.1), (9.9, 0.1)], [0.25] * 4, 2.0)

@@ -20,8 +20,8 @@ from benchmarks.lending_engines import (
     rates,
     threads_compared,
 )
-from moonpool.errors import Unavailable
-from moonpool.scheduling.steps import Step, StepResult
+from moonpool.base.errors import Unavailable
+from moonpool.base.scheduling.steps import Step, StepResult
 from tests.unit.fakes.engine import FakeEngine
 
 ONE, OTHER = Kind(0), Kind(0, 1)

@@ -3,8 +3,8 @@
 from benchmarks.eviction import SHIPPED
 from benchmarks.promises import looks
 from moonpool.engine.emulated.profile import load_profile
-from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import RequestSource
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.experiments.frame import RequestSource
 
 
 def test_promises_wait_where_prompts_do() -> None:

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from benchmarks.emulated_vllm import BLOCK_TOKENS, EmulatedVllm, PrefixCache, Request, words
 from benchmarks.frame import Absent, Row, Skipped
 from benchmarks.routers import BESIDE, OURS, Figures, prompts, rows
-from moonpool.bundled import model_dir
-from moonpool.kv_events.events import BlockHash, BlockRemoved, BlockStored, EngineEvent
-from moonpool.scheduling.latency import Speeds
+from moonpool.base.bundled import model_dir
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.interop.kv_events.events import BlockHash, BlockRemoved, BlockStored, EngineEvent
 
 OPTIONS = {"requests": 3, "rate": 2.0, "token_scale": 32, "time_scale": 4.0, "answer_tokens": 16, "trace": ""}
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.frame import Skipped
 from benchmarks.simulated import KINDS, shrunk, slices, stacked
-from simulator.experiments.report import Chart
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.experiments.report import Chart
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 REAL = replace(KINDS["real"], requests=2)
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.eviction import SHIPPED
 from benchmarks.frame import Absent, Row
 from benchmarks.simulator import NO_TRACE, Cost, Size, flags, measure, rows
-from simulator.experiments.frame import RequestSource
+from moonpool.simulator.experiments.frame import RequestSource
 
 MIB = 2**20
 

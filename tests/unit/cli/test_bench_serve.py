@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.errors import ConfigError, Internal, MoonpoolError, Overloaded
+from moonpool.base.rpc.auth import hash_key
 from moonpool.cli import bench_serve
 from moonpool.cli.bench_serve import BenchPlan, PromptShape, exit_status, json_report, send_load, summary_table
 from moonpool.cli.load_generator import RequestOutcome, summarize
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import ConfigError, Internal, MoonpoolError, Overloaded
-from moonpool.rpc.auth import hash_key
 from tests.unit.gateway.fakes import ready
 from tests.unit.gateway.test_http_server import serving
 

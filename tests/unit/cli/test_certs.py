@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.rpc.auth import ROLES, fingerprint
 from moonpool.cli.certs import app
-from moonpool.rpc.auth import ROLES, fingerprint
 
 
 def create(folder: Path, *arguments: str) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.generate import ChatSession, error_advice, run_chat
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from moonpool.base.errors import NotFound
 from moonpool.cli.cluster import run_explain, run_state
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import NotFound
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.cli import generate
 from moonpool.cli.main import app
 from moonpool.cli.options import FORMER_VERBS
 from moonpool.client import GenerateArguments
-from moonpool.errors import ConfigError, InvalidRequest
 
 
 def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:

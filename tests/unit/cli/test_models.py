@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import model_name, resolve
-from moonpool.checkpoint.named_models import (
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import model_name, resolve
+from moonpool.base.checkpoint.named_models import (
     MODEL_PACKAGES,
     Install,
     ModelPackage,
@@ -17,8 +17,8 @@ from moonpool.checkpoint.named_models import (
     fetch_model,
     pip_install,
 )
+from moonpool.base.errors import CheckpointError
 from moonpool.cli.models import chosen_model, local_models
-from moonpool.errors import CheckpointError
 
 SMOLLM2 = MODEL_PACKAGES["smollm2"]
 

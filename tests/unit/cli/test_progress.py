@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from moonpool.base.errors import Unavailable
 from moonpool.cli.progress import PLAIN_INTERVAL_S, PlainProgress, start_progress
 from moonpool.cli.stack import ServiceProcess
-from moonpool.errors import Unavailable
+from tests.unit.cli.fake_services import instead
 
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `services` whose services tell of a start: one becomes ready, one says nothing more."""
-    package = tmp_path / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
+    """Programs that tell of a start as services do: one becomes ready, one says nothing more."""
     lines = ["starting: compiling, 1 of 2 files", "loading: 0 1/2", "what else", "loading: 1 1/3", "loading: 0 2/2"]
     said = "\n".join(f"print({line!r}, flush=True)" for line in lines)
-    (package / "fake.py").write_text(f"{said}\nprint('ready: 127.0.0.1:9', flush=True)")
-    (package / "mute.py").write_text(f"{said}\nimport time\ntime.sleep(300)")
+    (tmp_path / "fake_service.py").write_text(f"{said}\nprint('ready: 127.0.0.1:9', flush=True)")
+    (tmp_path / "mute_service.py").write_text(f"{said}\nimport time\ntime.sleep(300)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("TERM", "xterm")  # bars are not drawn on one that is "dumb"
     monkeypatch.chdir(tmp_path)
@@ -38,7 +36,7 @@ def test_bars_on_a_terminal(told: Path, capsys: pytest.CaptureFixture[str]) -> N
             if (done, of) == (3, 5):
                 all_layers.set()
 
-        service = ServiceProcess("fake", "prefill-0", [], told / "log", show)
+        service = ServiceProcess("prefill", "prefill-0", [], told / "log", show, instead("fake_service"))
         assert service.wait_ready(60) == "127.0.0.1:9"
         assert all_layers.wait(60)
         assert service.wait(60) == 0
@@ -51,7 +49,12 @@ def test_lines_in_a_pipe(told: Path) -> None:
     out = StringIO()
     with start_progress(Console(file=out)) as progress:
         service = ServiceProcess(
-            "fake", "prefill-0", [], told / "log", lambda service, what, done, of: progress.show("p", what, done, of)
+            "prefill",
+            "prefill-0",
+            [],
+            told / "log",
+            lambda service, what, done, of: progress.show("p", what, done, of),
+            instead("fake_service"),
         )
         service.wait_ready(60)
         service.wait(60)
@@ -84,7 +87,7 @@ def test_a_start_may_take_as_long_as_it_goes_on(told: Path) -> None:
         if of == 5 and done == 3:
             heard.set()
 
-    service = ServiceProcess("mute", "mute-0", [], told / "log", on_start)
+    service = ServiceProcess("prefill", "mute-0", [], told / "log", on_start, instead("mute_service"))
     assert heard.wait(60)
     assert not service.is_ready(60)
     with pytest.raises(Unavailable, match="the start of mute-0 did not go on for 0 s"):

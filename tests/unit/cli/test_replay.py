@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
+from moonpool.base.errors import ConfigError
 from moonpool.cli.replay import FittedSimulation, ReplayPlan, note_tokens, print_fit, run_replay
-from moonpool.errors import ConfigError
-from simulator.clock import PS
-from simulator.cluster.config import SloTargets
-from simulator.cluster.requests import Request, TokenTimes
-from simulator.experiments.calibration import Extras
-from simulator.traces.mooncake import TraceRequest, write_trace
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.config import SloTargets
+from moonpool.simulator.cluster.requests import Request, TokenTimes
+from moonpool.simulator.experiments.calibration import Extras
+from moonpool.simulator.traces.mooncake import TraceRequest, write_trace
 
 NOBODY = "127.0.0.1:1"
 

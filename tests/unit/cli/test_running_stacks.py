@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import ConfigError
 from moonpool.cli.running_stacks import RunningStack, recorded_stack, run_ps, run_stop, state_folder
-from moonpool.errors import ConfigError
 
 STACK = """
 import sys, signal, threading

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bundled import model_dir
+from moonpool.base.bundled import model_dir
 from moonpool.cli import serve
 from moonpool.cli.progress import PlainProgress
 from moonpool.cli.stack import StackPlan

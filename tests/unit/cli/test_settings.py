@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.config import config_class
+from moonpool.base.errors import ConfigError
 from moonpool.cli.main import app
 from moonpool.cli.settings import KINDS, stack_settings
-from moonpool.config import config_class
-from moonpool.errors import ConfigError
 from tools.gen_flags import PAGE, page
 
 

@@ -12,19 +12,17 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.stack import ServiceProcess, StackPlan, memory_share
+from tests.unit.cli.fake_services import instead
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that cores are shared fairly between services, and Ctrl-C reaches none of them."""
-    package = tmp_path / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "fake.py").write_text("import os\nprint('ready:', os.getsid(0), os.getpgrp(), flush=True)")
+    (tmp_path / "fake_service.py").write_text("import os\nprint('ready:', os.getsid(0), os.getpgrp(), flush=True)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    service = ServiceProcess("fake", "fake-0", [], tmp_path / "log")
+    service = ServiceProcess("kvstore", "fake-0", [], tmp_path / "log", launcher=instead("fake_service"))
     assert service.wait_ready(60) == f"{os.getsid(0)} {service.pid}"
     assert service.wait(60) == 0
 
@@ -34,14 +32,11 @@ def test_api_keys_of_the_environment_are_the_gateways(
     kind: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conductor takes keys at a port of its own, and would refuse to start."""
-    package = tmp_path / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / f"{kind}.py").write_text("import os\nprint('ready: x' + os.environ.get('MOONPOOL_API_KEYS', ''))")
+    (tmp_path / "fake_service.py").write_text("import os\nprint('ready: x' + os.environ.get('MOONPOOL_API_KEYS', ''))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MOONPOOL_API_KEYS", "keys")
     monkeypatch.chdir(tmp_path)
-    service = ServiceProcess(kind, "it", [], tmp_path / "log")
+    service = ServiceProcess(kind, "fake-0", [], tmp_path / "log", launcher=instead("fake_service"))
     assert service.wait_ready(60) == f"x{keys}"
     assert service.wait(60) == 0
 
@@ -57,15 +52,12 @@ class LateEvent(threading.Event):
 def test_a_service_that_is_ready_just_after_a_wait_has_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "fake.py").write_text("import signal\nprint('ready: there', flush=True)\nsignal.pause()")
+    (tmp_path / "fake_service.py").write_text("import signal\nprint('ready: there', flush=True)\nsignal.pause()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Event", LateEvent)
-        service = ServiceProcess("fake", "fake-0", [], tmp_path / "log")
+        service = ServiceProcess("kvstore", "fake-0", [], tmp_path / "log", launcher=instead("fake_service"))
     try:
         assert service.wait_ready(60) == "there"
     finally:
@@ -77,7 +69,7 @@ _WAITS = """
 import asyncio, os
 while os.getppid() == int(os.environ["OWN_PARENT"]):
     os.sched_yield()
-from moonpool.rpc.process import DIE_WITH_PARENT, parent_watch
+from moonpool.base.rpc.process import DIE_WITH_PARENT, parent_watch
 async def main():
     stopping = asyncio.Event()
     with parent_watch(stopping, os.environ[DIE_WITH_PARENT]):
@@ -86,19 +78,18 @@ asyncio.run(main())
 """
 _STARTS = """
 import os, pathlib, sys
-from moonpool.cli.stack import ServiceProcess, StackPlan, memory_share
+from moonpool.cli.stack import ServiceProcess
+from tests.unit.cli.fake_services import instead
 os.environ["OWN_PARENT"] = str(os.getpid())
-print(ServiceProcess("fake", "fake-0", [], pathlib.Path(sys.argv[1])).pid, flush=True)
+launcher = instead("fake_service")
+print(ServiceProcess("kvstore", "fake-0", [], pathlib.Path(sys.argv[1]), launcher=launcher).pid, flush=True)
 sys.stdin.read()
 os._exit(0)
 """
 
 
 def test_a_service_ends_whose_parent_ended_while_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "services"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "fake.py").write_text(_WAITS)
+    (tmp_path / "fake_service.py").write_text(_WAITS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-c", _STARTS, str(tmp_path / "log")]

@@ -1,8 +1,8 @@
 import pytest
 
+from moonpool.base.errors import Unavailable
+from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.cli.stack import MAX_FAILURES, STABLE_S, Supervisor
-from moonpool.errors import Unavailable
-from moonpool.rpc.process import EXIT_ROLE
 
 
 class Process:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from moonpool.base.errors import DeadlineExceeded
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import (
     AsyncClient,
     AsyncContexts,
@@ -22,8 +24,6 @@ from moonpool.client import (
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected, backoff_pauses
 from moonpool.client.types import GenerateArguments
-from moonpool.errors import DeadlineExceeded
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import DeadlineExceeded
+from moonpool.base.rpc.server import serving
 from moonpool.client import AsyncClient, Client, Overloaded, Unavailable
 from moonpool.client.testing import answer
 from moonpool.client.tracing import TRACEPARENT, traceparent
-from moonpool.errors import DeadlineExceeded
-from moonpool.rpc.server import serving
 from moonpool.v1 import conductor_pb2 as pb
 
 from .conftest import Dial

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import InvalidRequest, Overloaded, StreamBroken, Unavailable
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.cluster import JoinAgent
-from moonpool.contracts import sampling_from_proto
-from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.kv.blocks import KeyChanges
-from moonpool.kv.keys import tokens_from_bytes
-from moonpool.kv.layout import KVLayout
+from moonpool.base.cluster import JoinAgent
+from moonpool.base.contracts import sampling_from_proto
+from moonpool.base.errors import MoonpoolError, Overloaded
+from moonpool.base.kv.blocks import KeyChanges
+from moonpool.base.kv.keys import tokens_from_bytes
+from moonpool.base.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
 from .logprobs import made_up, prompt_scores, scores, told

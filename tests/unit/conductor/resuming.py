@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from moonpool.base.contracts import sampling_to_proto
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client.transport import GrpcTransport
-from moonpool.contracts import sampling_to_proto
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import ScriptedDecode, ScriptedPrefill

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import DefaultSampling
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import DefaultSampling
+from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.server import serving
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.base.telemetry.spans import Recorder
 from moonpool.client import AsyncClient
-from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import serving
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from moonpool.telemetry.spans import Recorder
+from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.registry import Checkpoint, ClusterMembers
+from moonpool.conductor.service import conductor
+from moonpool.conductor.servicer import ConductorServicer
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
-from services.conductor.config import ConductorConfig
-from services.conductor.registry import Checkpoint, ClusterMembers
-from services.conductor.service import conductor
-from services.conductor.servicer import ConductorServicer
 
 from .fakes import FakeMember, model_info
 

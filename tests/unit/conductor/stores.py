@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.cluster.records import ReplicatedRecords
-from moonpool.errors import MoonpoolError
-from moonpool.kv.keys import unpack_keys
+from moonpool.base.cluster.records import ReplicatedRecords
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.keys import unpack_keys
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 from .fakes import FakeMember

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moonpool.errors import InvalidRequest
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.sampling_params import SamplingParams
 
 from .fakes import decode, expected, prefill
 from .stack import stack

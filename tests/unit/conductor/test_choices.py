@@ -2,7 +2,7 @@
 
 import asyncio
 
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.sampling_params import SamplingParams
 
 from .fakes import choice_token, decode, expected, prefill
 from .stack import stack

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
+from moonpool.base.kv.keys import block_keys, chain_root, tokens_from_bytes, unpack_keys
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Context, InvalidRequest, MoonpoolError, NotFound, Unavailable
-from moonpool.kv.keys import block_keys, chain_root, tokens_from_bytes, unpack_keys
-from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

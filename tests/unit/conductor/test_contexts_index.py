@@ -1,8 +1,8 @@
 """Which tags and hits belong to a context, and that the index forgets records that are gone."""
 
-from moonpool.cluster.records import ReplicatedRecords
+from moonpool.base.cluster.records import ReplicatedRecords
+from moonpool.conductor.contexts import HITS, SPARE_ENTRIES, TAG, ContextIndex
 from moonpool.v1 import kv_pb2
-from services.conductor.contexts import HITS, SPARE_ENTRIES, TAG, ContextIndex
 
 
 class Indexed:

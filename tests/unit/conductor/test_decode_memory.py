@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.client import Overloaded, Slo, Unavailable
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
 
 from .fakes import decode, expected, no_room, prefill
 from .stack import stack

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.kv.keys import block_keys, chain_root
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 
 from .fakes import BLOCK_TOKENS, ScriptedDecode, decode, expected, prefill
 from .stack import Stack, stack

@@ -1,9 +1,9 @@
 """The streams to decode instances: which are kept, and until when."""
 
-from moonpool.errors import MoonpoolError, StreamBroken
-from moonpool.rpc.channels import Channels
+from moonpool.base.errors import MoonpoolError, StreamBroken
+from moonpool.base.rpc.channels import Channels
+from moonpool.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from moonpool.v1 import kv_pb2
-from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 
 DECODE = kv_pb2.Instance(id="decode", incarnation=1, address="127.0.0.1:1")
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import Internal
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.client import AsyncClient
-from moonpool.errors import Internal
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.state_machine import IoEnded
-from moonpool.v1 import kv_pb2
-from services.conductor.core.events import (
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CompleteRequest,
     Event,
@@ -21,9 +20,10 @@ from services.conductor.core.events import (
     StopRequested,
     TokensArrived,
 )
-from services.conductor.decode_streams import NewTokens
-from services.conductor.dispatcher import InstanceCalls, SequenceSubscription
-from services.conductor.generate_stream import OutputQueue
+from moonpool.conductor.decode_streams import NewTokens
+from moonpool.conductor.dispatcher import InstanceCalls, SequenceSubscription
+from moonpool.conductor.generate_stream import OutputQueue
+from moonpool.v1 import kv_pb2
 
 from .fakes import decode, expected, prefill
 from .logprobs import told

@@ -5,11 +5,11 @@ from typing import NoReturn
 
 import pytest
 
+from moonpool.base.errors import Unavailable
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import InvalidRequest
-from moonpool.errors import Unavailable
-from moonpool.sampling_params import SamplingParams
+from moonpool.conductor import deletion
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor import deletion
 
 from .fakes import decode, prefill
 from .stack import stack

@@ -12,12 +12,15 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonpool.errors import ConfigError
-from moonpool.kv.keys import block_keys, chain_root
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.tls import NAME
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from moonpool.telemetry.spans import Recorder
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.tls import NAME
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.base.telemetry.spans import Recorder
+from moonpool.conductor import endpoint_picker
+from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.service import conductor
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.ext_proc_pb2 import (
     BodyResponse,
@@ -31,12 +34,9 @@ from moonpool.v1.ext_proc_pb2 import (
     ProtocolConfiguration,
 )
 from moonpool.v1.ext_proc_pb2_grpc import ExternalProcessorStub
-from services.conductor import endpoint_picker
-from services.conductor.config import ConductorConfig
-from services.conductor.service import conductor
+from tests.unit.base.rpc.certificates import issue
 from tests.unit.conductor.fakes import BLOCK_TOKENS, FakeMember, decode, prefill
 from tests.unit.conductor.stack import TINY, WAIT_S, Stack, stack, tiny
-from tests.unit.rpc.certificates import issue
 
 DESTINATION = "x-gateway-destination-endpoint"
 DUPLEX = ProtocolConfiguration(

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.errors import Unavailable
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
-from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.errors import Unavailable
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 
 from .fakes import ScriptedPrefill, decode, prefill
 from .stack import WAIT_S, Stack, stack

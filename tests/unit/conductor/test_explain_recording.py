@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from moonpool.base.errors import ConfigError, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.conductor.core.events import RequestSpec
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.explain import TraceRecording
+from moonpool.conductor.request import ValidRequest
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, Unavailable
-from moonpool.kv.keys import BlockKey
-from moonpool.sampling_params import SamplingParams
-from services.conductor.core.events import RequestSpec
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.explain import TraceRecording
-from services.conductor.request import ValidRequest
-from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import simulate
-from simulator.traces.mooncake import Trace, TraceRequest
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.experiments.frame import simulate
+from moonpool.simulator.traces.mooncake import Trace, TraceRequest
 
 from .fakes import BLOCK_TOKENS, decode, prefill
 from .resuming import Call, two

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from moonpool.base.errors import TransferFailed
+from moonpool.base.kv.keys import block_keys, chain_root, unpack_keys
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import NotFound, Unavailable
-from moonpool.errors import TransferFailed
-from moonpool.kv.keys import block_keys, chain_root, unpack_keys
-from moonpool.sampling_params import SamplingParams
 
 from .fakes import BLOCK_TOKENS, decode, expected, prefill
 from .stack import WAIT_S, stack

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.errors import ConfigError, MoonpoolError, TransferFailed, Unavailable
+from moonpool.base.runtime.journal import JournalWriter, journal_files, read_journal, rerun
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.fair_share import FairShares
 from moonpool.cli.main import app
-from moonpool.errors import ConfigError, MoonpoolError, TransferFailed, Unavailable
-from moonpool.runtime.journal import JournalWriter, journal_files, read_journal, rerun
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.fair_share import FairShares
-from simulator.experiments.replay import replay
+from moonpool.simulator.experiments.replay import replay
 from tests.journals import check_journals
 
 from .fakes import decode, expected, no_room, prefill, store

@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from moonpool.errors import Overloaded
-from moonpool.kv.keys import tokens_to_bytes
+from moonpool.base.errors import Overloaded
+from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.conductor import kv_watchers
+from moonpool.conductor.core.prefix_index import PrefixIndex
+from moonpool.conductor.kv_watchers import KVWatchers
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor import kv_watchers
-from services.conductor.core.prefix_index import PrefixIndex
-from services.conductor.kv_watchers import KVWatchers
 
 Watch = AsyncGenerator[conductor_pb2.WatchKVResponse, None]
 KEYS = [bytes([n]) * 32 for n in range(4)]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.errors import Unavailable
-from moonpool.kv.keys import block_keys, chain_root
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 
 from .fakes import BLOCK_TOKENS, decode, expected, prefill, store
 from .stack import stack

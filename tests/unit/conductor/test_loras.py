@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.checkpoint.lora import read_adapter
-from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
-from moonpool.kv.keys import chain_root
-from moonpool.sampling_params import LORA
+from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.errors import ConfigError, InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
+from moonpool.base.kv.keys import chain_root
+from moonpool.base.sampling_params import LORA
+from moonpool.conductor import loras
 from moonpool.v1 import kv_pb2
-from services.conductor import loras
-from tests.unit.checkpoint.test_lora import write
+from tests.unit.base.checkpoint.test_lora import write
 
 from .fakes import ScriptedDecode, ScriptedPrefill
 from .stack import Stack, stack

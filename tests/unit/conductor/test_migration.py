@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import TokenEvent
-from moonpool.sampling_params import SamplingParams
 
 from .fakes import ScriptedDecode, decode, expected, prefill
 from .stack import Stack, stack

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from moonpool.errors import Unavailable
+from moonpool.base.errors import Unavailable
+from moonpool.conductor import generate_stream
+from moonpool.conductor.generate_stream import MAX_MERGED_TOKENS, OutputQueue
 from moonpool.v1 import conductor_pb2
-from services.conductor import generate_stream
-from services.conductor.generate_stream import MAX_MERGED_TOKENS, OutputQueue
 
 
 def delta(position: int, *tokens: int, text: str = "") -> conductor_pb2.TokenDelta:

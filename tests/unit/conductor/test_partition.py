@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import Mismatch, MoonpoolError
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.errors import Mismatch, MoonpoolError
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
 from tests.faults.proxy import FaultProxies
 

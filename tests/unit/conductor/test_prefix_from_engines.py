@@ -1,9 +1,9 @@
 """Engines as sources of prefixes, and orders to replicate hot prefixes, as prefill instances get them."""
 
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.kv.keys import block_keys, chain_root
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.kv.keys import block_keys, chain_root
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 from .fakes import BLOCK_TOKENS, FakeMember, decode, prefill

@@ -1,9 +1,9 @@
 """What the conductor tells engines about kvstores, and what it learns from a miss."""
 
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.kv.keys import block_keys, chain_root, window_key, with_window_keys
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.kv.keys import block_keys, chain_root, window_key, with_window_keys
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.v1 import prefill_pb2
 
 from .fakes import BLOCK_TOKENS, decode, prefill, store

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import serving
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.server import serving
+from moonpool.conductor.records import RecordSync
 from moonpool.v1 import kvstore_pb2
-from services.conductor.records import RecordSync
 
 from .fakes import WAIT_S
 from .stores import FakeStore

@@ -1,10 +1,10 @@
 import pytest
 
-from moonpool.errors import InvalidRequest, Mismatch
-from moonpool.rpc.channels import Channels
+from moonpool.base.errors import InvalidRequest, Mismatch
+from moonpool.base.rpc.channels import Channels
+from moonpool.conductor.core.events import Event, InstanceLeft
+from moonpool.conductor.registry import ClusterMembers, ModelIdentity, Registry
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.events import Event, InstanceLeft
-from services.conductor.registry import ClusterMembers, ModelIdentity, Registry
 
 from .fakes import model_info
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import Mismatch, MoonpoolError, Unavailable
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.errors import Mismatch, MoonpoolError, Unavailable
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import FakeMember, decode, expected, prefill, store

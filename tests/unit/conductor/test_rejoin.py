@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.base.sampling_params import SamplingParams
 
 from .fakes import decode, expected, prefill
 from .resuming import GREEDY, Call, request, two

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.errors import InvalidRequest
 from moonpool.client import GenerateArguments, Message
 from moonpool.client.translate import generate_request
-from moonpool.errors import InvalidRequest
+from moonpool.conductor import request as conductor_request
 from moonpool.v1 import conductor_pb2
-from services.conductor import request as conductor_request
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": 1}}}
 CALLED: Message = {

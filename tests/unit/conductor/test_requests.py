@@ -2,10 +2,10 @@
 
 import pytest
 
-from moonpool.checkpoint import DefaultSampling
+from moonpool.base.checkpoint import DefaultSampling
+from moonpool.base.contracts import sampling_from_proto
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import InvalidRequest, Slo
-from moonpool.contracts import sampling_from_proto
-from moonpool.sampling_params import SamplingParams
 
 from .fakes import decode, prefill
 from .stack import stack

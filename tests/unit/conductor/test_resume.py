@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, Unavailable
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

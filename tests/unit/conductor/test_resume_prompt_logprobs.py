@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import decode, expected, prefill

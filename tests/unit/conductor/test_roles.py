@@ -2,7 +2,7 @@
 
 import pytest
 
-from moonpool.errors import InvalidRequest, NotFound
+from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import FakeMember, decode, prefill, store

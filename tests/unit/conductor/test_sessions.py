@@ -2,9 +2,9 @@
 
 import pytest
 
-from moonpool.errors import InvalidRequest
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.sessions import MAX_SESSION_S, SessionTurn
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.sessions import MAX_SESSION_S, SessionTurn
 from moonpool.v1 import conductor_pb2
 
 from .fakes import decode, prefill

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from moonpool.base.cluster.proto_conversion import speeds_to_proto
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.client import InvalidRequest, Overloaded, Slo
-from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.sampling_params import SamplingParams
-from moonpool.scheduling.latency import Speeds
 
 from .fakes import ScriptedPrefill, decode, expected, prefill
 from .stack import Stack, stack

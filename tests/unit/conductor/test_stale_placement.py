@@ -1,6 +1,6 @@
 """A prefill instance whose queue is longer than reported does not take a prompt, which goes elsewhere."""
 
-from moonpool.sampling_params import SamplingParams
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
 from tests.unit.conductor.test_explain_predictions import counts
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import DeadlineExceeded
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import MoonpoolError, NotFound, Overloaded, Slo, Unavailable
 from moonpool.client.explain import request_phases
-from moonpool.errors import DeadlineExceeded
-from moonpool.sampling_params import SamplingParams
+from moonpool.conductor.explain import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
-from services.conductor.explain import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 
 from .fakes import decode, prefill
 from .stack import WAIT_S, stack

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import typer
 from typer.exceptions import TyperException
 
+from moonpool.base.config import SERVICE_MODULES, ServiceConfig, parse_address
+from moonpool.base.errors import ConfigError
+from moonpool.base.rpc import process
 from moonpool.cli.main import app
-from moonpool.config import ServiceConfig, parse_address
-from moonpool.errors import ConfigError
-from moonpool.rpc import process
 from tests.unit.deploy.compose import ROOT, Service, services, substitutions
 from tests.unit.deploy.containerfile import Containerfile, Stage, parse
 
@@ -35,12 +35,12 @@ JOIN_NOT = ("conductor", "gateway")
 """Services that do not join a conductor."""
 LANDING = "landing"
 """The stage that builds what copies and hashes KV."""
-KINDS = tuple(sorted({path.parent.name for path in (ROOT / "services").glob("*/__main__.py")} - {"adapter", "indexer"}))
+KINDS = tuple(sorted(SERVICE_MODULES.keys() - {"adapter", "indexer"}))
 
 
 def config_class(kind: str) -> type[ServiceConfig]:
     """The settings class of one kind of service."""
-    module = importlib.import_module(f"services.{kind}.config")
+    module = importlib.import_module(f"{SERVICE_MODULES[kind]}.config")
     (found,) = [
         value
         for value in vars(module).values()
@@ -263,7 +263,7 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
     if stage not in images.stages:
         yield f"image engine: there is no stage {stage}"
         return
-    if f"python3 -m kernels.native.build --all {folder}" not in " ".join(images.stages[stage].all("RUN")):
+    if f"python3 -P -m moonpool.base.native.build --all {folder}" not in " ".join(images.stages[stage].all("RUN")):
         yield f"stage {stage} does not build the kernels of all processors into {folder}"
     if "kernels/ kernels/" not in images.stages[stage].all("COPY"):
         yield f"stage {stage} builds other kernels than those that the image has"
@@ -276,7 +276,7 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
 def _of_landing(images: Containerfile) -> Iterator[str]:
     """Every image gets the library that copies and hashes KV, where its loader looks."""
     made = " ".join(images.stages[LANDING].all("RUN"))
-    if "python3 -m kernels.native.build --all /landing --sources moonpool/kv/native" not in made:
+    if "python3 -P -m moonpool.base.native.build --all /landing --sources kernels/kv" not in made:
         yield f"stage {LANDING} does not build what copies and hashes KV into /landing"
     for image in ("light", "engine"):
         where = kernels_folder(images, image)

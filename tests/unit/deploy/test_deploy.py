@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moonpool.errors import ConfigError
+from moonpool.base.errors import ConfigError
 from tests.unit.deploy.compose import ROOT, duration_s, services, substituted, substitutions
 from tests.unit.deploy.containerfile import parse
 from tests.unit.deploy.rules import STACK_PREFIX, complaints, kernels_folder, load, of_service, texts
@@ -166,7 +166,9 @@ def test_kernels_are_found_in_the_image(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     images = parse(CONTAINERFILE)
     (command,) = set(
-        re.findall(r"python3 (-m kernels\.native\.build --all) (/\w+)", " ".join(images.all("kernels", "RUN")))
+        re.findall(
+            r"python3 (-P -m moonpool\.base\.native\.build --all) (/\w+)", " ".join(images.all("kernels", "RUN"))
+        )
     )
     made, place = tmp_path / command[1].strip("/"), tmp_path / kernels_folder(images).strip("/")
 
@@ -177,7 +179,7 @@ def test_kernels_are_found_in_the_image(tmp_path: Path) -> None:
 
     python(*command[0].split(), made, CXX=str(compiler), PATH=os.environ["PATH"])
     shutil.copytree(made, place)
-    found = Path(python("-m", "kernels.native.build", PATH="", MOONPOOL_KERNELS_PREBUILT=str(place)))
+    found = Path(python("-m", "moonpool.base.native.build", PATH="", MOONPOOL_KERNELS_PREBUILT=str(place)))
     assert found.parent == place
     assert found.read_text() == "library\n"
 

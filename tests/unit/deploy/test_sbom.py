@@ -40,7 +40,9 @@ def test_an_environment_is_listed_with_versions_licences_and_what_needs_what(tmp
     [component] = [each for each in found["components"] if each["bom-ref"] == grpcio]
     assert component["licenses"]
     needs = {each["ref"]: each["dependsOn"] for each in found["dependencies"]}
-    assert grpcio in needs[found["metadata"]["component"]["purl"]]
+    base = f"pkg:pypi/moonpool-base@{version('moonpool-base')}"
+    assert base in needs[found["metadata"]["component"]["purl"]]
+    assert grpcio in needs[base]
     assert needs.keys() == {found["metadata"]["component"]["purl"], *(ref for ref in refs if ":pypi/" in ref)}
     assert {ref for all_of in needs.values() for ref in all_of} <= needs.keys()
     assert [ref for ref in refs if ref.startswith("pkg:deb/")] == ["pkg:deb/debian/libc6@2.36-9%2Bdeb12u7?arch=amd64"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.models.random_checkpoint import create
+from moonpool.engine.models.random_checkpoint import create
 
 
 @pytest.fixture(scope="session")

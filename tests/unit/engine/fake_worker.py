@@ -13,11 +13,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.engine.channel import BlockingChannel
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import Footprint, Shutdown, StageDone, StageSpec, WorkerFailed, WorkerReady
 from moonpool.engine.worker import OrderReceiver
-from moonpool.scheduling.steps import LayerDone, Step
 
 
 def run(step: Step, spec: StageSpec, gates: KVGates, channel: BlockingChannel) -> Step | None:

@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 from moonpool.engine import warm_up, worker
-from moonpool.platforms import stage_platform
-from moonpool.platforms.registry import DeviceName
-from moonpool.platforms.staged import StagedDevice, StagedStream
+from moonpool.engine.platforms import stage_platform
+from moonpool.engine.platforms.registry import DeviceName
+from moonpool.engine.platforms.staged import StagedDevice, StagedStream
 
 
 class Held(StagedDevice):

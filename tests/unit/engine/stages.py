@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.pipeline import NoLinks
-from moonpool.kv.pool import KVPool
-from moonpool.models.loader import load_stage
-from moonpool.platforms.base import Device
-from moonpool.platforms.stage_platform import stage_platform
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.stage_platform import stage_platform
 
 BLOCKS = 8
 GREEDY = SampleSpec()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import Step, StepResult
 from moonpool.engine.calibration import PrefillTime, StepTimer, fit, fit_profile, measure_decode, measure_prefill
 from moonpool.engine.emulated.profile import step_seconds
-from moonpool.errors import ConfigError
-from moonpool.kv.layout import KVLayout
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import Step, StepResult
 
 LAYOUT = KVLayout.uniform(4, 1, 4, 64, "float16")
 SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7)

@@ -3,10 +3,10 @@ import threading
 
 import pytest
 
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.channel import AsyncChannel, BlockingChannel, ChannelClosed
 from moonpool.engine.messages import OpenKVGateMessage
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import SequenceStep, Step
 
 STEP = Step(7, (SequenceStep(b"\1\0\0\0" * 100_000, 0, tuple(range(3000)), SampleSpec(history=b"abcd")),), gated=True)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels.native import library
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.steps import MAX_WAIT_STEPS, SAVED, SAVED_S, longest_wait_s
 from moonpool.engine.cpu_sharing import POLL_S, SLOT, SLOTS, CpuSlot, StepTurns, cpu_set_id, process_epoch
-from moonpool.errors import ConfigError
-from moonpool.scheduling.steps import MAX_WAIT_STEPS, SAVED, SAVED_S, longest_wait_s
+from moonpool.engine.kernels.native import library
 
 MOST = len(os.sched_getaffinity(0))
 SAME = cpu_set_id([*os.sched_getaffinity(0)])
@@ -27,7 +27,7 @@ COMPUTES = """
 import sys
 from pathlib import Path
 import torch
-from kernels.native import library
+from moonpool.engine.kernels.native import library
 from moonpool.engine.cpu_sharing import SLOTS, CpuSlot
 native = library.get()
 cores = CpuSlot.claim(Path(sys.argv[1]), 1)

@@ -19,28 +19,28 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import NoLinks
-from moonpool.errors import ConfigError
-from moonpool.kv.pool import KVPool
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
-from moonpool.models.stage import StageModel
-from moonpool.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
-from moonpool.platforms.cpu import CpuKVMemory, CpuStream
-from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.kv_memory import CallbackThread, TieredKVMemory
-from moonpool.platforms.stage_platform import StagePlatform
-from moonpool.platforms.staged import StagedDevice
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.engine.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
+from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
+from moonpool.engine.platforms.cuda import CudaDevice
+from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.engine.platforms.stage_platform import StagePlatform
+from moonpool.engine.platforms.staged import StagedDevice
 from tests.layouts import one_tensor
-from tests.unit.models.several_shapes import with_repeated_heads
+from tests.unit.engine.models.several_shapes import with_repeated_heads
 
 BLOCKS, SIZE = 12, 16
 FEW = [int(os.environ["SEED"])] if "SEED" in os.environ else list(range(6))

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from moonpool.checkpoint import inspect_checkpoint, kv_layout, load_config
+from moonpool.base.checkpoint import inspect_checkpoint, kv_layout, load_config
+from moonpool.base.errors import ConfigError
+from moonpool.base.fork_server import Launcher, execute, start_worker
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
 from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.footprint import (
     GRAMMAR_BYTES,
@@ -20,14 +25,9 @@ from moonpool.engine.footprint import (
 )
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, Footprint
-from moonpool.errors import ConfigError
-from moonpool.fork_server import Launcher, execute, start_worker
-from moonpool.kv.pool import KVPool
-from moonpool.platforms.cuda import check_free_memory
-from moonpool.platforms.stage_platform import stage_platform
-from moonpool.platforms.staged import StagedDevice
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import ScoredTokens, SequenceStep, Step
+from moonpool.engine.platforms.cuda import check_free_memory
+from moonpool.engine.platforms.stage_platform import stage_platform
+from moonpool.engine.platforms.staged import StagedDevice
 
 BLOCK, BATCH = 64, 64
 SAMPLED = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9, top_k=50, logprobs=5, repetition_penalty=1.1))

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.native import library
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
+from moonpool.engine.kernels.native import library
 from moonpool.engine.messages import StageDone
+from moonpool.engine.models.native_step import RunResult
+from moonpool.engine.sampling.sampler import NOT_FINITE
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks, TokenMasks
-from moonpool.kv.keys import slice_hash
-from moonpool.models.native_step import RunResult
-from moonpool.sampling.sampler import NOT_FINITE
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
 from tests.layouts import one_tensor
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 

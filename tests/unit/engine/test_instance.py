@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.gguf_files import write_gguf
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import Mismatch as MismatchError
+from moonpool.base.rpc.channels import Channels, probe
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.server import Service, serving
+from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.telemetry.metrics import Metric, MetricSet
+from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine import setup
+from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import StartListener
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineConfig, engine_setup
-from moonpool.errors import ConfigError, Unavailable
-from moonpool.errors import Mismatch as MismatchError
-from moonpool.rpc.channels import Channels, probe
-from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.server import Service, serving
-from moonpool.scheduling.block_manager import BlockManager
-from moonpool.telemetry.metrics import Metric, MetricSet
-from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
-from services.decode.config import DecodeConfig
-from tests.unit.checkpoint.folder import write_config, write_weights
+from tests.unit.base.checkpoint.folder import write_config, write_weights
+from tests.unit.engine.models.gguf_files import make_folder
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
-from tests.unit.models.gguf_files import make_folder
 
 WAIT_S = 60.0
 

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.keys import chain_root
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.server import Service, serving
+from moonpool.base.telemetry.metrics import restless
+from moonpool.base.telemetry.spans import Recorder
+from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine.decode.core.request import RequestStatus
+from moonpool.engine.decode.service import DecodeInstance, contract
 from moonpool.engine.executor import ProcessEngine, StartListener, start_processes
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import MAX_FETCHES, EngineSpec
-from moonpool.errors import Unavailable
-from moonpool.kv.keys import chain_root
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.server import Service, serving
-from moonpool.telemetry.metrics import restless
-from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.decode.config import DecodeConfig
-from services.decode.core.request import RequestStatus
-from services.decode.service import DecodeInstance, contract
-from tests.unit.decode.calls import conducting, reserve
+from tests.unit.engine.decode.calls import conducting, reserve
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.instances import WAIT_S, prompt, spec
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.kv.delete_kv import DEMANDED_S, DeletionLog
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv_transfer.write_back import WriteBack, WriteBackLimits
+from moonpool.base.scheduling.block_manager import DeleteKV
 from moonpool.engine.kv_service import KVDeletion
-from moonpool.errors import InvalidRequest
-from moonpool.kv.delete_kv import DEMANDED_S, DeletionLog
-from moonpool.kv.keys import BlockKey
-from moonpool.kv_transfer.write_back import WriteBack, WriteBackLimits
-from moonpool.scheduling.block_manager import DeleteKV
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.writer import FakeWriter
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from moonpool.checkpoint import load_config
-from moonpool.checkpoint.lora import read_adapter
+from moonpool.base.checkpoint import load_config
+from moonpool.base.checkpoint.lora import read_adapter
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.messages import DropLora, LoadLora, LoraAnswer, StageDone
-from moonpool.models.random_checkpoint import create_lora
-from moonpool.platforms.staged import StagedDevice
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.engine.models.random_checkpoint import create_lora
+from moonpool.engine.platforms.staged import StagedDevice
 from tests.unit.engine.stages import GREEDY, PROMPT, Stages, ids, stages
 
 OTHER = tuple(range(60, 83))

@@ -6,9 +6,16 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from moonpool.base.errors import (
+    CheckpointError,
+    InvalidRequest,
+    MoonpoolError,
+    Overloaded,
+    Unavailable,
+    UnsupportedModel,
+)
+from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
-from moonpool.errors import CheckpointError, InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
-from moonpool.telemetry.metrics import MetricSet
 from moonpool.v1 import kv_pb2
 
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
 from moonpool.engine.calibration import DecodeTime, PrefillTime, TimedSizes, fit_decode, fit_prefill, measure
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
-from moonpool.scheduling.steps import LayerDone, Step, StepResult
 
 TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
 

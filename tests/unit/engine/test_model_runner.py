@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.checkpoint import Tokenizer, load_config
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, finished_blocks
 from moonpool.engine.messages import StageDone
+from moonpool.engine.platforms.kv_memory import StageSlices, pool_bytes
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest
-from moonpool.kv.keys import slice_hash
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.platforms.kv_memory import StageSlices, pool_bytes
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, finished_blocks
 from tests.layouts import one_tensor
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 

@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-import moonpool.bundled
-from moonpool.checkpoint import Tokenizer, load_config
+import moonpool.base.bundled
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.grammar import Grammar
 from moonpool.engine import structured_output
 from moonpool.engine.structured_output import KeptParser, MaskBuilder, MaskRequest, ParserCache, ProcessorTime, begun
-from moonpool.grammar import Grammar
 
-FOLDER = Path(moonpool.bundled.__file__).parent / "tiny"
+FOLDER = Path(moonpool.base.bundled.__file__).parent / "tiny"
 CONFIG = load_config(FOLDER)
 MANY = Grammar("regex", "([a-f ]*a[a-f ]{9}){1,50}")
 """Each answer meets other states of it."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moonpool.base.errors import Internal, Unavailable
 from moonpool.engine.pipeline import StageLinks
-from moonpool.errors import Internal, Unavailable
 
 FORK = multiprocessing.get_context("fork")
 WIDTH = 3

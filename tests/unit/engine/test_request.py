@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.engine.request import IncomingRequest
-from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.v1 import kv_pb2
 
 NAMESPACE = bytes(range(32))

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest, Overloaded
+from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.engine.request import MAX_PENDING_READS, RequestReader
-from moonpool.errors import InvalidRequest, Overloaded
-from moonpool.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.beside import Held
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kernels.choice import VARIABLE
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
+from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.messages import StageDone
-from moonpool.platforms.base import Device
-from moonpool.platforms.staged import StagedDevice
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.base import Device
+from moonpool.engine.platforms.staged import StagedDevice
 from tests.unit.engine.stages import PROMPT, ids, stages
 
 WAYS: list[dict[str, Any]] = [

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.checkpoint import ModelConfig, inspect_checkpoint, kv_layout, load_config
+from moonpool.base.checkpoint import ModelConfig, inspect_checkpoint, kv_layout, load_config
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.steps import STEP_TOKENS
+from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.footprint import device_footprint
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, StageRoom
+from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.sizes import choose_sizes
-from moonpool.errors import ConfigError
-from moonpool.models.random_checkpoint import create
-from moonpool.scheduling.steps import STEP_TOKENS
-from services.decode.config import DecodeConfig
-from services.prefill.config import PrefillConfig
-from tests.unit.checkpoint.folder import write_config
+from tests.unit.base.checkpoint.folder import write_config
 
 GIB = 1 << 30
 H100 = StageRoom(total=80 * GIB, free=63 * GIB, processors=132, weights=16 * GIB)

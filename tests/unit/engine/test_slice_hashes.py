@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import BlockKey, slice_hash, tokens_to_bytes
-from moonpool.sampling_params import GREEDY, SampleSpec
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.request import EngineRequest
-from moonpool.scheduling.state_machine import IoEnded
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
-from services.prefill.core import actions, events
-from services.prefill.core.jobs import PrefillSettings
-from services.prefill.core.scheduler import PrefillScheduler
+from moonpool.base.kv.keys import BlockKey, slice_hash, tokens_to_bytes
+from moonpool.base.sampling_params import GREEDY, SampleSpec
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
+from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from tests.unit.base.scheduling.helpers import BT, keys_of, tokens
 from tests.unit.engine.stages import BLOCKS, Stages, stages
-from tests.unit.scheduling.helpers import BT, keys_of, tokens
 
 Stored = dict[tuple[BlockKey, int], tuple[bytes, int]]
 

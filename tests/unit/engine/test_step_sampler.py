@@ -6,13 +6,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.footprint import LOGIT_ROWS
 from moonpool.engine.model_runner import StepOutput, StepSampler
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.stage import StageModel
 from moonpool.engine.structured_output import PendingMasks, TokenMasks
-from moonpool.models.batch import PackedBatch
-from moonpool.models.stage import StageModel
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceStep, Step
 
 VOCAB = 256
 

@@ -11,9 +11,13 @@ import jsonschema
 import pytest
 import torch
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer, load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer, load_config
+from moonpool.base.grammar import Grammar
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.engine import structured_output
+from moonpool.engine.sampling.sampler import sample
 from moonpool.engine.structured_output import (
     MAX_PARSERS,
     STEPS_PER_MEMORY_CHECK,
@@ -21,10 +25,6 @@ from moonpool.engine.structured_output import (
     MaskRequest,
     TokenMasks,
 )
-from moonpool.grammar import Grammar
-from moonpool.sampling.sampler import sample
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.steps import SequenceSampling, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 from tests.unit.engine.schemas import SCHEMAS, record
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kernels.choice import VARIABLE
-from kernels.native import library
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.scheduling.steps import LayerDone
+from moonpool.engine.kernels.choice import VARIABLE
+from moonpool.engine.kernels.native import library
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
-from moonpool.kv.keys import slice_hash
-from moonpool.platforms.cpu import CpuKVMemory, CpuStream
-from moonpool.platforms.kv_memory import OnDone
-from moonpool.scheduling.steps import LayerDone
+from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
+from moonpool.engine.platforms.kv_memory import OnDone
 from tests.layouts import one_tensor
 from tests.unit.engine.stages import Stages, stages, whole
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.choice import VARIABLE
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
+from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.engine import model_runner
 from moonpool.engine import warm_up as module
 from moonpool.engine.calibration import measure
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.messages import StageDone
+from moonpool.engine.platforms.base import CapturedGraph
+from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.warm_up import warm_up
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.platforms.base import CapturedGraph
-from moonpool.platforms.staged import StagedDevice
-from moonpool.sampling_params import SampleSpec, SamplingParams
-from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
-from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from tests.unit.engine.stages import GREEDY, Stages
 from tools.compiled_kernels import HOPPER, caught
 
@@ -158,8 +158,8 @@ def test_no_step_launches_what_warm_up_did_not(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, deterministic: bool
 ) -> None:
     """On a device that is said to be an H100: launches are noted, and none runs."""
-    import kernels.triton.ops  # before the variable is set that would make Triton interpret
-    import kernels.triton.sampling  # noqa: F401
+    import moonpool.engine.kernels.triton.ops  # before the variable is set that would make Triton interpret
+    import moonpool.engine.kernels.triton.sampling  # noqa: F401
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
     monkeypatch.setenv(VARIABLE, "triton")

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import choice
-from kernels.native import build, library
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.native import build
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.engine.executor import ProcessEngine, start_engine
 from moonpool.engine.interface import Engine
+from moonpool.engine.kernels import choice
+from moonpool.engine.kernels.native import library
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import ConfigError, Unavailable
-from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.loader import load_stage
 
 BLOCKS = 16
 

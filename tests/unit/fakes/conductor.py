@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.errors import MoonpoolError
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.keys import BlockKey, unpack_keys
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moonpool.scheduling.state_machine import IoEnded, PendingIo, Tick, Timers, digest_of
+from moonpool.base.scheduling.state_machine import IoEnded, PendingIo, Tick, Timers, digest_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import xxhash
 
-from moonpool.errors import Unavailable
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import (
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import (
     LayerDone,
     SampledCandidates,
     SequenceStep,
@@ -24,7 +24,7 @@ from moonpool.scheduling.steps import (
     finished_blocks,
     stage_ranges,
 )
-from tests.unit.transport.fakes import LAYOUT
+from tests.unit.base.transport.fakes import LAYOUT
 
 
 def slot(token: int, position: int, layer: int, head: int, plane: int, layout: KVLayout = LAYOUT) -> bytes:

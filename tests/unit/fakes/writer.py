@@ -4,8 +4,8 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from moonpool.kv_transfer.store_writer import PutOutcome
-from moonpool.transport.flow_control import StreamTraffic
+from moonpool.base.kv_transfer.store_writer import PutOutcome
+from moonpool.base.transport.flow_control import StreamTraffic
 
 
 class FakeWriter:

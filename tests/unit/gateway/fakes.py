@@ -11,19 +11,19 @@ from typing import Any
 import httpx2
 from starlette.applications import Starlette
 
-from moonpool import world
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer
+from moonpool.base import world
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.rpc.auth import ApiKeys
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
-from moonpool.rpc.auth import ApiKeys
-from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.routes import make_app
+from moonpool.gateway.service import allowed_hosts, body_reader, gateway_context
+from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.config import GatewayConfig
-from services.gateway.routes import make_app
-from services.gateway.service import allowed_hosts, body_reader, gateway_context
-from services.gateway.serving.response_store import ResponseStore, StoreLimits
-from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from tests.unit.clocks import hurried
 
 MODEL = "tiny"

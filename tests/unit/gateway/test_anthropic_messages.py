@@ -7,8 +7,8 @@ import anthropic
 import httpx2
 import pytest
 
+from moonpool.base.errors import Internal, Overloaded, Unavailable
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import Internal, Overloaded, Unavailable
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

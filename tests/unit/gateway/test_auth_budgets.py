@@ -8,12 +8,12 @@ import anthropic
 import openai
 import pytest
 
+from moonpool.base.rpc.auth import BudgetOwner, KeyLimits, hash_key
+from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.rpc.auth import BudgetOwner, KeyLimits, hash_key
-from moonpool.scheduling.budgets import TokenBucket
-from services.gateway.serving.auth import Budgets
-from services.gateway.serving.errors import BudgetSpentError
+from moonpool.gateway.serving.auth import Budgets
+from moonpool.gateway.serving.errors import BudgetSpentError
 from tests.unit.gateway.test_auth_keys import write
 from tests.unit.gateway.test_client_disconnect import Connection, Holding
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import ConfigError, Unauthenticated
+from moonpool.base.rpc.auth import ApiKeys, KeyFile, KeyLimits, hash_key, parse_keys
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import ConfigError, Unauthenticated
-from moonpool.rpc.auth import ApiKeys, KeyFile, KeyLimits, hash_key, parse_keys
 from tests.unit.clocks import hurried
 
 from .fakes import answering

@@ -14,13 +14,13 @@ import pytest
 from google.protobuf.message import Message as Protobuf
 from starlette.applications import Starlette
 
+from moonpool.base.errors import Internal
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.client.transport import GenerateCall
-from moonpool.errors import Internal
+from moonpool.gateway.serving import background_responses
+from moonpool.gateway.serving.background_responses import BackgroundResponses, EventLog
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.serving import background_responses
-from services.gateway.serving.background_responses import BackgroundResponses, EventLog
 
 from .fakes import answering, make_gateway, ready, scope, settings, tokenizer
 from .test_stored_responses import client_of, numbered

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import GenerateCall
-from moonpool.errors import Overloaded
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import HeldCall
 from tests.unit.gateway.test_dashboard_page import cluster

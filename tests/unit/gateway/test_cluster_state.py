@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from google.protobuf.message import Message
 
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import MoonpoolError, Unavailable
+from moonpool.gateway.serving.cluster_state import MAX_AGE_S, ClusterStateCache
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.serving.cluster_state import MAX_AGE_S, ClusterStateCache
 from tests.unit.gateway.test_client_disconnect import Holding
 
 from .fakes import ready

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.rpc.process import EXIT_CONFIG
-from services.gateway.__main__ import main
-from services.gateway.config import GatewayConfig
+from moonpool.base.rpc.process import EXIT_CONFIG
+from moonpool.gateway.__main__ import main
+from moonpool.gateway.config import GatewayConfig
 
 NEEDED = ["--conductor", "127.0.0.1:50051", "--model", "tiny"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from moonpool.base.errors import NotFound
+from moonpool.base.rpc.auth import hash_key
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import NotFound
-from moonpool.rpc.auth import hash_key
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering

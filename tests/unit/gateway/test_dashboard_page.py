@@ -8,15 +8,15 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from moonpool.base.rpc.auth import hash_key
 from moonpool.client.testing import FakeConductor
-from moonpool.rpc.auth import hash_key
+from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS, MAX_PARAGRAPH_CHARS
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
-from services.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS, MAX_PARAGRAPH_CHARS
 
 from .fakes import CHAT, TURNS, Answers, answering
 
-FOLDER = Path(str(resources.files("services.gateway"))) / "static"
+FOLDER = Path(str(resources.files("moonpool.gateway"))) / "static"
 FILES = sorted(FOLDER.iterdir())
 
 

@@ -7,9 +7,9 @@ import json
 import anthropic
 import pytest
 
+from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import Overloaded
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, MODEL_TOKENS, TURNS, Answers, answering

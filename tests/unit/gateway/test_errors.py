@@ -5,8 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import (
+from moonpool.base.errors import (
     DeadlineExceeded,
     Internal,
     InvalidRequest,
@@ -16,6 +15,7 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
+from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import kv_pb2
 
 from .fakes import CHAT, MODEL_TOKENS, PLAIN, TURNS, Answers, answering

@@ -17,17 +17,17 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from typing_extensions import is_typeddict
 
-from moonpool.grammar import check_grammar
-from moonpool.json_schema import WHITESPACE
-from moonpool.sampling_params import SamplingParams
-from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
-from services.gateway.endpoints.embeddings import EmbeddingsBody
-from services.gateway.endpoints.openai_chat import ChatBody
-from services.gateway.endpoints.openai_completions import CompletionBody
-from services.gateway.endpoints.openai_responses import ResponsesBody
-from services.gateway.serving.json_body import Body
-from services.gateway.serving.known_fields import KEPT_BY_CLIENTS
-from services.gateway.serving.structured_outputs import StructuredOutputsBody
+from moonpool.base.grammar import check_grammar
+from moonpool.base.json_schema import WHITESPACE
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
+from moonpool.gateway.endpoints.openai_chat import ChatBody
+from moonpool.gateway.endpoints.openai_completions import CompletionBody
+from moonpool.gateway.endpoints.openai_responses import ResponsesBody
+from moonpool.gateway.serving.json_body import Body
+from moonpool.gateway.serving.known_fields import KEPT_BY_CLIENTS
+from moonpool.gateway.serving.structured_outputs import StructuredOutputsBody
 from tools.gen_fields import PAGE, page
 
 from .fakes import TURNS, Answers

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
+from moonpool.gateway.endpoints.openai_chat import ChatBody
+from moonpool.gateway.endpoints.openai_completions import CompletionBody
+from moonpool.gateway.endpoints.openai_responses import ResponsesBody
+from moonpool.gateway.serving.json_body import Body
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.endpoints.anthropic_messages import MessagesBody
-from services.gateway.endpoints.openai_chat import ChatBody
-from services.gateway.endpoints.openai_completions import CompletionBody
-from services.gateway.endpoints.openai_responses import ResponsesBody
-from services.gateway.serving.json_body import Body
 
 from .fakes import CHAT, PLAIN, TURNS, answering
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.bundled import model_dir
-from moonpool.rpc.auth import hash_key
-from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
+from moonpool.base.bundled import model_dir
+from moonpool.base.rpc.auth import hash_key
+from moonpool.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
 from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10
@@ -203,7 +203,7 @@ async def process(connections: int) -> AsyncIterator[tuple[int, int]]:
     """A gateway in a process of its own; yields its id and its port."""
     flags = ["--listen", "127.0.0.1:0", "--conductor", "127.0.0.1:9", "--model", str(model_dir())]
     flags += ["--set", f"max_connections={connections}", "--set", "read_timeout_s=600"]
-    command = [sys.executable, "-m", "services.gateway", *flags]
+    command = [sys.executable, "-m", "moonpool.gateway", *flags]
     running = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=Path.cwd())
     try:
         assert running.stdout is not None

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import ConfigError
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import ConfigError
+from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.http_server import HttpServer, http_serving
 from tests.unit.gateway.test_client_disconnect import Holding
 
 from .fakes import make_gateway, ready, settings, tokenizer

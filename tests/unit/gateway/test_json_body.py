@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.client import AsyncClient
 from moonpool.client.testing import answer
-from moonpool.errors import InvalidRequest, Unavailable
-from services.gateway.endpoints.anthropic_messages import MessagesBody
-from services.gateway.endpoints.context_caching import CacheCreateBody
-from services.gateway.endpoints.openai_chat import ChatBody
-from services.gateway.endpoints.openai_completions import CompletionBody
-from services.gateway.endpoints.openai_responses import ResponsesBody
-from services.gateway.endpoints.tokenization import DetokenizeBody
-from services.gateway.serving.json_body import (
+from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
+from moonpool.gateway.endpoints.context_caching import CacheCreateBody
+from moonpool.gateway.endpoints.openai_chat import ChatBody
+from moonpool.gateway.endpoints.openai_completions import CompletionBody
+from moonpool.gateway.endpoints.openai_responses import ResponsesBody
+from moonpool.gateway.endpoints.tokenization import DetokenizeBody
+from moonpool.gateway.serving.json_body import (
     CLEANUP,
     MAX_PACED,
     UNCHECKED_BYTES,

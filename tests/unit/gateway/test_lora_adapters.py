@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest, NotFound
+from moonpool.base.rpc.auth import hash_key
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import InvalidRequest, NotFound
-from moonpool.rpc.auth import hash_key
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.errors import Overloaded
+from moonpool.gateway.serving.generation import MergedStream
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.serving.generation import MergedStream
 from tests.unit.gateway.test_client_disconnect import Holding
 from tests.unit.gateway.test_openai_completions import events
 

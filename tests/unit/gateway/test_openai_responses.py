@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from moonpool.base.errors import Internal, Overloaded
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import Internal, Overloaded
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.rpc.auth import hash_key
 from moonpool.client.testing import FakeConductor
-from moonpool.rpc.auth import hash_key
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, PLAIN, TURNS, Answers, answering

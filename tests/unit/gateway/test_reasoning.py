@@ -8,8 +8,8 @@ import openai
 import pytest
 import tokenizers
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from services.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
-from services.gateway.reasoning_parsers.base import ReasoningParser, ReasoningText
+from moonpool.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
+from moonpool.gateway.reasoning_parsers.base import ReasoningParser, ReasoningText
 
 CASES = [
     ("think", False, "<think>\nWell, 1 < 2.\n</think>\n\nYes. </think>", ("Well, 1 < 2.", "Yes. </think>")),

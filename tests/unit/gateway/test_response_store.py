@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unavailable
-from services.gateway.serving.response_store import ResponseStore, StoredRecord, StoreLimits
+from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from moonpool.gateway.serving.response_store import ResponseStore, StoredRecord, StoreLimits
 
 TTL_S = 60.0
 

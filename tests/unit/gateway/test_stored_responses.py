@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from moonpool.base.errors import Internal
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.errors import Internal
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering

@@ -12,12 +12,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from moonpool.errors import InvalidRequest
-from moonpool.grammar import AnswerGrammar, Thinking, check_grammar
-from moonpool.sampling_params import SamplingParams
-from services.gateway.serving.tool_calls import ToolSet, tool_definition
-from services.gateway.tool_parsers import TOOL_PARSERS
-from services.gateway.tool_parsers.base import ParsedToolCall
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import AnswerGrammar, Thinking, check_grammar
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.gateway.serving.tool_calls import ToolSet, tool_definition
+from moonpool.gateway.tool_parsers import TOOL_PARSERS
+from moonpool.gateway.tool_parsers.base import ParsedToolCall
 
 from .test_tool_call_parser import found
 

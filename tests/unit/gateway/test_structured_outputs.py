@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import check_grammar
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client.testing import FakeConductor
-from moonpool.errors import InvalidRequest
-from moonpool.grammar import check_grammar
-from moonpool.sampling_params import SamplingParams
 
 from .fakes import TURNS, Answers, answering
 

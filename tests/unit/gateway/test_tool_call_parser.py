@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from moonpool.checkpoint.past_calls import call_arguments
-from services.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
-from services.gateway.tool_parsers.base import (
+from moonpool.base.checkpoint.past_calls import call_arguments
+from moonpool.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
+from moonpool.gateway.tool_parsers.base import (
     ArgumentsDelta,
     ParsedToolCall,
     ParserOutput,
     ToolCallStart,
     ToolParser,
 )
-from services.gateway.tool_parsers.json_calls import ForcedToolParser
+from moonpool.gateway.tool_parsers.json_calls import ForcedToolParser
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}}},

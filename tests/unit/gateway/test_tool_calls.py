@@ -15,13 +15,13 @@ from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, ResponseInputItemParam
 
-from moonpool.bundled import model_dir
-from moonpool.checkpoint import Tokenizer
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import Tokenizer
+from moonpool.base.grammar import Grammar, check_grammar
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.grammar import Grammar, check_grammar
-from moonpool.sampling_params import SamplingParams
+from moonpool.gateway.serving.tool_calls import MAX_FORCED_CALLS
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.serving.tool_calls import MAX_FORCED_CALLS
 
 from .fakes import CHAT, TURNS, Answers, answering
 from .test_tool_call_parser import MALFORMED, NAMES, answers

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 
 PR_SET_PDEATHSIG = 1

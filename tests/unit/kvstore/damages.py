@@ -19,14 +19,14 @@ from pathlib import Path
 
 import lmdb
 
-from moonpool.kv.keys import BlockKey
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.core.store import LeasedBlock
+from moonpool.kvstore.record_store import RecordStore
+from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database
+from moonpool.kvstore.ssd.encryption import Keyring, add_key
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.records import BadRecordError
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.store import LeasedBlock
-from services.kvstore.record_store import RecordStore
-from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database
-from services.kvstore.ssd.encryption import Keyring, add_key
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

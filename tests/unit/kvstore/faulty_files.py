@@ -7,8 +7,8 @@ from pathlib import Path
 
 import lmdb
 
-from moonpool.kv.file_io import FileSpan, ReadOutcome
-from services.kvstore.ssd.files import FileLayer
+from moonpool.base.kv.file_io import FileSpan, ReadOutcome
+from moonpool.kvstore.ssd.files import FileLayer
 
 
 def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":

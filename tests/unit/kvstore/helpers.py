@@ -8,25 +8,25 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moonpool.kv.blocks import NO_PARENT, PARTS, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import OpenedRun, SliceRun
-from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.reuse_stats import ReuseSample
-from moonpool.transport.flow_control import ByteCredits
-from services.kvstore.core.store import BlockStore, LeasedBlock
-from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.core.writes import PutSession, PutSpec
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.eviction.base import EvictionPolicy
-from services.kvstore.eviction.policies import LRU
-from services.kvstore.eviction.tenants import Pins, TenantAccount
-from services.kvstore.operations import StoreOperations
-from services.kvstore.ssd.encryption import Keyring
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.records import BadRecordError
-from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
-from services.kvstore.write_behind import WriteBehind
+from moonpool.base.kv.blocks import NO_PARENT, PARTS, BlockFormat, BlockInfo, DramBlock
+from moonpool.base.kv.frames import OpenedRun, SliceRun
+from moonpool.base.kv.keys import BlockKey, bind, slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.reuse_stats import ReuseSample
+from moonpool.base.transport.flow_control import ByteCredits
+from moonpool.kvstore.core.store import BlockStore, LeasedBlock
+from moonpool.kvstore.core.tiered_store import StoreListener
+from moonpool.kvstore.core.writes import PutSession, PutSpec
+from moonpool.kvstore.dram.tier import DramTier
+from moonpool.kvstore.eviction.base import EvictionPolicy
+from moonpool.kvstore.eviction.policies import LRU
+from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
+from moonpool.kvstore.operations import StoreOperations
+from moonpool.kvstore.ssd.encryption import Keyring
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.records import BadRecordError
+from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 
 LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")

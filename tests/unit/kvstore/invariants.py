@@ -4,19 +4,19 @@ import collections
 import functools
 from typing import Any
 
-from moonpool.kv.blocks import PARTS
-from moonpool.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
-from services.kvstore.core.store import BlockStore, ReadLeases
-from services.kvstore.core.tiered_store import SaveState
-from services.kvstore.core.writes import WriteSessions
-from services.kvstore.dram.arena import Arena
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.eviction.base import EvictionPolicy
-from services.kvstore.eviction.kv_aware import KVAware, is_current
-from services.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
-from services.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
-from services.kvstore.ssd.index import Catalogue, Segment
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.blocks import PARTS
+from moonpool.base.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
+from moonpool.kvstore.core.store import BlockStore, ReadLeases
+from moonpool.kvstore.core.tiered_store import SaveState
+from moonpool.kvstore.core.writes import WriteSessions
+from moonpool.kvstore.dram.arena import Arena
+from moonpool.kvstore.dram.tier import DramTier
+from moonpool.kvstore.eviction.base import EvictionPolicy
+from moonpool.kvstore.eviction.kv_aware import KVAware, is_current
+from moonpool.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
+from moonpool.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
+from moonpool.kvstore.ssd.index import Catalogue, Segment
+from moonpool.kvstore.ssd.tier import SsdTier
 
 
 @functools.singledispatch

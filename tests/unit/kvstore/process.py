@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from moonpool.base.fork_server import start_service
 from moonpool.cli.stack import ServiceProcess
-from moonpool.fork_server import start_service
 
 END_S = 60.0
 LOOK_S = 0.01

@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moonpool.errors import MoonpoolError
-from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.frames import FRAME_BYTES, pack_frames
-from moonpool.kv.keys import BlockKey, pack_keys
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.messages import END_OF_STREAM, PayloadMessage
-from moonpool.rpc.server import serving
-from moonpool.telemetry.metrics import restless
-from moonpool.transport.grpc import payload_stream
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import StreamSettings
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.frames import FRAME_BYTES, pack_frames
+from moonpool.base.kv.keys import BlockKey, pack_keys
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.messages import END_OF_STREAM, PayloadMessage
+from moonpool.base.rpc.server import serving
+from moonpool.base.telemetry.metrics import restless
+from moonpool.base.transport.grpc import payload_stream
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.sessions import StreamSettings
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.record_store import RecordStore
+from moonpool.kvstore.service import KVStoreService, open_tiers
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.record_store import RecordStore
-from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.invariants import check

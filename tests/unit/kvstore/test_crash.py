@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from services.kvstore.repair import verify
-from services.kvstore.ssd.recovery import Durability
-from services.kvstore.ssd.tier import SsdTier, open_tier
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.repair import verify
+from moonpool.kvstore.ssd.recovery import Durability
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import BATCH, CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.cluster.proto_conversion import DELETION
-from moonpool.cluster.records import ReplicatedRecords
-from moonpool.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
-from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import pack_keys
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.cluster.proto_conversion import DELETION
+from moonpool.base.cluster.records import ReplicatedRecords
+from moonpool.base.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import pack_keys
+from moonpool.base.rpc.messages import PayloadMessage
+from moonpool.kvstore.core.store import DeletedCount
+from moonpool.kvstore.deletion import DeletionWorker
+from moonpool.kvstore.record_store import KEEP_S, RecordStore
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.core.store import DeletedCount
-from services.kvstore.deletion import DeletionWorker
-from services.kvstore.record_store import KEEP_S, RecordStore
 from tests.slices import hashed
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, block_of, data_of, keys_of, slice_of, writing

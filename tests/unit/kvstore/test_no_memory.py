@@ -10,12 +10,12 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from moonpool.errors import Overloaded, Unavailable
-from moonpool.kv.keys import BlockKey
+from moonpool.base.errors import Overloaded, Unavailable
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.dram.arena import Arena
+from moonpool.kvstore.record_store import RecordStore
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from moonpool.v1 import kv_pb2
-from services.kvstore.dram.arena import Arena
-from services.kvstore.record_store import RecordStore
-from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import Driven, data_of, held, keys_of, store, writing
 from tests.unit.kvstore.invariants import check

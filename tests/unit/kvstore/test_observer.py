@@ -1,7 +1,7 @@
 """The histograms of a store."""
 
-from moonpool.telemetry.prometheus import PrometheusMetrics
-from services.kvstore.metrics import FOLLOWED_KEYS, StoreObserver
+from moonpool.base.telemetry.prometheus import PrometheusMetrics
+from moonpool.kvstore.metrics import FOLLOWED_KEYS, StoreObserver
 from tests.unit.kvstore.helpers import keys_of
 
 A, B = keys_of(2)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from moonpool.base.errors import ConfigError, InvalidRequest, Unsupported
+from moonpool.base.kv.reuse_stats import ReuseSample
+from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.cli.kvstore import app
-from moonpool.errors import ConfigError, InvalidRequest, Unsupported
-from moonpool.kv.reuse_stats import ReuseSample
-from moonpool.transport.flow_control import ByteCredits
-from services.kvstore.operations import StoreOperations
+from moonpool.kvstore.operations import StoreOperations
 from tests.unit.kvstore.helpers import Driven, data_of, keys_of
 from tests.unit.kvstore.process import running
 from tests.unit.kvstore.test_process import durable, put, read

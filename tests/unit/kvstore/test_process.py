@@ -1,4 +1,4 @@
-"""`python -m services.kvstore` as a process: ready line, restart after kill -9, joining, drain, refusals."""
+"""`python -m moonpool.kvstore` as a process: ready line, restart after kill -9, joining, drain, refusals."""
 
 import asyncio
 import signal
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.process import EXIT_CONFIG
-from moonpool.rpc.server import serving
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.process import EXIT_CONFIG
+from moonpool.base.rpc.server import serving
+from moonpool.kvstore.__main__ import main
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
-from services.kvstore.__main__ import main
 from tests.slices import hashed
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from services.kvstore.scrubber import Scrubber
-from services.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.scrubber import Scrubber
+from moonpool.kvstore.ssd.files import FileLayer
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, store
 

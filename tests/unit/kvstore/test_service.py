@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, Mismatch, Unavailable
-from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.keys import pack_keys, unpack_keys
-from moonpool.kv.layout import KVLayout, LayerKV
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.errors import InvalidRequest, Mismatch, Unavailable
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.keys import pack_keys, unpack_keys
+from moonpool.base.kv.layout import KVLayout, LayerKV
+from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.layouts import GROUPED
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, slice_of

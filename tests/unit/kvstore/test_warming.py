@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.reuse_stats import ReuseSample
-from moonpool.scheduling.sessions import SessionHint
-from moonpool.transport.flow_control import ByteCredits
-from services.kvstore.operations import StoreOperations
-from services.kvstore.prefetch import Prefetcher
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.reuse_stats import ReuseSample
+from moonpool.base.scheduling.sessions import SessionHint
+from moonpool.base.transport.flow_control import ByteCredits
+from moonpool.kvstore.operations import StoreOperations
+from moonpool.kvstore.prefetch import Prefetcher
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.kvstore.write_behind import WriteBehind
+from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, spec_of, writing
 

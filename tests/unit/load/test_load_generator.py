@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from moonpool.base.errors import Unavailable
 from moonpool.cli.load_generator import RequestOutcome, closed_loop, open_loop, percentiles, poisson_arrivals, summarize
-from moonpool.errors import Unavailable
 
 
 def test_percentiles_are_nearest_rank() -> None:

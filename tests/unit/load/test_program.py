@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from moonpool.base.errors import Overloaded, TransferFailed
+from moonpool.base.kv.layout import KVLayout
 from moonpool.cli.load_generator import RequestOutcome, SendRequest, summarize
-from moonpool.errors import Overloaded, TransferFailed
-from moonpool.kv.layout import KVLayout
-from simulator.traces.mooncake import TraceRequest, write_trace
+from moonpool.simulator.traces.mooncake import TraceRequest, write_trace
 from tests.load.kvstore import Chains, content
 from tests.load.program import Program, main
 

@@ -4,9 +4,9 @@ from math import inf, nextafter
 
 import pytest
 
-from simulator.clock import PS, SimulatedWorld, not_before, ps
-from simulator.cluster.store import SimulatedDisk
-from simulator.network import CallDelays, Calls
+from moonpool.simulator.clock import PS, SimulatedWorld, not_before, ps
+from moonpool.simulator.cluster.store import SimulatedDisk
+from moonpool.simulator.network import CallDelays, Calls
 
 
 def test_events_happen_in_order() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.clock import SimulatedWorld, ps
-from simulator.network import MANY, Flow, Link, Priority, Route, SimulatedNetwork, fair_rates
+from moonpool.simulator.clock import SimulatedWorld, ps
+from moonpool.simulator.network import MANY, Flow, Link, Priority, Route, SimulatedNetwork, fair_rates
 
 
 class Rig:

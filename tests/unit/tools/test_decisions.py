@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from moonpool.scheduling.state_machine import Tick
+from moonpool.base.scheduling.state_machine import Tick
 from tools.decisions.canon import Canon
 from tools.decisions.corpus import compare, record
 from tools.decisions.places import cores

@@ -102,9 +102,9 @@ def test_patches_by_dotted_path_are_found() -> None:
 def test_public_classes_of_one_name_are_found() -> None:
     files = [
         source("moonpool/a.py", "class Pool: ...\nclass _Own: ...\ndef f() -> None:\n    class Inner: ...\n"),
-        source("services/b.py", "class _Own: ...\nclass Inner: ...\n\nclass Pool(Inner): ...\n"),
+        source("moonpool/b.py", "class _Own: ...\nclass Inner: ...\n\nclass Pool(Inner): ...\n"),
     ]
-    assert list(twin_classes(files)) == ["Pool: moonpool/a.py:1, services/b.py:4"]
+    assert list(twin_classes(files)) == ["Pool: moonpool/a.py:1, moonpool/b.py:4"]
     assert not inspect(files).is_good
 
 

@@ -88,7 +88,7 @@ def test_mutants_without_an_effect_are_mutants_still(name: str) -> None:
 
 
 def test_mutants_without_an_effect_are_not_drawn() -> None:
-    source = Source("moonpool/kv/frames.py", "def f(slices: int) -> bool:\n    return slices > MAX_FRAME_SLICES\n")
+    source = Source("moonpool/base/kv/frames.py", "def f(slices: int) -> bool:\n    return slices > MAX_FRAME_SLICES\n")
     assert mutants_of(source)
     assert not drawn([source], [source.module], 9, seed=1)
 
@@ -127,18 +127,18 @@ def test_what_was_noticed_is_not_tried_again_while_the_module_is_the_same(tmp_pa
 
 def test_tests_that_speak_to_a_module_come_first() -> None:
     files = [
-        Source("moonpool/kv/lease.py", ""),
-        Source("moonpool/kv/store.py", "from moonpool.kv.lease import Lease\n"),
-        Source("moonpool/kv/other.py", ""),
-        Source("tests/unit/helpers.py", "from moonpool.kv import store\n"),
-        Source("tests/unit/kv/test_lease.py", "from moonpool.kv.lease import Lease\n"),
-        Source("tests/unit/kv/test_store.py", "from moonpool.kv import store\n"),
+        Source("moonpool/base/kv/lease.py", ""),
+        Source("moonpool/base/kv/store.py", "from moonpool.base.kv.lease import Lease\n"),
+        Source("moonpool/base/kv/other.py", ""),
+        Source("tests/unit/helpers.py", "from moonpool.base.kv import store\n"),
+        Source("tests/unit/base/kv/test_lease.py", "from moonpool.base.kv.lease import Lease\n"),
+        Source("tests/unit/base/kv/test_store.py", "from moonpool.base.kv import store\n"),
         Source("tests/unit/test_far.py", "from .helpers import f\n"),
-        Source("tests/unit/test_other.py", "from moonpool.kv import other\n"),
+        Source("tests/unit/test_other.py", "from moonpool.base.kv import other\n"),
     ]
-    assert selections(files, ["moonpool.kv.lease"])["moonpool.kv.lease"] == [
-        "tests/unit/kv/test_lease.py",
-        "tests/unit/kv/test_store.py",
+    assert selections(files, ["moonpool.base.kv.lease"])["moonpool.base.kv.lease"] == [
+        "tests/unit/base/kv/test_lease.py",
+        "tests/unit/base/kv/test_store.py",
         "tests/unit/test_far.py",
     ]
 

@@ -15,13 +15,13 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
-from moonpool.platforms.base import Device, DeviceStream
-from moonpool.platforms.kv_memory import StageSlices, pool_bytes
-from moonpool.platforms.registry import DeviceName
-from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
-from moonpool.scheduling.steps import SequenceStep, Step
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.scheduling.steps import SequenceStep, Step
+from moonpool.engine.platforms.base import Device, DeviceStream
+from moonpool.engine.platforms.kv_memory import StageSlices, pool_bytes
+from moonpool.engine.platforms.registry import DeviceName
+from moonpool.engine.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
 LIMIT_S = 45

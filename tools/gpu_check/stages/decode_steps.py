@@ -14,9 +14,9 @@ import torch
 from benchmarks.device import On
 from moonpool.engine.cuda_graphs import DecodeGraphs
 from moonpool.engine.model_runner import StageRunner
-from moonpool.models.stage import StageModel
-from moonpool.platforms.kv_memory import KVMemory
-from moonpool.sampling.sampler import Sampler
+from moonpool.engine.models.stage import StageModel
+from moonpool.engine.platforms.kv_memory import KVMemory
+from moonpool.engine.sampling.sampler import Sampler
 from tools.gpu_check.host_time import HostTime
 from tools.gpu_check.runners import BLOCK, Stage, stage
 from tools.gpu_check.serving import SMALL, TINY_EXACT

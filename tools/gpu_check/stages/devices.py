@@ -10,7 +10,7 @@ BESIDE_NEXT = True
 TESTS = (
     "tests/unit/engine/test_devices.py",
     "tests/unit/engine/test_worker.py",
-    "tests/unit/sampling/test_torch_sampler.py",
+    "tests/unit/engine/sampling/test_torch_sampler.py",
 )
 
 

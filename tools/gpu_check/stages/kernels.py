@@ -13,7 +13,7 @@ from tools.gpu_check.where import Figures, Where, stage_main
 LIMIT_S = 150
 BESIDE_NEXT = True
 """Compiling takes most of the time, on the host's cores."""
-CASES = "tests/unit/kernels/test_triton/"
+CASES = "tests/unit/engine/kernels/test_triton/"
 NAMES = ("attention", "pool", "pointwise", "products", "experts", "sampling", "gpu")
 ALL = [f"{CASES}cases_{name}.py" for name in NAMES]
 FEW = [f"{CASES}cases_pool.py::test_copy_blocks", f"{CASES}cases_attention.py::test_decode"]

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
+from moonpool.base.errors import MoonpoolError, Overloaded
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.load_generator import RequestOutcome, summarize
 from moonpool.client import AsyncClient
-from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.sampling_params import SamplingParams
 from tools.gpu_check.serving import (
     ENDING_S,
     EXACT,

@@ -11,8 +11,8 @@ BESIDE_NEXT = True
 
 def check(where: Where, figures: Figures) -> None:
     """Build, or find what was built before, and load the library."""
-    from kernels.native.build import build, detect
-    from kernels.native.library import Library
+    from moonpool.base.native.build import build, detect
+    from moonpool.engine.kernels.native.library import Library
 
     figures["target"] = detect()
     began = time.monotonic()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from moonpool.checkpoint import load_config
+from moonpool.base.checkpoint import load_config
 from moonpool.client import AsyncClient
 from tools.gpu_check.serving import (
     ENDING_S,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.transport.fault_injection import BREAK_CONNECTIONS, SEED
 from moonpool.client.kv import KVClient, TransferFailed, Unavailable
-from moonpool.transport.fault_injection import BREAK_CONNECTIONS, SEED
 from tests.unit.client.kv.test_values import NAME, data_of
 
 SIZES = (1000, 65_536, 300_000, 1 << 20, 3 << 20)
@@ -38,7 +38,7 @@ def store_at(port: int, transport: str, folder: Path) -> Iterator[tuple["subproc
     ]
     environment = {"MOONPOOL_DIE_WITH_PARENT": "1", BREAK_CONNECTIONS: "0.01", SEED: str(SEED_OF_TEST)}
     child = subprocess.Popen(
-        [sys.executable, "-m", "services.kvstore", "--id", "kvstore-0", *flags],
+        [sys.executable, "-m", "moonpool.kvstore", "--id", "kvstore-0", *flags],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | environment,

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from typing_extensions import Buffer
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.blocking import BlockingReader, BlockingWriter
+from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome
+from moonpool.base.transport.regions import SharedMemory
 from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, connection
 from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
-from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
-from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
-from moonpool.transport.regions import SharedMemory
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig

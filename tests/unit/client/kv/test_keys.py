@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.values import value_key, value_namespace
+from moonpool.base.rpc.auth import ApiKeys, RoleGate, hash_key
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.server import serving
+from moonpool.base.rpc.tls import Security, Tls
 from moonpool.client.kv import AsyncKVClient, PermissionDenied, Unauthenticated
-from moonpool.errors import MoonpoolError
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.values import value_key, value_namespace
-from moonpool.rpc.auth import ApiKeys, RoleGate, hash_key
-from moonpool.rpc.channels import Channels
-from moonpool.rpc.server import serving
-from moonpool.rpc.tls import Security, Tls
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.base.rpc.certificates import tls
 from tests.unit.clocks import hurried
 from tests.unit.kvstore.rig import KEYS, Rig, failure, opened_get, rig
-from tests.unit.rpc.certificates import tls
 
 NAME = "engine/model"
 

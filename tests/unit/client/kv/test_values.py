@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from moonpool import world
+from moonpool.base import world
+from moonpool.base.cluster.proto_conversion import DELETION_PORTION
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import KEY_BYTES, BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv.values import value_key, value_namespace
+from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.client.kv import (
     MAX_VALUE_BYTES,
     AsyncKVClient,
@@ -19,13 +26,6 @@ from moonpool.client.kv import (
     Unavailable,
 )
 from moonpool.client.kv.connection import KVConnection
-from moonpool.cluster.proto_conversion import DELETION_PORTION
-from moonpool.errors import ConfigError
-from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import KEY_BYTES, BlockKey
-from moonpool.kv.layout import KVLayout
-from moonpool.kv.values import value_key, value_namespace
-from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.v1 import kv_pb2
 from moonpool.v1.kvstore_pb2 import FindRequest
 from tests.unit.kvstore.rig import Rig, rig

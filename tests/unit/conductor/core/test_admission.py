@@ -5,19 +5,19 @@ from math import exp
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.admission import (
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.admission import (
     HOPELESS_RETRY_S,
     TOO_SLOW_RETRY_S,
     AdmissionGate,
     AdmissionMode,
     check_ttft,
 )
-from services.conductor.core.decode_pool import LoadForecast, PlacedAnswer, load_at, load_now
-from services.conductor.core.events import Failure, FailureKind
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.router import RoutingDecision
-from services.conductor.placement.base import DecodeChoice
+from moonpool.conductor.core.decode_pool import LoadForecast, PlacedAnswer, load_at, load_now
+from moonpool.conductor.core.events import Failure, FailureKind
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.placement.base import DecodeChoice
 
 from .worlds import World, decode_at, facts
 

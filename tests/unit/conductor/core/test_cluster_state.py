@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.errors import InvalidRequest, Unavailable
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.decode_pool import PlacedAnswer
-from services.conductor.core.events import KeysChanged
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.events import KeysChanged
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 

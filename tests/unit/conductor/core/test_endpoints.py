@@ -2,8 +2,8 @@
 
 import random
 
-from services.conductor.core.events import EndpointAsked, EndpointDone, EndpointPicked, FailureKind, RequestSpec
-from services.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.events import EndpointAsked, EndpointDone, EndpointPicked, FailureKind, RequestSpec
+from moonpool.conductor.core.latency_model import SloLimits
 from tests.unit.conductor.core.world import World
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.conductor.core.hindsight import MAX_REMEMBERED, NEAR_S, Hindsight, HindsightTotals, PlacementRegret
-from services.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice
+from moonpool.conductor.core.hindsight import MAX_REMEMBERED, NEAR_S, Hindsight, HindsightTotals, PlacementRegret
+from moonpool.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice
 
 
 def choice(name: str, queue_s: float, excluded: str = "") -> PrefillChoice:

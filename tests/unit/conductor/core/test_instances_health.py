@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
-from services.conductor.core.decode_pool import TYPICAL_BATCH, TYPICAL_CONTEXT
-from services.conductor.core.instances import (
+from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.conductor.core.decode_pool import TYPICAL_BATCH, TYPICAL_CONTEXT
+from moonpool.conductor.core.instances import (
     FIRST_TRIAL_S,
     MIN_REPORTS,
     MIN_SLOWDOWN_S,

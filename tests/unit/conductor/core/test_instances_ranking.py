@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.scheduling.fair_share import QueueKey
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.decode_pool import DecodePool, PlacedAnswer
-from services.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatch, SpeedClass, blocks_at
-from services.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
-from services.conductor.core.prefill_pool import PrefillPool, PromptToPlace
-from services.conductor.placement.base import PlacementRequest
-from services.conductor.placement.policies import POLICIES
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.decode_pool import DecodePool, PlacedAnswer
+from moonpool.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatch, SpeedClass, blocks_at
+from moonpool.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
+from moonpool.conductor.core.prefill_pool import PrefillPool, PromptToPlace
+from moonpool.conductor.placement.base import PlacementRequest
+from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples
 
 from .worlds import SECOND_PER_TOKEN, SHAPE, World, decode_at, facts, prefill_at

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from moonpool.scheduling.fair_share import FairShares, QueueKey
-from moonpool.scheduling.state_machine import Timers
-from services.conductor.core.events import LoadReported
-from services.conductor.core.instances import LoadFacts
-from services.conductor.core.latency_model import MemoryNeed
-from services.conductor.core.request import TimerKey
-from services.conductor.core.tenant_ledger import Elsewhere, TenantLedger
-from services.conductor.core.wait_queue import (
+from moonpool.base.scheduling.fair_share import FairShares, QueueKey
+from moonpool.base.scheduling.state_machine import Timers
+from moonpool.conductor.core.events import LoadReported
+from moonpool.conductor.core.instances import LoadFacts
+from moonpool.conductor.core.latency_model import MemoryNeed
+from moonpool.conductor.core.request import TimerKey
+from moonpool.conductor.core.tenant_ledger import Elsewhere, TenantLedger
+from moonpool.conductor.core.wait_queue import (
     MAX_LOOKS,
     MAX_RETRIES_AT_ONCE,
     MAX_RETRY_PAUSE_S,

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds, work_of
-from services.conductor.core.latency_model import OverheadModel, PrefillCorrections
-from services.conductor.core.prefill_pool import LATER_SHARE
+from moonpool.base.scheduling.latency import Speeds, work_of
+from moonpool.conductor.core.latency_model import OverheadModel, PrefillCorrections
+from moonpool.conductor.core.prefill_pool import LATER_SHARE
 from tests.unit.conductor.core.worlds import World, facts
 
 TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)

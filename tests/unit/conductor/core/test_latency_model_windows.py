@@ -1,8 +1,8 @@
 """What travels of layers with a window, in forecasts."""
 
+from moonpool.conductor.core.latency_model import KVShape
+from moonpool.conductor.proto_conversion import instance_facts
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.latency_model import KVShape
-from services.conductor.proto_conversion import instance_facts
 from tests.layouts import GROUPED
 
 

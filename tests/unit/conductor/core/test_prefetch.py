@@ -2,8 +2,8 @@
 
 import pytest
 
-from moonpool.scheduling.sessions import SessionTurn
-from services.conductor.core.events import (
+from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.conductor.core.events import (
     CallPrefill,
     CallReserve,
     ClientGone,
@@ -12,9 +12,9 @@ from services.conductor.core.events import (
     PromptsAnnounced,
     SessionUpdated,
 )
-from services.conductor.core.expected import INSTANCE_LEAD_S, MEMORY_LEAD_S, TellSession
-from services.conductor.core.prefill_pool import REPORTS_AWAITED
-from services.conductor.core.router import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.expected import INSTANCE_LEAD_S, MEMORY_LEAD_S, TellSession
+from moonpool.conductor.core.prefill_pool import REPORTS_AWAITED
+from moonpool.conductor.core.router import ReplicatePrefix, StopReplication
 
 from .world import World
 

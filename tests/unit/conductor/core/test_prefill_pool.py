@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from moonpool.scheduling.fair_share import QueueKey
-from services.conductor.core.attempt_calls import StalePlacementCheck
-from services.conductor.core.events import StalePlacement
-from services.conductor.core.instances import InstanceFacts, LoadFacts
-from services.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
-from services.conductor.placement.base import QueueWait
-from services.conductor.placement.policies import POLICIES
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.conductor.core.attempt_calls import StalePlacementCheck
+from moonpool.conductor.core.events import StalePlacement
+from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
+from moonpool.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
+from moonpool.conductor.placement.base import QueueWait
+from moonpool.conductor.placement.policies import POLICIES
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts, prefill_at
 

@@ -1,6 +1,6 @@
 import pytest
 
-from services.conductor.core.prefix_index import KeyEventResult, PrefixIndex
+from moonpool.conductor.core.prefix_index import KeyEventResult, PrefixIndex
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.conductor.core.prefix_index import (
+from moonpool.conductor.core.prefix_index import (
     EMPTY_SET,
     LRU_END,
     BlockTrie,

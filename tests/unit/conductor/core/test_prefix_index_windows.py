@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from moonpool.kv.keys import block_keys, window_key
-from services.conductor.core.prefix_index import PrefixIndex
+from moonpool.base.kv.keys import block_keys, window_key
+from moonpool.conductor.core.prefix_index import PrefixIndex
 
 KEYS = block_keys(bytes(32), range(16 * 16), 16)
 

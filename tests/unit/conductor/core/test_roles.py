@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.events import (
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.events import (
     Action,
     ChangeRole,
     Event,
@@ -15,9 +15,9 @@ from services.conductor.core.events import (
     LoadReported,
     RoleChangeRequested,
 )
-from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
-from services.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from moonpool.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
+from moonpool.conductor.core.scheduler import ConductorCore
 from tests.unit.conductor.core.world import LIMITS, SHAPE
 
 SPEEDS = Speeds(prefill_per_token_s=0.001, decode_base_s=0.05, decode_per_sequence_s=0.001)

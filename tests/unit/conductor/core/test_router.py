@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.errors import InvalidRequest, Unavailable
-from moonpool.scheduling.fair_share import QueueKey as Turn
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.decode_pool import PlacedAnswer
-from services.conductor.core.instances import SHORTLIST
-from services.conductor.core.latency_model import DecodeLatencyModel
-from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS, TtftLimit
-from services.conductor.core.router import RoutingDecision
-from services.conductor.placement.base import Candidates, PrefillChoice
-from services.conductor.placement.decode_policies.least_time import SPEED_NOISE
-from services.conductor.placement.policies import POLICIES
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.scheduling.fair_share import QueueKey as Turn
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.instances import SHORTLIST
+from moonpool.conductor.core.latency_model import DecodeLatencyModel
+from moonpool.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS, TtftLimit
+from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.placement.base import Candidates, PrefillChoice
+from moonpool.conductor.placement.decode_policies.least_time import SPEED_NOISE
+from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples
 
 from .worlds import BLOCK_TOKENS, SHAPE, World, facts

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.events import (
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
@@ -19,8 +19,8 @@ from services.conductor.core.events import (
     Rehash,
     StartDecode,
 )
-from services.conductor.core.instances import LoadFacts
-from services.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.instances import LoadFacts
+from moonpool.conductor.core.latency_model import SloLimits
 
 from . import world as machine
 from .worlds import SECOND_PER_TOKEN, World, facts

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, Unavailable
-from services.conductor.core.router import RoutingDecision
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.conductor.core.router import RoutingDecision
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 

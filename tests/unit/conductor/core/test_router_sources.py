@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.conductor.core.latency_model import LinkRead, PrefixHolder
-from services.conductor.core.router import RoutingDecision
-from services.conductor.placement.policies import POLICIES
+from moonpool.conductor.core.latency_model import LinkRead, PrefixHolder
+from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.placement.policies import POLICIES
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 

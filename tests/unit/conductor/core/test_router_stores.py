@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.keys import BlockKey, block_keys
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.router import (
+from moonpool.base.kv.keys import BlockKey, block_keys
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.router import (
     SHARED_BY,
     ChainForks,
     RoutingDecision,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moonpool.scheduling.state_machine import CancelIo
-from services.conductor.core.events import (
+from moonpool.base.scheduling.state_machine import CancelIo
+from moonpool.conductor.core.events import (
     CallPrefill,
     CallReserve,
     CancelReservation,
@@ -20,7 +20,7 @@ from services.conductor.core.events import (
     StartDecode,
     StopRequested,
 )
-from services.conductor.core.scheduler import DELIVERY_TIMEOUT_S
+from moonpool.conductor.core.scheduler import DELIVERY_TIMEOUT_S
 
 from .world import BLOCK, GONE, LEASE_S, LIMITS, NO_ROOM, World
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from moonpool.runtime.journal import JournalWriter, journal_files, rerun
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.events import (
+from moonpool.base.runtime.journal import JournalWriter, journal_files, rerun
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.events import (
     Action,
     CallReserve,
     Event,
@@ -15,11 +15,11 @@ from services.conductor.core.events import (
     RequestArrived,
     RequestSpec,
 )
-from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.scheduler import ConductorCore
-from services.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity, TenantBudget
-from services.conductor.core.wait_queue import YIELD_S
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity, TenantBudget
+from moonpool.conductor.core.wait_queue import YIELD_S
 
 from .world import LIMITS, NO_ROOM, SHAPE, SPEEDS, World
 

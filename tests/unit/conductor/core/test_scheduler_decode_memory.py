@@ -1,8 +1,8 @@
 """Who waits for room at decode, and who is woken by a report."""
 
-from services.conductor.core.events import NO_DECODE_ROOM, CallReserve, ClientGone, FailRequest, FailureKind
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.wait_queue import HOLD_AFTER_S
+from moonpool.conductor.core.events import NO_DECODE_ROOM, CallReserve, ClientGone, FailRequest, FailureKind
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.wait_queue import HOLD_AFTER_S
 
 from .world import BLOCK, GONE, LIMITS, NO_ROOM, World
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.conductor.core.events import (
+from moonpool.conductor.core.events import (
     CallPrefill,
     CallReserve,
     ClientGone,
@@ -20,7 +20,7 @@ from services.conductor.core.events import (
     StopRequested,
     TakeOverSequence,
 )
-from services.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.latency_model import SloLimits
 from tests.examples import examples
 
 from .world import BLOCK, NO_ROOM, World

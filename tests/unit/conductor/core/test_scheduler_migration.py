@@ -2,8 +2,8 @@
 
 import pytest
 
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.events import (
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.events import (
     CallPrefill,
     CallReserve,
     CompleteRequest,
@@ -15,8 +15,8 @@ from services.conductor.core.events import (
     StartDecode,
     TakeOverSequence,
 )
-from services.conductor.core.instances import FIRST_TRIAL_S, MIN_REPORTS, SLOW_HOLD_S, LoadFacts
-from services.conductor.core.scheduler import MAX_MOVING, MOVE_RETRY_S
+from moonpool.conductor.core.instances import FIRST_TRIAL_S, MIN_REPORTS, SLOW_HOLD_S, LoadFacts
+from moonpool.conductor.core.scheduler import MAX_MOVING, MOVE_RETRY_S
 from tests.unit.conductor.core.world import GONE, NO_ROOM, World
 
 FENCED = Failure(FailureKind.INVALID, "another conductor has it", field="resume.count")

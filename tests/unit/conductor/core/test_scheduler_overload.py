@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.conductor.core.admission import AdmissionMode
-from services.conductor.core.events import CallPrefill, CallReserve, ClientGone, CompletionReason, FailRequest
-from services.conductor.core.latency_model import OutputLengthModel, SloLimits
+from moonpool.conductor.core.admission import AdmissionMode
+from moonpool.conductor.core.events import CallPrefill, CallReserve, ClientGone, CompletionReason, FailRequest
+from moonpool.conductor.core.latency_model import OutputLengthModel, SloLimits
 
 from .world import GONE, LIMITS, World
 

@@ -1,7 +1,7 @@
 """Which placements of requests count as prompts that ask for a copy of a hot prefix."""
 
-from services.conductor.core.events import AnnouncePlacement, CallPrefill, CallReserve, CompletionReason, StartDecode
-from services.conductor.core.router import ReplicatePrefix
+from moonpool.conductor.core.events import AnnouncePlacement, CallPrefill, CallReserve, CompletionReason, StartDecode
+from moonpool.conductor.core.router import ReplicatePrefix
 
 from .world import NO_ROOM, World
 

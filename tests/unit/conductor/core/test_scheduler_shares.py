@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.conductor.core.events import (
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
@@ -10,10 +10,10 @@ from services.conductor.core.events import (
     FailRequest,
     InstanceJoined,
 )
-from services.conductor.core.instances import InstanceFacts
-from services.conductor.core.instances import InstanceKind as EngineKind
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.wait_queue import TENANT_MEMORY_S
+from moonpool.conductor.core.instances import InstanceFacts
+from moonpool.conductor.core.instances import InstanceKind as EngineKind
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.wait_queue import TENANT_MEMORY_S
 
 from .world import GONE, SHAPE, SPEEDS, World
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.conductor.core.events import (
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
@@ -13,8 +13,8 @@ from services.conductor.core.events import (
     Failure,
     FailureKind,
 )
-from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.wait_queue import MAX_RETRIES_AT_ONCE, MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
+from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.wait_queue import MAX_RETRIES_AT_ONCE, MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
 
 from .world import GONE, LIMITS, World
 

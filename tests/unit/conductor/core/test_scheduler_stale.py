@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.conductor.core.attempt_calls import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
-from services.conductor.core.events import (
+from moonpool.conductor.core.attempt_calls import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
@@ -11,7 +11,7 @@ from services.conductor.core.events import (
     PrefillAccepted,
     StalePlacement,
 )
-from services.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.latency_model import SloLimits
 
 from .world import World
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moonpool.scheduling.state_machine import CancelIo
-from services.conductor.core.attempt_calls import LINGER_S
-from services.conductor.core.events import (
+from moonpool.base.scheduling.state_machine import CancelIo
+from moonpool.conductor.core.attempt_calls import LINGER_S
+from moonpool.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,

@@ -4,12 +4,12 @@ import hashlib
 
 import pytest
 
-from moonpool.scheduling.sessions import SessionHint, SessionTurn
-from services.conductor.core import sessions
-from services.conductor.core.events import CallPrefill, CallReserve, CompletionReason, KeysChanged, SessionUpdated
-from services.conductor.core.expected import MEMORY_LEAD_S, ExpectedPrompts, TellSession
-from services.conductor.core.sessions import MAX_SESSIONS, SessionTable
-from services.conductor.placement.base import SessionFacts
+from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
+from moonpool.conductor.core import sessions
+from moonpool.conductor.core.events import CallPrefill, CallReserve, CompletionReason, KeysChanged, SessionUpdated
+from moonpool.conductor.core.expected import MEMORY_LEAD_S, ExpectedPrompts, TellSession
+from moonpool.conductor.core.sessions import MAX_SESSIONS, SessionTable
+from moonpool.conductor.placement.base import SessionFacts
 
 from .world import World
 

@@ -1,8 +1,8 @@
 """What a conductor remembers of tenants that have no requests now."""
 
-from moonpool.scheduling.fair_share import QueueKey
-from services.conductor.core.tenant_ledger import Elsewhere
-from services.conductor.core.wait_queue import MAX_RECENT_TENANTS, TenantCounts
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.conductor.core.tenant_ledger import Elsewhere
+from moonpool.conductor.core.wait_queue import MAX_RECENT_TENANTS, TenantCounts
 
 
 def counts_of(recent: int) -> TenantCounts:

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.scheduling.fair_share import MAX_TENANTS, QueueKey
-from services.conductor.core.events import Failure
-from services.conductor.core.tenant_activity import ConductorActivity, TenantActivity, TenantBudget
-from services.conductor.core.tenant_ledger import LIVE_HEARTBEATS, MAX_ROWS, TenantLedger
+from moonpool.base.scheduling.fair_share import MAX_TENANTS, QueueKey
+from moonpool.conductor.core.events import Failure
+from moonpool.conductor.core.tenant_activity import ConductorActivity, TenantActivity, TenantBudget
+from moonpool.conductor.core.tenant_ledger import LIVE_HEARTBEATS, MAX_ROWS, TenantLedger
 
 LAG_S = 0.5
 """From one conductor to another: a report to the first, and a report to the second."""

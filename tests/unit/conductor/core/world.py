@@ -3,11 +3,11 @@
 from collections import Counter
 from typing import Any, TypeVar
 
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.sessions import SessionTurn
-from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.events import (
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.events import (
     NO_DECODE_ROOM,
     Action,
     AnnouncePlacement,
@@ -41,11 +41,11 @@ from services.conductor.core.events import (
     TakeOverSequence,
     TokensArrived,
 )
-from services.conductor.core.instances import InstanceFacts, LoadFacts
-from services.conductor.core.instances import InstanceKind as EngineKind
-from services.conductor.core.latency_model import KVShape, SloLimits
-from services.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
-from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
+from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
+from moonpool.conductor.core.instances import InstanceKind as EngineKind
+from moonpool.conductor.core.latency_model import KVShape, SloLimits
+from moonpool.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
+from moonpool.conductor.core.scheduler import ConductorCore, SchedulerLimits
 
 BLOCK = 16
 SHAPE = KVShape(BLOCK, token_bytes=10, layers=1)

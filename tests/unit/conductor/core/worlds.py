@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.decode_pool import DecodeInstanceState, PlacedAnswer
-from services.conductor.core.events import KeysChanged
-from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import KVShape, PrefillCorrections
-from services.conductor.core.prefill_pool import PrefillInstanceState
-from services.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.decode_pool import DecodeInstanceState, PlacedAnswer
+from moonpool.conductor.core.events import KeysChanged
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from moonpool.conductor.core.latency_model import KVShape, PrefillCorrections
+from moonpool.conductor.core.prefill_pool import PrefillInstanceState
+from moonpool.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
 
 BLOCK_TOKENS = 16
 SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moonpool.errors import ConfigError
-from moonpool.scheduling.latency import Speeds
-from services.conductor.core.decode_pool import PlacedAnswer
-from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
-from services.conductor.placement.policies.registry import load_decode_policy
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
+from moonpool.conductor.placement.policies.registry import load_decode_policy
 
 from ..core.worlds import World, facts
 
@@ -84,7 +84,7 @@ class TestLeastTime:
 
 def test_policies_are_found_by_name_and_refused_by_name() -> None:
     assert load_decode_policy(DEFAULT_DECODE_POLICY) is DECODE_POLICIES[DEFAULT_DECODE_POLICY]
-    path = "services.conductor.placement.decode_policies.most_memory:MostMemory"
+    path = "moonpool.conductor.placement.decode_policies.most_memory:MostMemory"
     assert type(load_decode_policy(path)) is type(DECODE_POLICIES["most_memory"])
     with pytest.raises(ConfigError, match="decode_policy: there is no policy 'nice'; there are fewest_sequences"):
         load_decode_policy("nice")

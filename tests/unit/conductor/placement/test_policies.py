@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.scheduling.fair_share import QueueKey
-from moonpool.scheduling.latency import Speeds, decode_step_seconds
-from services.conductor.core.admission import AdmissionMode
-from services.conductor.core.cluster_state import ClusterView
-from services.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
-from services.conductor.core.instances import InstanceFacts
-from services.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
-from services.conductor.core.prefill_pool import ShadowTally, TtftLimit
-from services.conductor.core.scheduler import ConductorCore
-from services.conductor.placement.base import (
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.conductor.core.admission import AdmissionMode
+from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
+from moonpool.conductor.core.instances import InstanceFacts
+from moonpool.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
+from moonpool.conductor.core.prefill_pool import ShadowTally, TtftLimit
+from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.placement.base import (
     Candidates,
     InstanceLoad,
     PlacementRequest,
     PrefillChoice,
     StoredPrefix,
 )
-from services.conductor.placement.policies import POLICIES
+from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples
 
 from ..core.world import LIMITS

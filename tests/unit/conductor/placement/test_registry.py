@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.runtime.journal import JournalError
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.main import app
-from moonpool.errors import ConfigError
-from moonpool.runtime.journal import JournalError
-from moonpool.sampling_params import SamplingParams
-from services.conductor.placement.decode_policies import DECODE_POLICIES
-from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from services.conductor.placement.policies.registry import load_policy, seed_of
+from moonpool.conductor.placement.decode_policies import DECODE_POLICIES
+from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
+from moonpool.conductor.placement.policies.registry import load_policy, seed_of
 
 from ..core.worlds import SECOND_PER_TOKEN, World, facts
 from ..fakes import decode, prefill

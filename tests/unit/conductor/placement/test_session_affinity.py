@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.conductor.placement.base import SessionFacts
+from moonpool.conductor.placement.base import SessionFacts
 
 from .test_policies import world
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.scheduling.fair_share import QueueKey
-from services.conductor.placement.base import PrefillChoice
-from services.conductor.placement.policies import POLICIES
-from services.conductor.placement.policies.social import LATE_PATIENCE, LIMIT_S, PATIENCE
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.conductor.placement.base import PrefillChoice
+from moonpool.conductor.placement.policies import POLICIES
+from moonpool.conductor.placement.policies.social import LATE_PATIENCE, LIMIT_S, PATIENCE
 from tests.examples import examples
 
 from ..core.worlds import SECOND_PER_TOKEN, World, facts

@@ -6,14 +6,14 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from moonpool.base.kv.keys import BlockKey, block_keys, chain_root, tokens_to_bytes
+from moonpool.base.sampling_params import SampleSpec
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult, TokenHistory
 from moonpool.engine.emulated.engine import MONOTONIC, EmulatedEngine, EngineClock, start_emulated
 from moonpool.engine.emulated.profile import EmulatedCompute, Profile
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.kv.keys import BlockKey, block_keys, chain_root, tokens_to_bytes
-from moonpool.sampling_params import SampleSpec
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import SequenceStep, Step, StepResult, TokenHistory
 
 BT = 16
 LAYERS = 4

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.keys import BlockKey, chain_root
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.emulated.kv import EmulatedKV, continuation
-from moonpool.errors import Unavailable
-from moonpool.kv.keys import BlockKey, chain_root
-from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.engine.emulated.rig import BT, LAYERS, PROFILE, PROMPT, VOCAB, engine_of, history, part, slices, spec_of
 
 

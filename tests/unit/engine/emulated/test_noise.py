@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.emulated.profile import Noise
 from moonpool.engine.setup import EngineConfig, engine_setup
-from moonpool.errors import ConfigError
-from moonpool.scheduling.steps import Step
-from tests.unit.checkpoint.folder import write_config
+from tests.unit.base.checkpoint.folder import write_config
 from tests.unit.engine.emulated.rig import Clock, engine_of, history, part, spec_of
 
 

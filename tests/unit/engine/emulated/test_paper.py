@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.scheduling.latency import decode_step_seconds, load_seconds, prefill_seconds, transfer_seconds
 from moonpool.engine.emulated.profile import Profile, load_profile
-from moonpool.scheduling.latency import decode_step_seconds, load_seconds, prefill_seconds, transfer_seconds
 
 SIZES = tuple(thousands * 1024 for thousands in (8, 16, 32, 64, 128))
 """Tokens of prompt or context."""

@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.emulated.profile import (
     EmulatedCompute,
     Profile,
@@ -16,11 +20,7 @@ from moonpool.engine.emulated.profile import (
     step_seconds,
 )
 from moonpool.engine.setup import EngineConfig, engine_setup
-from moonpool.errors import ConfigError
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import SequenceStep, Step
-from tests.unit.checkpoint.folder import write_config
+from tests.unit.base.checkpoint.folder import write_config
 
 FIELDS: dict[str, Any] = {
     "name": "x",

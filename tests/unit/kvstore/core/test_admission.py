@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.kvstore.eviction.tenants import Pins
-from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
+from moonpool.kvstore.eviction.tenants import Pins
+from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
     BLOCK,

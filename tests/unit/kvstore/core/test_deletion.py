@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import DeletedCount, DeletionSteps
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.core.store import DeletedCount, DeletionSteps
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
     BLOCK,

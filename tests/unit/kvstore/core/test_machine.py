@@ -14,12 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import ReadLease
-from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.core.writes import PutSession
-from services.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
+from moonpool.base.errors import MoonpoolError, Overloaded
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.core.store import ReadLease
+from moonpool.kvstore.core.tiered_store import StoreListener
+from moonpool.kvstore.core.writes import PutSession
+from moonpool.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
 from tests.examples import examples
 from tests.unit.kvstore.helpers import (
     BLOCK,

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import FrameError, InvalidRequest, Overloaded
-from moonpool.kv.frames import OpenedRun, SliceRun
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.layout import KVLayout
-from services.kvstore.core.store import PORTION_KEYS, ReadLease
-from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.core.writes import PORTION_BLOCKS, PUTS_AHEAD, split_portions
-from services.kvstore.eviction.policies import LFU
-from services.kvstore.eviction.tenants import TenantAccount
+from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
+from moonpool.base.kv.frames import OpenedRun, SliceRun
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.kvstore.core.store import PORTION_KEYS, ReadLease
+from moonpool.kvstore.core.tiered_store import StoreListener
+from moonpool.kvstore.core.writes import PORTION_BLOCKS, PUTS_AHEAD, split_portions
+from moonpool.kvstore.eviction.policies import LFU
+from moonpool.kvstore.eviction.tenants import TenantAccount
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,

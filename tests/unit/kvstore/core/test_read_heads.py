@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import FrameOpener, SliceRun, pack_frames, split_run
-from moonpool.kv.keys import BlockKey, pack_keys
-from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.kv.frames import FrameOpener, SliceRun, pack_frames, split_run
+from moonpool.base.kv.keys import BlockKey, pack_keys
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.layouts import uniform_like
 from tests.slices import hashed, slice_to_send

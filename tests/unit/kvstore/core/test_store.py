@@ -2,9 +2,9 @@
 
 import pytest
 
-from moonpool.errors import FrameError, InvalidRequest, Overloaded
-from moonpool.kv.frames import OpenedRun, SliceRun
-from services.kvstore.core.writes import MAX_SESSION_BLOCKS, PutSpec
+from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
+from moonpool.base.kv.frames import OpenedRun, SliceRun
+from moonpool.kvstore.core.writes import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kvstore.dram.arena import AHEAD_BYTES, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+from moonpool.kvstore.dram.arena import AHEAD_BYTES, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
 from tests.examples import examples
 from tests.unit.kvstore.invariants import check
 

@@ -1,9 +1,9 @@
 import pytest
 
-from moonpool.errors import ConfigError
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.eviction.policies import LRU, POLICIES
+from moonpool.base.errors import ConfigError
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.dram.tier import DramTier
+from moonpool.kvstore.eviction.policies import LRU, POLICIES
 from tests.unit.kvstore.helpers import BLOCK, block_of, info_of, keys_of
 from tests.unit.kvstore.invariants import check
 

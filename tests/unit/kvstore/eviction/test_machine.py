@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from moonpool.kv.blocks import NO_PARENT, BlockInfo
-from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.sessions import SessionHint
-from services.kvstore.eviction.base import EvictionPolicy
-from services.kvstore.eviction.kv_aware import KVAware
-from services.kvstore.eviction.policies import POLICIES
-from services.kvstore.eviction.sessions import SessionRetention
+from moonpool.base.kv.blocks import NO_PARENT, BlockInfo
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.sessions import SessionHint
+from moonpool.kvstore.eviction.base import EvictionPolicy
+from moonpool.kvstore.eviction.kv_aware import KVAware
+from moonpool.kvstore.eviction.policies import POLICIES
+from moonpool.kvstore.eviction.sessions import SessionRetention
 from tests.examples import examples
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 from tests.unit.kvstore.invariants import check

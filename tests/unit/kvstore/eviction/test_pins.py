@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.errors import InvalidRequest, Overloaded
-from moonpool.kv.keys import BlockKey
-from services.kvstore.eviction.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
+from moonpool.base.errors import InvalidRequest, Overloaded
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.eviction.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
 from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 from tests.unit.kvstore.invariants import check

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
-from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded
+from moonpool.base.kv.keys import BlockKey, pack_keys
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
 from tests.unit.kvstore.rig import Rig, opened_get, opened_put, rig

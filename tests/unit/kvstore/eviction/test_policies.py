@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from moonpool.kv.blocks import NO_PARENT, BlockInfo
-from moonpool.kv.keys import BlockKey
-from services.kvstore.eviction.base import EvictionPolicy
-from services.kvstore.eviction.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
-from services.kvstore.eviction.policies import LFU, LRU, POLICIES, S3FIFO, LengthAware
-from simulator.experiments.prefix_caching import HeadFirstLRU
+from moonpool.base.kv.blocks import NO_PARENT, BlockInfo
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.eviction.base import EvictionPolicy
+from moonpool.kvstore.eviction.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
+from moonpool.kvstore.eviction.policies import LFU, LRU, POLICIES, S3FIFO, LengthAware
+from moonpool.simulator.experiments.prefix_caching import HeadFirstLRU
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
 from tests.unit.kvstore.invariants import check
 

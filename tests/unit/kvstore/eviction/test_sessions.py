@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from moonpool.kv.blocks import NO_PARENT, BlockInfo
-from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.sessions import SessionHint
-from services.kvstore.eviction.policies import LRU
-from services.kvstore.eviction.sessions import SessionRetention
-from simulator.eviction import optimum, replay, replay_sessions
-from simulator.experiments.prefix_caching import chains_in
-from simulator.traces.agentic import AgenticMix, AgenticWorkload
+from moonpool.base.kv.blocks import NO_PARENT, BlockInfo
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.sessions import SessionHint
+from moonpool.kvstore.eviction.policies import LRU
+from moonpool.kvstore.eviction.sessions import SessionRetention
+from moonpool.simulator.eviction import optimum, replay, replay_sessions
+from moonpool.simulator.experiments.prefix_caching import chains_in
+from moonpool.simulator.traces.agentic import AgenticMix, AgenticWorkload
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 
 

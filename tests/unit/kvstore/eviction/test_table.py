@@ -14,12 +14,12 @@ import pytest
 from benchmarks import eviction
 from benchmarks.eviction import SHIPPED, read_chains, trace_file
 from benchmarks.frame import Skipped, run
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.eviction.policies import POLICIES
-from simulator.eviction import Pool, optimum, replay
-from simulator.experiments.prefix_caching import BLOCKS, COMPARED, Chains, chains_in
-from simulator.traces.mooncake import TraceRequest, read_trace, write_trace
-from simulator.traces.workload import Workload
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.eviction.policies import POLICIES
+from moonpool.simulator.eviction import Pool, optimum, replay
+from moonpool.simulator.experiments.prefix_caching import BLOCKS, COMPARED, Chains, chains_in
+from moonpool.simulator.traces.mooncake import TraceRequest, read_trace, write_trace
+from moonpool.simulator.traces.workload import Workload
 from tests.unit.kvstore.invariants import check
 
 # The shipped trace: hits at each capacity

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import ConfigError, InvalidRequest, Overloaded
-from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.layout import KVLayout
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.dram.tier import DramTier
-from services.kvstore.eviction.policies import LRU
-from services.kvstore.eviction.tenants import MAX_TENANT_ROWS, Pins, TenantAccount, TenantRow
+from moonpool.base.errors import ConfigError, InvalidRequest, Overloaded
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.dram.tier import DramTier
+from moonpool.kvstore.eviction.policies import LRU
+from moonpool.kvstore.eviction.tenants import MAX_TENANT_ROWS, Pins, TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

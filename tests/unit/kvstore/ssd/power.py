@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from services.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.files import FileLayer
 from tests.unit.kvstore.faulty_files import at_once
 
 PAGE = 4096

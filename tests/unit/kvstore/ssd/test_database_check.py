@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database, salvage_database
-from services.kvstore.ssd.files import open_lmdb
+from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database, salvage_database
+from moonpool.kvstore.ssd.files import open_lmdb
 
 PAGE = 4096
 

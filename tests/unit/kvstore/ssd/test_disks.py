@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import ConfigError
-from moonpool.kv.blocks import DramBlock
-from moonpool.kv.keys import BlockKey
-from services.kvstore.eviction.tenants import TenantAccount, TenantRow
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.write_behind import WriteBehind
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.blocks import DramBlock
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.eviction.tenants import TenantAccount, TenantRow
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
+from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, spec_of, writing
 from tests.unit.kvstore.invariants import check

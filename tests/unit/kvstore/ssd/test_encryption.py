@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.base.cluster.proto_conversion import DELETION
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.blocks import DramBlock
+from moonpool.base.kv.keys import BlockKey, bind, slice_hash
+from moonpool.base.rpc import auth
 from moonpool.cli.kvstore import app
 from moonpool.client.kv import AsyncKVClient
-from moonpool.cluster.proto_conversion import DELETION
-from moonpool.errors import ConfigError
-from moonpool.kv.blocks import DramBlock
-from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.rpc import auth
-from moonpool.v1 import kv_pb2
-from services.kvstore import deletion
-from services.kvstore.config import KVStoreConfig
-from services.kvstore.record_store import RecordFolder, read_records
-from services.kvstore.repair import repair, verify
-from services.kvstore.scrubber import Scrubber
-from services.kvstore.ssd.encryption import (
+from moonpool.kvstore import deletion
+from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.record_store import RecordFolder, read_records
+from moonpool.kvstore.repair import repair, verify
+from moonpool.kvstore.scrubber import Scrubber
+from moonpool.kvstore.ssd.encryption import (
     TAG_BYTES,
     BrokenSealError,
     EncryptionKey,
@@ -38,8 +37,9 @@ from services.kvstore.ssd.encryption import (
     drop_keys,
     read_key_file,
 )
-from services.kvstore.ssd.records import SEALED_MAGIC, pack_header, unpack_header
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.records import SEALED_MAGIC, pack_header, unpack_header
+from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.v1 import kv_pb2
 from tests.unit.clocks import hurried
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, held, keys_of, slice_of, store
 from tests.unit.kvstore.rig import KEYS as RIG_KEYS

@@ -13,11 +13,11 @@ from typing import Any
 import lmdb
 import pytest
 
-from moonpool.kv.file_io import FileSpan
-from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
-from services.kvstore.write_behind import WriteBehind
+from moonpool.base.kv.file_io import FileSpan
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, held, keys_of, open_ssd, store, writing
 from tests.unit.kvstore.invariants import check
@@ -124,7 +124,7 @@ async def test_trouble_is_told_once_a_while_and_its_end_at_once(
                 assert await writer.drain(20)
                 files.mend()
                 return [
-                    record.getMessage() for record in caplog.records if record.name == "services.kvstore.write_behind"
+                    record.getMessage() for record in caplog.records if record.name == "moonpool.kvstore.write_behind"
                 ]
 
             def broken(name: str) -> OSError:

@@ -6,8 +6,8 @@ from typing import Any
 import lmdb
 import pytest
 
-from services.kvstore.ssd.files import FileLayer, open_lmdb
-from services.kvstore.ssd.index import (
+from moonpool.kvstore.ssd.files import FileLayer, open_lmdb
+from moonpool.kvstore.ssd.index import (
     ENTRY,
     MAX_SEGMENT_BYTES,
     Catalogue,

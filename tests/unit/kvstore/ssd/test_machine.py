@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from moonpool.kv.keys import BlockKey
-from services.kvstore.eviction.tenants import TenantAccount
-from services.kvstore.ssd.records import BadRecordError, SsdReader
-from services.kvstore.ssd.recovery import Durability
-from services.kvstore.ssd.segment_log import WritePlan
-from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.eviction.tenants import TenantAccount
+from moonpool.kvstore.ssd.records import BadRecordError, SsdReader
+from moonpool.kvstore.ssd.recovery import Durability
+from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from tests.examples import examples
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check

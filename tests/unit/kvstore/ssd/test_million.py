@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.files import ALIGN, FileLayer
-from services.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
-from services.kvstore.ssd.records import segment_path
-from services.kvstore.ssd.tier import open_tier
+from moonpool.kvstore.ssd.files import ALIGN, FileLayer
+from moonpool.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
+from moonpool.kvstore.ssd.records import segment_path
+from moonpool.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import FORMAT
 
 SEGMENTS, PER_SEGMENT, PAGES, BATCH = 64, 15_625, 17, 625

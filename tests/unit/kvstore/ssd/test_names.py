@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.blocks import BlockFormat
-from services.kvstore.eviction.tenants import TenantAccount, TenantRow
-from services.kvstore.ssd.index import Index
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.kvstore.eviction.tenants import TenantAccount, TenantRow
+from moonpool.kvstore.ssd.index import Index
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, info_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check

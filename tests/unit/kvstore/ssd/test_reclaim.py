@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from services.kvstore.eviction.tenants import TenantAccount
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.segment_log import WritePlan
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.eviction.tenants import TenantAccount
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from moonpool.kv.blocks import BlockFormat, BlockInfo
-from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.kv.layout import KVLayout
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.records import (
+from moonpool.base.kv.blocks import BlockFormat, BlockInfo
+from moonpool.base.kv.keys import BlockKey, bind, slice_hash
+from moonpool.base.kv.layout import KVLayout
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.records import (
     BadRecordError,
     ScannedRecord,
     header_size,

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.layout import KVLayout
-from services.kvstore.repair import verify
-from services.kvstore.ssd.files import ALIGN
-from services.kvstore.ssd.index import RecordFilter, RecordLocation, Segment
-from services.kvstore.ssd.records import list_segments, pack_header
-from services.kvstore.ssd.segment_log import WritePlan
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.kvstore.repair import verify
+from moonpool.kvstore.ssd.files import ALIGN
+from moonpool.kvstore.ssd.index import RecordFilter, RecordLocation, Segment
+from moonpool.kvstore.ssd.records import list_segments, pack_header
+from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check

@@ -8,10 +8,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from moonpool.errors import ConfigError
-from services.kvstore.repair import verify
-from services.kvstore.ssd.files import FileLayer, open_lmdb
-from services.kvstore.ssd.tier import SsdTier, open_tier
+from moonpool.base.errors import ConfigError
+from moonpool.kvstore.repair import verify
+from moonpool.kvstore.ssd.files import FileLayer, open_lmdb
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, owner_of, store
 from tests.unit.kvstore.invariants import check

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import ConfigError
-from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.files import FileLayer
-from services.kvstore.ssd.index import RecordKind
-from services.kvstore.ssd.records import BadRecordError, Band, read_bands
-from services.kvstore.ssd.recovery import DataFolder
-from services.kvstore.ssd.tier import SsdTier
+from moonpool.base.errors import ConfigError
+from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.index import RecordKind
+from moonpool.kvstore.ssd.records import BadRecordError, Band, read_bands
+from moonpool.kvstore.ssd.recovery import DataFolder
+from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import (
     FORMAT,

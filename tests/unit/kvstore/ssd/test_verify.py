@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import ConfigError
-from services.kvstore.repair import repair, verify
-from services.kvstore.ssd.recovery import FolderFault
+from moonpool.base.errors import ConfigError
+from moonpool.kvstore.repair import repair, verify
+from moonpool.kvstore.ssd.recovery import FolderFault
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, data_of, keys_of, store
 
 KEYS = keys_of(12)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from moonpool.errors import MoonpoolError
-from moonpool.kv.keys import BlockKey
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.telemetry.metrics import restless
-from moonpool.transport import fault_injection
-from moonpool.transport.fault_injection import FrameCorruptor
-from moonpool.transport.flow_control import StreamTraffic
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.telemetry.metrics import restless
+from moonpool.base.transport import fault_injection
+from moonpool.base.transport.fault_injection import FrameCorruptor
+from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.rpc.messages import PayloadMessage
+from moonpool.kvstore.kv_streams import MemoryWaitQueue, PutResources, PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.kv_streams import MemoryWaitQueue, PutResources, PutStream
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, keys_of, open_ssd
 from tests.unit.kvstore.rig import frames_of, put_open
 

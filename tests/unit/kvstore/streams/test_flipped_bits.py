@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.errors import TransferFailed
-from moonpool.kv.blocks import DramBlock
-from moonpool.kv.frames import DamagedSliceError
-from moonpool.kv.keys import slice_hash
-from services.kvstore.ssd.records import BadRecordError
+from moonpool.base.errors import TransferFailed
+from moonpool.base.kv.blocks import DramBlock
+from moonpool.base.kv.frames import DamagedSliceError
+from moonpool.base.kv.keys import slice_hash
+from moonpool.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, data_of, keys_of, open_ssd, slice_of
 from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.rig import PARENTS, Rig, rig

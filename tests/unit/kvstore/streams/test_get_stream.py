@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import FrameOpener, split_run
-from moonpool.kv.keys import pack_keys
+from moonpool.base.kv.frames import FrameOpener, split_run
+from moonpool.base.kv.keys import pack_keys
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, OTHER_FORMAT, data_of, keys_of
 from tests.unit.kvstore.rig import (

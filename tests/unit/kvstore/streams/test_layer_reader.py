@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.errors import Overloaded
-from moonpool.kv.blocks import BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.file_io import FileSpan, ReadOutcome
-from moonpool.kv.layout import KVLayout
-from moonpool.transport.flow_control import ByteCredits
-from services.kvstore.core.store import LeasedBlock, ReadLease
-from services.kvstore.dram.arena import Arena
-from services.kvstore.layer_reader import LayerReader, LostBlock
-from services.kvstore.ssd.records import BadRecordError, SsdReader
+from moonpool.base.errors import Overloaded
+from moonpool.base.kv.blocks import BlockFormat, BlockInfo, DramBlock
+from moonpool.base.kv.file_io import FileSpan, ReadOutcome
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.transport.flow_control import ByteCredits
+from moonpool.kvstore.core.store import LeasedBlock, ReadLease
+from moonpool.kvstore.dram.arena import Arena
+from moonpool.kvstore.layer_reader import LayerReader, LostBlock
+from moonpool.kvstore.ssd.records import BadRecordError, SsdReader
 from tests.examples import examples
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from moonpool.errors import DeadlineExceeded, InvalidRequest
-from services.kvstore.kv_streams import MemoryWaitQueue
+from moonpool.base.errors import DeadlineExceeded, InvalidRequest
+from moonpool.kvstore.kv_streams import MemoryWaitQueue
 from tests.unit.kvstore.helpers import keys_of
 
 KEYS = keys_of(6)

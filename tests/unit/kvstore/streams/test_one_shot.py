@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import FrameError, PermissionDenied, StreamBroken
-from moonpool.kv.blocks import NO_PARENT
-from moonpool.kv.keys import BlockKey, bind, pack_keys, slice_hash
-from moonpool.kv.values import value_key
-from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
-from moonpool.kv_transfer.store_writer import BlocksToPut
-from moonpool.transport.blocking import BlockingConnection, BlockingStream
-from moonpool.transport.config import TransportConfig
-from moonpool.transport.framing import (
+from moonpool.base.errors import FrameError, PermissionDenied, StreamBroken
+from moonpool.base.kv.blocks import NO_PARENT
+from moonpool.base.kv.keys import BlockKey, bind, pack_keys, slice_hash
+from moonpool.base.kv.values import value_key
+from moonpool.base.kv_transfer.blocking import BlockingReader, BlockingWriter
+from moonpool.base.kv_transfer.store_writer import BlocksToPut
+from moonpool.base.transport.blocking import BlockingConnection, BlockingStream
+from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.framing import (
     GET,
     ONE_SHOT_BYTES,
     OTHERWISE,
@@ -30,14 +30,14 @@ from moonpool.transport.framing import (
     PayloadExtent,
     trailing_hashes,
 )
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.regions import SharedMemory
-from moonpool.transport.registry import open_transports
+from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.regions import SharedMemory
+from moonpool.base.transport.registry import open_transports
+from moonpool.kvstore.kv_streams import GetStream, PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.kv_streams import GetStream, PutStream
+from tests.unit.base.transport.pairs import lane_settings
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, Rig, rig
-from tests.unit.transport.pairs import lane_settings
 
 LANES = ["local", "tcp", "tls"]
 TIMEOUT_S = 60.0

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import pack_frames
-from moonpool.kv.keys import pack_keys
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.kv.frames import pack_frames
+from moonpool.base.kv.keys import pack_keys
+from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.kvstore.helpers import LAYOUT, data_of, keys_of, slice_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, data_of
 from tests.unit.kvstore.rig import (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from moonpool.transport.flow_control import ByteCredits
-from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.layer_reader import LayerReader, LostBlock
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.transport.flow_control import ByteCredits
+from moonpool.kvstore.core.tiered_store import StoreListener
+from moonpool.kvstore.layer_reader import LayerReader, LostBlock
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

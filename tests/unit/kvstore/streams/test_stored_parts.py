@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kv.blocks import block_format
-from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import block_keys, pack_keys, window_key
-from moonpool.kv.layout import KVLayout, LayerKV
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost
-from moonpool.kv_transfer.store_writer import PutOutcome
-from moonpool.kv_transfer.stored_parts import PartedReader, PartedWriter, WindowLost
+from moonpool.base.kv.blocks import block_format
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import block_keys, pack_keys, window_key
+from moonpool.base.kv.layout import KVLayout, LayerKV
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.prefix_reader import BlockReader, PrefixLost
+from moonpool.base.kv_transfer.store_writer import PutOutcome
+from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter, WindowLost
+from moonpool.engine.prefill.core.jobs import OutgoingKV, PrefillSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.prefill.core.jobs import OutgoingKV, PrefillSettings
 from tests.layouts import GROUPED
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import slice_of

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import FrameError, StreamBroken
-from moonpool.kv.keys import slice_hash
-from moonpool.kv.pool import KVPool
-from moonpool.kv_transfer.endpoint import KVEndpoint
-from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.transport.config import TRANSPORTS
-from moonpool.transport.sessions import StreamSettings
+from moonpool.base.errors import FrameError, StreamBroken
+from moonpool.base.kv.keys import slice_hash
+from moonpool.base.kv.pool import KVPool
+from moonpool.base.kv_transfer.endpoint import KVEndpoint
+from moonpool.base.kv_transfer.store_writer import StoreWriter
+from moonpool.base.transport.config import TRANSPORTS
+from moonpool.base.transport.sessions import StreamSettings
+from tests.unit.base.transport.pairs import NIXL, Cuttable, lane_settings, shared
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
-from tests.unit.transport.pairs import NIXL, Cuttable, lane_settings, shared
 
 NAMES = ["local", "tcp", "tls", "grpc", NIXL]
 FRAME = 2 * LAYOUT.slice_bytes(0)
@@ -209,7 +209,7 @@ async def test_a_transport_of_its_own_needs_a_class_and_an_entry(
     sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV moves over a transport that no other code knows (docs/extend/kv_transport.md)."""
-    monkeypatch.setitem(TRANSPORTS, "toy", "tests.unit.transport.toy:ToyTransport")
+    monkeypatch.setitem(TRANSPORTS, "toy", "tests.unit.base.transport.toy:ToyTransport")
     async with storing(sockets, "toy") as (store, dialer, pool), writing(store) as writer:
         outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
         assert (outcome.stored, writer.transport) == (len(KEYS), "toy")

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.errors import InvalidRequest, Unavailable
-from moonpool.kv.keys import BlockKey
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, data_of, keys_of
 from tests.unit.kvstore.rig import KEYS, Rig, answer, failure, opened_put, put_open, putting, rig

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from moonpool.cluster import HeldKeys
-from moonpool.cluster.kv_events import KVEventJournal
-from moonpool.errors import Overloaded, Unavailable
-from moonpool.kv.blocks import PARTS
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.base.cluster import HeldKeys
+from moonpool.base.cluster.kv_events import KVEventJournal
+from moonpool.base.errors import Overloaded, Unavailable
+from moonpool.base.kv.blocks import PARTS
+from moonpool.base.kv.keys import BlockKey, unpack_keys
 from tests.unit.kvstore.helpers import in_part, keys_of
 
 KEYS = keys_of(6)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cluster import HeldKeys
-from moonpool.cluster.kv_events import KVEventJournal
-from moonpool.errors import Unavailable
-from moonpool.kv.blocks import PARTS
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.base.cluster import HeldKeys
+from moonpool.base.cluster.kv_events import KVEventJournal
+from moonpool.base.errors import Unavailable
+from moonpool.base.kv.blocks import PARTS
+from moonpool.base.kv.keys import BlockKey, unpack_keys
+from moonpool.kvstore.core.tiered_store import StoreListener
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.tiered_store import StoreListener
 from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, held, in_part, keys_of, open_ssd
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.engine.emulated.profile import Profile
-from moonpool.scheduling.latency import Speeds
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import LEAPS, ClusterConfig, Runs
-from simulator.cluster.requests import Request
-from simulator.network import CallDelays
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, Runs
+from moonpool.simulator.cluster.requests import Request
+from moonpool.simulator.network import CallDelays
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 PROFILE = Profile(
     name="round",

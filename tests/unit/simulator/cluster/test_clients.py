@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from simulator.clock import SimulatedWorld, ps
-from simulator.cluster.clients import RETRY_S, Clients, Serving
-from simulator.cluster.requests import DONE, Request, TokenTimes
+from moonpool.simulator.clock import SimulatedWorld, ps
+from moonpool.simulator.cluster.clients import RETRY_S, Clients, Serving
+from moonpool.simulator.cluster.requests import DONE, Request, TokenTimes
 from tests.unit.simulator.cluster.rig import config
 
 UNREAD: Any = object()

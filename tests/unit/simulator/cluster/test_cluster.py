@@ -6,13 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.decode.core.settings import Preemption
-from simulator.clock import PS, ps
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import DecodeMemory, Runs, SloTargets
-from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request, TokenTimes
-from simulator.network import CallDelays, exponential
-from simulator.traces.mooncake import TraceRequest
+from moonpool.engine.decode.core.settings import Preemption
+from moonpool.simulator.clock import PS, ps
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.config import DecodeMemory, Runs, SloTargets
+from moonpool.simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request, TokenTimes
+from moonpool.simulator.network import CallDelays, exponential
+from moonpool.simulator.traces.mooncake import TraceRequest
 from tests.examples import examples
 from tests.unit.simulator.cluster.rig import config, request, run
 

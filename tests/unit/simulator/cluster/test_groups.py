@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.kv.keys import BlockKey
-from services.conductor.core.events import Event, LoadReported
-from simulator.clock import SimulatedWorld, ps
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.members import Members
-from simulator.cluster.requests import DONE, Request
-from simulator.cluster.store import Store
-from simulator.network import Calls, Link, SimulatedNetwork
-from simulator.traces.mooncake import TraceRequest
+from moonpool.base.kv.keys import BlockKey
+from moonpool.conductor.core.events import Event, LoadReported
+from moonpool.simulator.clock import SimulatedWorld, ps
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.members import Members
+from moonpool.simulator.cluster.requests import DONE, Request
+from moonpool.simulator.cluster.store import Store
+from moonpool.simulator.network import Calls, Link, SimulatedNetwork
+from moonpool.simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import NO_DELAYS, config, request, run
 
 

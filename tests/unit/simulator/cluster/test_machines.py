@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.errors import ConfigError
-from services.conductor.core.events import ChangeRole
-from services.conductor.core.instances import InstanceKind
-from services.conductor.core.roles import RoleLimits
-from simulator.clock import PS, ps
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.requests import DONE, Request
+from moonpool.base.errors import ConfigError
+from moonpool.conductor.core.events import ChangeRole
+from moonpool.conductor.core.instances import InstanceKind
+from moonpool.conductor.core.roles import RoleLimits
+from moonpool.simulator.clock import PS, ps
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.requests import DONE, Request
 from tests.unit.simulator.cluster.rig import config, request, run
 
 

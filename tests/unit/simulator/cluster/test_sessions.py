@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from simulator.clock import PS
-from simulator.cluster.requests import Request
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.requests import Request
+from moonpool.simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import PROFILE, config, request, run
 
 BLOCK_BYTES = 64 * PROFILE.token_bytes

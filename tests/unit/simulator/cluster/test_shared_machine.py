@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.errors import ConfigError
-from simulator.clock import PS
-from simulator.cluster.engine import SharedMachine
+from moonpool.base.errors import ConfigError
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.engine import SharedMachine
 from tests.unit.simulator.cluster.rig import config, request, run
 
 

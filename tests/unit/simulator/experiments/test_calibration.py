@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from moonpool.engine.emulated.profile import load_profile
-from simulator.clock import PS
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Request, TokenTimes
-from simulator.experiments.calibration import Extras, Times, charts, compare, distance, fit, quantile, serve
-from simulator.traces.workload import CHAT, Workload
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.cluster.requests import Request, TokenTimes
+from moonpool.simulator.experiments.calibration import Extras, Times, charts, compare, distance, fit, quantile, serve
+from moonpool.simulator.traces.workload import CHAT, Workload
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, kvstore=0)
 NOTHING = Extras(1.0, 0.0, 1.0, 0.0, 0.0, prompt_s=0.0, call_s=CONFIG.delays.more_s)

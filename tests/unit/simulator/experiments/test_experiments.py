@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED, trace_file
 from benchmarks.frame import Skipped
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.cli.main import app
 from moonpool.cli.simulate import app as experiments
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from simulator.cluster.config import ClusterConfig
-from simulator.experiments.faults import faults
-from simulator.experiments.frame import RequestSource, Result, Row
-from simulator.experiments.memory import MemoryLoad, memory
-from simulator.experiments.prefix_caching import REST, HotLoad, cache, hot, paper_line, transfer, ttft_s
-from simulator.experiments.serving import ratio, scale, scheduling
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.experiments.faults import faults
+from moonpool.simulator.experiments.frame import RequestSource, Result, Row
+from moonpool.simulator.experiments.memory import MemoryLoad, memory
+from moonpool.simulator.experiments.prefix_caching import REST, HotLoad, cache, hot, paper_line, transfer, ttft_s
+from moonpool.simulator.experiments.serving import ratio, scale, scheduling
 from tests.unit.simulator.cluster.rig import PROFILE
 
 SMALL = RequestSource(SHIPPED, requests=60)

@@ -5,14 +5,14 @@ from statistics import fmean
 
 import pytest
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError
-from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
-from simulator.cluster.admission import PoolLoad
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.cluster.requests import DONE
-from simulator.experiments.frame import RequestSource, simulate
-from simulator.experiments.serving import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
+from moonpool.simulator.cluster.admission import PoolLoad
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.cluster.requests import DONE
+from moonpool.simulator.experiments.frame import RequestSource, simulate
+from moonpool.simulator.experiments.serving import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
 
 CROWDED = ClusterConfig(
     profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=SloTargets(10.0, 0.03)

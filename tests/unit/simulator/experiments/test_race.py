@@ -7,14 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED
+from moonpool.base.errors import ConfigError
 from moonpool.cli.simulate import app
+from moonpool.conductor.placement.policies import DEFAULT_POLICY
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError
-from services.conductor.placement.policies import DEFAULT_POLICY
-from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import RequestSource
-from simulator.experiments.race import Courses, Racers, jittered, linked, misses, race
-from simulator.traces.mooncake import TraceRequest
+from moonpool.simulator.cluster.config import ClusterConfig
+from moonpool.simulator.experiments.frame import RequestSource
+from moonpool.simulator.experiments.race import Courses, Racers, jittered, linked, misses, race
+from moonpool.simulator.traces.mooncake import TraceRequest
 
 CLUSTER = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=2, rate=2.0)
 SMALL = RequestSource(SHIPPED, requests=24)

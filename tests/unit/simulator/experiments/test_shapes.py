@@ -4,18 +4,18 @@ import tracemalloc
 
 import pytest
 
+from moonpool.base.errors import ConfigError
+from moonpool.base.scheduling.latency import prefill_seconds
+from moonpool.conductor.core.roles import RoleLimits
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError
-from moonpool.scheduling.latency import prefill_seconds
-from services.conductor.core.roles import RoleLimits
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.cluster.requests import DONE, Request, TokenTimes
-from simulator.experiments import pipeline as pipelines
-from simulator.experiments.faults import COUNTS, conductors
-from simulator.experiments.frame import RequestSource
-from simulator.experiments.pipeline import SHORT, PromptStream, pipeline
-from simulator.experiments.serving import Phases, Shifts, roles
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.cluster.requests import DONE, Request, TokenTimes
+from moonpool.simulator.experiments import pipeline as pipelines
+from moonpool.simulator.experiments.faults import COUNTS, conductors
+from moonpool.simulator.experiments.frame import RequestSource
+from moonpool.simulator.experiments.pipeline import SHORT, PromptStream, pipeline
+from moonpool.simulator.experiments.serving import Phases, Shifts, roles
 from tests.unit.simulator.cluster.rig import config, request
 
 PROFILE = load_profile("llama-70b-a800")

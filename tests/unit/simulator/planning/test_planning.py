@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED
+from moonpool.base.errors import ConfigError
 from moonpool.cli.main import app
-from moonpool.errors import ConfigError
-from simulator.cluster.config import ClusterConfig, SloTargets
-from simulator.experiments.frame import RequestSource, simulate
-from simulator.experiments.report import Summary
-from simulator.planning.page import page
-from simulator.planning.planner import (
+from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
+from moonpool.simulator.experiments.frame import RequestSource, simulate
+from moonpool.simulator.experiments.report import Summary
+from moonpool.simulator.planning.page import page
+from moonpool.simulator.planning.planner import (
     Hardware,
     InstanceMix,
     NoPlan,
@@ -27,7 +27,7 @@ from simulator.planning.planner import (
     load_hardware,
     parse_slo,
 )
-from simulator.traces.mooncake import write_trace
+from moonpool.simulator.traces.mooncake import write_trace
 from tests.examples import examples
 from tests.unit.simulator.cluster.rig import NO_DELAYS, PROFILE, request
 

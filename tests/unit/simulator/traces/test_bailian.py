@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator.traces.bailian import read_bailian
-from simulator.traces.mooncake import Trace, TraceError
+from moonpool.simulator.traces.bailian import read_bailian
+from moonpool.simulator.traces.mooncake import Trace, TraceError
 
 
 def line(chat: int, parent: int, at_s: float, tokens: int, ids: list[int]) -> str:
@@ -40,7 +40,9 @@ def test_a_conversation_is_a_session_and_prefixes_are_chains(tmp_path: Path) -> 
 def test_what_is_written_is_a_trace(tmp_path: Path) -> None:
     path, out = tmp_path / "bailian.jsonl", tmp_path / "trace.jsonl"
     path.write_text(LINES)
-    subprocess.run([sys.executable, "-m", "simulator.traces.bailian", str(path), "--out", str(out)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "moonpool.simulator.traces.bailian", str(path), "--out", str(out)], check=True
+    )
     trace = Trace(out)
     assert trace.block_tokens == 16
     assert [one.session for one in trace] == ["7", "8", "7", "4"]

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import Unavailable
 from moonpool.cli.load_generator import RequestOutcome, TraceSchedule, trace_loop
-from moonpool.errors import Unavailable
-from simulator.clock import PS
-from simulator.cluster.cluster import Cluster
-from simulator.cluster.requests import DONE, Request
-from simulator.traces.agentic import AgenticMix, AgenticWorkload, Lognormal, statistics
-from simulator.traces.closed_loop import ClosedLoop
-from simulator.traces.mooncake import TraceError, TraceRequest, read_trace, write_trace
-from simulator.traces.weka import WekaSessions
+from moonpool.simulator.clock import PS
+from moonpool.simulator.cluster.cluster import Cluster
+from moonpool.simulator.cluster.requests import DONE, Request
+from moonpool.simulator.traces.agentic import AgenticMix, AgenticWorkload, Lognormal, statistics
+from moonpool.simulator.traces.closed_loop import ClosedLoop
+from moonpool.simulator.traces.mooncake import TraceError, TraceRequest, read_trace, write_trace
+from moonpool.simulator.traces.weka import WekaSessions
 from tests.unit.simulator.cluster.rig import config
 
 PARENT = TraceRequest(1000, 600, 20, (0, 1), session="a", name="a#0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.traces.mooncake import (
+from moonpool.simulator.traces.mooncake import (
     BLOCK_TOKENS,
     Trace,
     TraceError,
@@ -17,7 +17,7 @@ from simulator.traces.mooncake import (
     trace_path,
     write_trace,
 )
-from simulator.traces.workload import CHAT, Workload, WorkloadMix
+from moonpool.simulator.traces.workload import CHAT, Workload, WorkloadMix
 
 
 def test_tokens_follow_from_hash_ids() -> None:

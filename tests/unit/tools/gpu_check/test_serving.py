@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.checkpoint import kv_layout, load_config
+from moonpool.base.checkpoint import kv_layout, load_config
+from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.base.logprobs import TokenLogprobs
 from moonpool.cli.stack import StackPlan
 from moonpool.client import TokenEvent
-from moonpool.errors import MoonpoolError, Overloaded, Unavailable
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.logprobs import TokenLogprobs
-from moonpool.models.random_checkpoint import SHAPES
+from moonpool.engine.models.random_checkpoint import SHAPES
 from tools.gpu_check.client_speeds import LARGE_SIZES, SIZES, TINY_SIZES, Sizes
 from tools.gpu_check.serving import (
     LARGE,

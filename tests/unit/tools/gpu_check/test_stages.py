@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.frame import Row
+from moonpool.base.scheduling.steps import Step
 from moonpool.engine.cuda_graphs import DecodeGraphs
-from moonpool.platforms.kv_memory import KVLoads
-from moonpool.scheduling.steps import Step
+from moonpool.engine.platforms.kv_memory import KVLoads
 from tools.gpu_check import runners
 from tools.gpu_check.host_time import HostTime
 from tools.gpu_check.stages import (
@@ -191,7 +191,7 @@ def test_every_test_of_a_gpu_belongs_to_a_stage() -> None:
         for path in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"pytest\.mark\.gpu,?$|pytest\.mark\.gpu, |pytest\.mark\.gpu\]", path.read_text(), re.M)
     }
-    started = "tests/unit/kernels/test_triton/test_gpu.py"
+    started = "tests/unit/engine/kernels/test_triton/test_gpu.py"
     assert {*devices.TESTS, *parity.TESTS, started} == marked
     assert set(re.findall(r"cases_\w+\.py", (ROOT / started).read_text())) == {Path(it).name for it in kernels.ALL}
 

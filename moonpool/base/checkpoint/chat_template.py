@@ -1,0 +1,293 @@
+"""Chat templates: from a conversation to a prompt's text, in a sandbox.
+
+Control tokens come from templates only. Before a template runs, control tokens within a conversation's texts are
+marked, so that the prompt can be tokenised with those texts as plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+from jinja2 import Template, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+
+from moonpool.base.checkpoint.generic_tools import with_generic_tools
+from moonpool.base.checkpoint.past_calls import call_arguments
+from moonpool.base.errors import CheckpointError, InvalidRequest
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Template variables that `template_kwargs` cannot set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        add_generation_prompt: the text ends with the beginning of an answer.
+        continue_final_message: the text ends with the last message, which the answer continues; in place of
+            `add_generation_prompt`.
+        template_kwargs: further template variables, for example Qwen 3's `enable_thinking`.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt's text.
+
+    Attributes:
+        text: the whole text.
+        literals: begin and end of control tokens in `text` that the conversation brought; these are plain text.
+    """
+
+    text: str
+    literals: tuple[tuple[int, int], ...] = ()
+
+
+class ControlTokens:
+    """A checkpoint's control tokens: texts that stand for one token each."""
+
+    def __init__(self, special: Sequence[str], added: Sequence[str] = ()) -> None:
+        """Take the tokens.
+
+        Args:
+            special: tokens that no text of a conversation may become.
+            added: further tokens that templates write. The assistant's texts may become these, as the assistant's
+                answers do.
+        """
+        self._all = _any_of((*special, *added))
+        self._special = _any_of(special)
+
+    def choose_marks(self, texts: str) -> tuple[str, str, str]:
+        """Return three characters that are not in `texts`."""
+        unused = (char for char in map(chr, range(0xE000, 0xF8FF)) if char not in texts)
+        begin, end, stop = islice(unused, 3)
+        return begin, end, stop
+
+    def mark(self, value: Any, begin: str, end: str, *, assistant: bool = False) -> Any:
+        """Return plain JSON data with `begin` and `end` around every control token within strings."""
+        tokens = self._special if assistant else self._all
+        if isinstance(value, str):
+            return tokens.sub(lambda match: f"{begin}{match[0]}{end}", value)
+        if isinstance(value, dict):
+            return {key: self.mark(item, begin, end, assistant=assistant) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mark(item, begin, end, assistant=assistant) for item in value]
+        return value
+
+    def unmark(self, text: str, begin: str, end: str) -> RenderedChat:
+        """Return `text` without marks. Marks that a template has cut from their tokens are dropped."""
+        parts: list[str] = []
+        literals, length, last = [], 0, 0
+        for match in re.finditer(f"{begin}({self._all.pattern}){end}|[{begin}{end}]", text):
+            token = match[1] or ""
+            parts += [text[last : match.start()], token]
+            length += match.start() - last + len(token)
+            if token:
+                literals.append((length - len(token), length))
+            last = match.end()
+        return RenderedChat("".join((*parts, text[last:])), tuple(literals))
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+class ChatTemplate:
+    """A chat template, in a sandbox. Stateless; may be used from several threads."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        """Compile `source`; `special` are `bos_token` and the like, as the template sees them.
+
+        Raises:
+            CheckpointError: not a valid template.
+        """
+        self.source = source
+        self._special = dict(special)
+        environment = _environment()
+        try:
+            self._template: Template = environment.from_string(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+        except TemplateError as error:
+            raise CheckpointError(f"chat template: {error}") from None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> str:
+        """Return a conversation's text from plain JSON data.
+
+        Raises:
+            InvalidRequest: the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                **{**self._special, **options.template_kwargs},
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+
+
+class ChatTemplates:
+    """A checkpoint's chat templates. Stateless; may be used from several threads."""
+
+    def __init__(self, sources: Mapping[str, str], special: Mapping[str, str], control: ControlTokens) -> None:
+        """Compile the templates.
+
+        Args:
+            sources: by name: "default", and "tool_use" for conversations with tools.
+            special: `bos_token` and the like, as templates see them.
+            control: the checkpoint's control tokens.
+
+        Raises:
+            CheckpointError: a template is not valid, or none has the name "default".
+        """
+        if "default" not in sources:
+            raise CheckpointError(f"chat template: none of {', '.join(sources)} is named default")
+        self.default = ChatTemplate(sources["default"], special)
+        self.tool_use = ChatTemplate(sources["tool_use"], special) if "tool_use" in sources else self.default
+        self._control = control
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> RenderedChat:
+        """Return a conversation's text.
+
+        A template that takes no tools gets the tools in a system message, and calls and their results as text.
+
+        Args:
+            messages: each with `role` and `content`; an assistant's turn may have `tool_calls` in OpenAI's form, a
+                tool's turn has a `tool_call_id`.
+            tools: functions that the model may call: OpenAI's definitions.
+            options: how the conversation becomes a prompt.
+
+        Raises:
+            InvalidRequest: the template refuses the messages; names what is wrong.
+        """
+        for name in options.template_kwargs:
+            if name in _RESERVED:
+                raise InvalidRequest("chat_template_kwargs", f"cannot set {name}")
+        turns, offered = [_plain_json(message) for message in messages], _plain_json(tools)
+        kwargs = _plain_json(options.template_kwargs)
+        begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))
+        turns = [self._marked_turn(turn, begin, end) for turn in turns]
+        if options.continue_final_message:
+            _mark_final(turns, stop)
+        offered = self._control.mark(offered, begin, end)
+        marked = ChatOptions(
+            options.add_generation_prompt, options.continue_final_message, self._control.mark(kwargs, begin, end)
+        )
+        text = self._text(turns, offered, marked)
+        if options.continue_final_message:
+            text = _cut_behind(text, stop)
+        return self._control.unmark(text, begin, end)
+
+    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
+        """A turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
+        for call in turn.get("tool_calls", ()):
+            call["function"]["arguments"] = call_arguments(call["function"].get("arguments"))
+        marked = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
+        return {**marked, "role": turn["role"]} if "role" in turn else marked
+
+    def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
+        template = self.tool_use if tools else self.default
+        if template.takes_tools:
+            return template.render(turns, tools, options)
+        errors = []
+        for system in ("system", "user"):  # some templates take no system message
+            try:
+                return template.render(with_generic_tools(turns, tools, system), (), options)
+            except InvalidRequest as error:
+                errors.append(error)
+        raise errors[0]
+
+
+def _mark_final(turns: list[dict[str, Any]], stop: str) -> None:
+    """Put `stop` behind the last turn's text.
+
+    Raises:
+        InvalidRequest: there is no text to continue.
+    """
+    if not turns or turns[-1].get("tool_calls") or turns[-1].get("role") != "assistant":
+        raise InvalidRequest("continue_final_message", "the last message must be an assistant's text")
+    turns[-1]["content"] = f"{turns[-1]['content']}{stop}"
+
+
+def _cut_behind(text: str, stop: str) -> str:
+    """Return `text` up to the last `stop`.
+
+    Raises:
+        InvalidRequest: the template leaves the last message out.
+    """
+    before, found, _ = text.rpartition(stop)
+    if not found:
+        raise InvalidRequest("continue_final_message", "the chat template leaves the last message out")
+    return before
+
+
+class _Generation(Extension):
+    """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
+
+    tags = {"generation"}  # noqa: RUF012  # declared as in jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what is between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> SandboxedEnvironment:
+    """A sandbox with the filters and functions that transformers gives to templates.
+
+    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes to
+    arguments; a template can only compute text.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Write JSON; jinja's own filter would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _plain_json(value: Any) -> Any:
+    """Rebuild `value` out of plain JSON types: objects with methods have no place in a sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain_json(item) for item in value]
+    raise InvalidRequest("messages", f"must be plain JSON data, not {type(value).__name__}")

@@ -1,0 +1,234 @@
+"""Reads a checkpoint in either format: configuration, tensors, weights' identity, and the memory needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from moonpool.base.checkpoint.config import ModelConfig, ModelImpl, config_hash, kv_layout, resolve_dtype
+from moonpool.base.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
+from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
+from moonpool.base.checkpoint.model_cards import card_sampling
+from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo
+from moonpool.base.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from moonpool.base.families import names_of
+from moonpool.base.families.spec import described_ways
+from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
+
+_STEP_TOKENS = 512
+"""Tokens of an engine's largest step, unless a flag says another number."""
+
+
+def load_config(path: Path | str, model_impl: ModelImpl = "auto") -> ModelConfig:
+    """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
+
+    Args:
+        path: folder or GGUF file.
+        model_impl: "moonpool": refuse an architecture that no family describes; "transformers": describe what
+            transformers' own code needs, also of an architecture with a family; "auto": the family if there is one.
+
+    Raises:
+        CheckpointError: there is no readable configuration, or a field is missing or malformed.
+        UnsupportedModel: the model needs something that is not implemented; names the field.
+    """
+    if is_gguf(path):
+        if model_impl == "transformers":
+            raise UnsupportedModel("model_impl", "transformers' own code does not compute GGUF files here")
+        config = gguf_config(Path(path))
+    else:
+        config = folder_config(Path(path), model_impl)
+    if config.default_sampling.given:
+        return config
+    return replace(config, default_sampling=card_sampling(Path(path)))
+
+
+def weight_files(path: Path | str) -> list[Path]:
+    """Return the files that hold the weights, sorted by name.
+
+    Raises:
+        CheckpointError: there are none, one that the index names is missing, or only pickle files are there.
+    """
+    return gguf_parts(Path(path)) if is_gguf(path) else folder_weights(Path(path))
+
+
+def tensor_index(path: Path | str) -> dict[str, TensorInfo]:
+    """Return every tensor by Hugging Face name, from the files' headers only.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, shorter than its header says, or a tensor is in two files.
+        UnsupportedModel: a GGUF file has a tensor that no supported model has.
+    """
+    return (gguf_index if is_gguf(path) else folder_index)(Path(path))
+
+
+def weights_fingerprint(path: Path | str) -> bytes:
+    """Return 32 bytes that differ wherever configuration or weights differ.
+
+    Hashes every weight file whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header never
+    passes for the original. The same weights in other shards get another fingerprint; that costs cache misses, never a
+    wrong answer.
+
+    Raises:
+        CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
+    """
+    digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(path)))
+    if not is_gguf(path) and (settings := quantisation_settings(Path(path))) is not None:
+        digest.update(json.dumps(settings, sort_keys=True).encode())  # by which bytes stand for other weights
+    for file in weight_files(path):
+        content = blake3(max_threads=blake3.AUTO)
+        try:
+            content.update_mmap(file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+        digest.update(content.digest())
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """One model's sizes in one element type.
+
+    `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk. `kv_token_bytes`
+    is one token's KV over all layers, `kv_block_bytes` one block's, `state_bytes` the part of a block that is
+    recurrent states. `kv_groups` divides them by kind of layer.
+    `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory, as a pool divides it;
+    None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
+    layers with a window, the window.
+    `computed`: how layers compute on a CPU. `reading_bytes`: what loading holds beside weights: the largest tensor
+    in `dtype`, and safetensors files, which stay mapped until all are read.
+    """
+
+    config: ModelConfig
+    dtype: str
+    parameters: int
+    weight_bytes: int
+    file_bytes: int
+    block_tokens: int
+    kv_token_bytes: int
+    kv_block_bytes: int
+    state_bytes: int
+    kv_groups: str
+    context_tokens: int
+    kv_context_bytes: int
+    computed: str
+    reading_bytes: int
+    fit_blocks: int | None = None
+    fit_tokens: int | None = None
+
+
+def inspect_checkpoint(
+    path: Path | str,
+    dtype: str = "auto",
+    block_tokens: int = DEFAULT_BLOCK_SIZE,
+    memory_bytes: int | None = None,
+    *,
+    max_model_len: int | None = None,
+    quantization: Quantization = "auto",
+    model_impl: ModelImpl = "auto",
+) -> CheckpointReport:
+    """Return the sizes for the checkpoint in `path`, with the KV for a sequence with `max_model_len` tokens.
+
+    `quantization`: how an engine will hold the weights. `model_impl`: see `load_config`.
+
+    Raises:
+        CheckpointError: as `load_config` and `tensor_index`.
+        InvalidRequest: `memory_bytes` is negative, or `max_model_len` is not positive.
+    """
+    if max_model_len is not None and max_model_len <= 0:
+        raise InvalidRequest("max_model_len", "must be positive")
+    config = load_config(path, model_impl)
+    chosen = resolve_dtype(config, dtype)
+    layout = kv_layout(config, chosen, block_tokens)
+    tensors = tensor_index(path)
+    parameters = _count_parameters(config, tensors)
+    weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
+    file_bytes = sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()}))
+    largest = max(info.elements for info in tensors.values()) * ELEMENT_BYTES[chosen]
+    context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    blocks = None
+    if memory_bytes is not None:
+        if memory_bytes < 0:
+            raise InvalidRequest("memory_bytes", "must not be negative")
+        blocks = layout.blocks_in(max(0, memory_bytes - weight_bytes), _STEP_TOKENS, context)
+    return CheckpointReport(
+        config=config,
+        dtype=chosen,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        file_bytes=file_bytes,
+        block_tokens=block_tokens,
+        kv_token_bytes=layout.token_bytes,
+        kv_block_bytes=layout.block_bytes,
+        state_bytes=layout.state_bytes,
+        kv_groups="; ".join(_described(group, layout) for group in layout.groups),
+        context_tokens=context,
+        kv_context_bytes=layout.sequence_bytes(context),
+        computed=_computed(config),
+        reading_bytes=largest + (0 if is_gguf(path) else file_bytes),
+        fit_blocks=blocks,
+        fit_tokens=None if blocks is None else blocks * block_tokens,
+    )
+
+
+def _computed(config: ModelConfig) -> str:
+    return described_ways([config.decoder.not_native(layer) for layer in range(config.num_layers)])
+
+
+def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:
+    """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
+    head = names_of(config.architecture).head
+    return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))
+
+
+_PACKED: Mapping[str, float] = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
+"""Bytes of an element with its part of the scales (and offsets), float16 for each 32."""
+
+
+def _held_bytes(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo], element: int, quantization: Quantization
+) -> int:
+    """Return the memory of the weights: routers in float32, a packed model's head in 8 bits, a file's own codes."""
+    names, total = names_of(config.architecture), 0.0
+    for name, info in tensors.items():
+        is_head, is_embedding = name == names.head, name == names.embedding
+        if is_head and config.tie_word_embeddings:
+            continue
+        size: float = element
+        if len(info.shape) > 1 and f"{names.router}.weight" in name:
+            size = 4
+        elif info.keeps_codes and quantization in ("auto", "file"):
+            size = info.stored_bytes / info.elements
+        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in _PACKED:
+            size = _PACKED[quantization]
+            if is_head or is_embedding:
+                size = _PACKED["int8"] if is_head or config.tie_word_embeddings else element
+        total += info.elements * size
+    return int(total)
+
+
+def held_quantization(path: Path | str, config: ModelConfig, asked: Quantization) -> Quantization:
+    """Return `asked`, or "none" if `asked` keeps a checkpoint's codes and this checkpoint has no such codes.
+
+    Raises:
+        CheckpointError: as `tensor_index`.
+    """
+    if asked not in ("auto", "file"):
+        return asked
+    if asked == "auto" and config.decoder.other:  # transformers' own code takes dense weights
+        return "none"
+    return asked if any(info.keeps_codes for info in tensor_index(path).values()) else "none"
+
+
+def _described(group: KVGroup, layout: KVLayout) -> str:
+    if group.kind == "recurrent":
+        size = layout.slice_bytes(group.layers[0])
+        return f"{len(group.layers)} layers with a recurrent state, {size:,} bytes a block each"
+    what = {"full": "", "window": f" with a window of {group.window:,} tokens", "latent": " of latent vectors"}[
+        group.kind
+    ]
+    token_bytes = -(-layout.slice_bytes(group.layers[0]) // layout.block_tokens)
+    return f"{len(group.layers)} layers{what}, {token_bytes:,} bytes a token each"

@@ -1,0 +1,252 @@
+"""A Hugging Face folder: configuration, and the safetensors files' headers.
+
+Both spellings of `config.json` are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and transformers 5's
+`rope_parameters`/`dtype`. If a key is absent, the default of transformers' configuration class holds. No tensor data is
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moonpool.base.checkpoint.config import (
+    DTYPES,
+    DefaultSampling,
+    ModelConfig,
+    ModelImpl,
+    check_shape,
+)
+from moonpool.base.checkpoint.folder_tokenizer import folder_end_tokens
+from moonpool.base.checkpoint.quantised import (
+    QUANTISATION_KEYS,
+    Formats,
+    dense_index,
+    modelopt_formats,
+    quantised_formats,
+)
+from moonpool.base.checkpoint.tensor_info import TensorInfo
+from moonpool.base.errors import CheckpointError, UnsupportedModel
+from moonpool.base.families import family_of
+from moonpool.base.families.base import ModelFamily
+from moonpool.base.families.fields import JsonFields, read_json
+from moonpool.base.families.other import common_names, other_family
+from moonpool.base.families.rope import longest
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_INDEX = "model.safetensors.index.json"
+
+
+def folder_weights(folder: Path) -> list[Path]:
+    """Return the safetensors files of the checkpoint in `folder`, sorted by name.
+
+    A whole `model.safetensors` comes before an index, which may be left from an earlier save.
+
+    Raises:
+        CheckpointError: no file is there, a file that the index names is missing, or only pickle files are there.
+    """
+    index = folder / _INDEX
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing")
+        files = [_plain_name(index, name) for name in sorted({str(name) for name in weight_map.values()})]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if len(files) != 1:
+            raise CheckpointError(f"{folder}: no model.safetensors and no {_INDEX}{_pickle_hint(folder)}")
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{folder}: {file.name}, named by {_INDEX}, is missing")
+    return files
+
+
+def folder_index(folder: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of the checkpoint by name, from the files' headers only.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, shorter than its header says, or a tensor is in two files.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for file in folder_weights(folder):
+        for name, info in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
+            tensors[name] = info
+    return dense_index(tensors, folder_formats(folder))
+
+
+def folder_formats(folder: Path) -> Formats:
+    """Return how the folder stores quantised weights; none: not quantised.
+
+    Raises:
+        UnsupportedModel: a method or a field that cannot be read; names the setting.
+        CheckpointError: a field is malformed.
+    """
+    found = quantisation_settings(folder)
+    if found is None:
+        return ()
+    file, settings = found
+    fields = JsonFields(settings, file)
+    return quantised_formats(fields) if file == "config.json" else modelopt_formats(fields)
+
+
+def quantisation_settings(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the quantisation settings for weights, as found in the file with that name; None: they are not."""
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    if settings := {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}:
+        return file.name, settings
+    file = folder / "hf_quant_config.json"
+    return (file.name, read_json(file)) if file.exists() else None
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Return the tensors that a safetensors file declares.
+
+    Raises:
+        CheckpointError: the file is not a safetensors file, or is cut short.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(f"{file}: not a whole safetensors file (header of {length} bytes)")
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors = {}
+            for name, entry in header.items():
+                if entry["data_offsets"][1] > size - 8 - length:
+                    raise CheckpointError(f"{file}: cut short: tensor {name} lies past the end of the file")
+                shape, begin = tuple(int(n) for n in entry["shape"]), 8 + length + entry["data_offsets"][0]
+                tensors[name] = TensorInfo(file, str(entry["dtype"]), shape, begin)
+            return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise CheckpointError(f"{file}: not a safetensors file: {error}") from None
+
+
+def _plain_name(index: Path, name: str) -> Path:
+    """Return the file beside `index`; an index must not lead out of the folder."""
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    return index.parent / name
+
+
+def _pickle_hint(folder: Path) -> str:
+    """Say that pickle files were seen and are not loaded."""
+    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern)]
+    return f"; {min(pickles)} is a pickle file, and those are never loaded" if pickles else ""
+
+
+def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
+    """Read the configuration of the checkpoint folder `folder`.
+
+    `model_impl`: see `moonpool.base.checkpoint.formats.load_config`.
+
+    Raises:
+        CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
+        UnsupportedModel: the model needs something that is not implemented; names the field.
+    """
+    data: Mapping[str, Any] = read_json(folder / "config.json")
+    family = _computed_by(family_of(data.get("architectures"), data.get("model_type")), data, model_impl)
+    inner = data.get(family.inner_config) if family.inner_config else None
+    data = dict(inner if isinstance(inner, Mapping) else data)
+    fields = family.fields(common_names(data) if family.other else data, "config.json")
+    if folder_formats(folder) and family.names.inputs_first:
+        raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")
+    generation = _generation_fields(folder)
+    config = ModelConfig(
+        architecture=family.architecture,
+        hidden_size=fields.positive("hidden_size"),
+        vocab_size=fields.positive("vocab_size"),
+        decoder=family.decoder(fields),
+        max_position_embeddings=longest(fields),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        dtype=_declared_dtype(fields),
+        eos_token_ids=_end_tokens(folder, fields, generation),
+        bos_token_id=next(iter(_token_ids(generation, "bos_token_id") or _token_ids(fields, "bos_token_id")), None),
+        default_sampling=_default_sampling(generation),
+    )
+    check_shape(config, "config.json")
+    return config
+
+
+def _computed_by(family: ModelFamily, data: Mapping[str, Any], model_impl: ModelImpl) -> ModelFamily:
+    """Return the family; if transformers' own code is to compute the architecture, the same without family.
+
+    Raises:
+        UnsupportedModel: the architecture is not computed so; names `model_impl`.
+    """
+    if model_impl == "auto" or (model_impl == "transformers") == family.other:
+        return family
+    if model_impl == "moonpool":
+        raise UnsupportedModel("model_impl", f"no family describes {family.architecture}; auto falls back")
+    name = (data.get("architectures") or [family.architecture])[0]
+    found = other_family(str(name), data.get("model_type") or family.model_type)
+    if found is None:
+        raise UnsupportedModel("model_impl", f"transformers is for decoders alone, not for {name}")
+    return found
+
+
+def _declared_dtype(fields: JsonFields) -> str:
+    """Return the declared element type; float32 where none is declared."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    dtype = fields.get(name)
+    if dtype is None:
+        return "float32"
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedModel(name, f"{dtype!r} is none of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _generation_fields(folder: Path) -> JsonFields:
+    """Return `generation_config.json`, empty where the folder has none."""
+    path = folder / "generation_config.json"
+    return JsonFields(read_json(path) if path.exists() else {}, path.name)
+
+
+def _token_ids(fields: JsonFields, name: str) -> tuple[int, ...]:
+    """Return one id, several or none as a tuple."""
+    value = fields.get(name)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise CheckpointError(f"{fields.source}: {name} must be token ids, not {value!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _end_tokens(folder: Path, fields: JsonFields, generation: JsonFields) -> tuple[int, ...]:
+    """Return the tokens that end an answer: both configurations' and the tokenizer's together.
+
+    Fine-tuned folders often change only one of the three places.
+    """
+    given = (*_token_ids(generation, "eos_token_id"), *_token_ids(fields, "eos_token_id"))
+    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder))))
+
+
+def _default_sampling(fields: JsonFields) -> DefaultSampling:
+    """Return what `generation_config.json` suggests."""
+
+    def optional(name: str) -> float | None:
+        return None if fields.get(name) is None else fields.number(name)
+
+    def optional_int(name: str) -> int | None:
+        value: Any = optional(name)
+        return None if value is None else int(value)
+
+    if fields.get("do_sample") is False:
+        return DefaultSampling(repetition_penalty=optional("repetition_penalty"))
+    return DefaultSampling(
+        temperature=optional("temperature"),
+        top_p=optional("top_p"),
+        top_k=optional_int("top_k"),
+        repetition_penalty=optional("repetition_penalty"),
+    )

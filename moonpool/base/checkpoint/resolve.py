@@ -1,0 +1,70 @@
+"""Finds a model: a Hugging Face folder, a GGUF file, a named model, or a Hugging Face hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
+from moonpool.base.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
+from moonpool.base.config import suggestion
+from moonpool.base.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
+
+
+def model_name(model: str) -> str:
+    """The name under which a model is served: the folder's, the file's (`gguf_name`), the hub id's last part.
+
+    Conductor and engines must say the same, so both ask here.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    if is_gguf(path):
+        return gguf_name(path)
+    if model == BUNDLED:
+        return model_dir().name
+    if model in MODEL_PACKAGES:
+        return gguf_name(Path(MODEL_PACKAGES[model].file))
+    return model.partition("@")[0].rpartition("/")[2]
+
+
+def resolve(model: str) -> Path:
+    """Return the checkpoint for `model`: a folder, a GGUF file, a name, or a hub id "owner/name[@revision]".
+
+    A name is "bundled" or a key in `MODEL_PACKAGES`; the key's package is fetched if need be. A folder without
+    `config.json` but with one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local
+    cache first; only missing files are fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids fetching.
+
+    Raises:
+        CheckpointError: no such folder, file or model, or the model cannot be fetched.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve())
+    if path.exists():
+        if not is_gguf(path):
+            raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
+        return path.absolute()  # a cache's link has the ending, the link's target has not
+    if (named := named_model(model)) is not None:
+        return named
+    if is_gguf(path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model}: no such folder and no such {GGUF_SUFFIX} file")
+    name, _, revision = model.partition("@")
+    # Only here: huggingface_hub takes half a second to import, and every service and engine process imports this.
+    from moonpool.base.checkpoint import hub
+
+    try:
+        return hub.cached(name, revision or None) or hub.fetch(name, revision or None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{suggestion(model, (BUNDLED, *MODEL_PACKAGES))}") from None
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return the folder, or the folder's GGUF file if the folder has no other model file."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
+    if len({gguf_name(file) for file in files}) > 1:
+        raise CheckpointError(f"{folder}: has {len(files)} {GGUF_SUFFIX} files; name one, for example {files[0].name}")
+    return files[0] if files else folder

@@ -1,0 +1,65 @@
+"""Architectures that no family here describes: transformers' own modelling code computes them, if possible.
+
+Only what KV needs is read of `config.json`: layers, KV heads, head size. All other keys count by their digest, so that
+two configurations never share KV.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from blake3 import blake3
+
+from moonpool.base.errors import UnsupportedModel
+from moonpool.base.families.base import ModelFamily
+from moonpool.base.families.fields import JsonFields
+from moonpool.base.families.spec import AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec, NormSpec
+
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model", "model_dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+}
+_ENDS = ("ForCausalLM", "LMHeadModel")
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+
+def other_family(architecture: str, model_type: object) -> ModelFamily | None:
+    """Return the family of an architecture that is not described here; None if the name is not a decoder's."""
+    if not architecture.endswith(_ENDS) or not isinstance(model_type, str):
+        return None
+    return ModelFamily(architecture=architecture, model_type=model_type, decoder=_decoder, defaults={}, other=True)
+
+
+def common_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json's fields with the keys' common names beside config.json's own."""
+    found = dict(data)
+    for name, others in _OTHER_NAMES.items():
+        value = next((data[other] for other in others if data.get(other) is not None), None)
+        if found.get(name) is None and value is not None:
+            found[name] = value
+    return found
+
+
+def _decoder(fields: JsonFields) -> DecoderSpec:
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        if fields.get(name) is None:
+            raise UnsupportedModel("architectures", f"no family describes it, and config.json has no {name}")
+    if fields.get("quantization_config"):
+        raise UnsupportedModel("quantization_config", "quantised weights are not supported for this architecture")
+    hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    size = fields.positive("head_dim", hidden // heads, null=hidden // heads)
+    kv_heads = fields.positive("num_key_value_heads", heads, null=heads)
+    layer = LayerSpec(
+        AttentionSpec(heads, kv_heads, size, size**-0.5, rope=None),
+        FeedForwardSpec(fields.positive("intermediate_size", 4 * hidden, null=4 * hidden)),
+        NormSpec(),
+    )
+    layers = (layer,) * fields.positive("num_hidden_layers")
+    said = {name: value for name, value in fields.all().items() if name not in _VOLATILE}
+    digest = blake3(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    return replace(DecoderSpec(layers, (), layer.norm), other=digest)

@@ -1,0 +1,1 @@
+"""Compiles native code with the system's compiler, once for each user."""

@@ -1,0 +1,104 @@
+"""Process and connection settings: large messages are cheap, and many files may be open.
+
+The former settings were found by measuring (`python -m benchmarks.kv_stream`). Only speed depends on these settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+from typing import Any
+
+from moonpool.base.rpc.messages import MESSAGE_BYTES
+
+GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_EXPERIMENTS = (
+    # The thread that polls for completions reads: with the event engine each arriving piece wakes a separate thread,
+    # which costs more than reading.
+    "-event_engine_client",
+    "-event_engine_listener",
+    # A read waits for the whole message rather than for the first bytes.
+    "tcp_frame_size_tuning",
+    "tcp_rcv_lowat",
+)
+
+LARGE_MESSAGE_OPTIONS: list[tuple[str, Any]] = [
+    # A frame with about 1 MiB is one HTTP/2 frame, not 64; and the frame may be on the way before any request for it.
+    ("grpc.http2.max_frame_size", 4 << 20),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    # The frame arrives in few pieces: gRPC puts the pieces together at some cost for each.
+    ("grpc.experimental.tcp_min_read_chunk_size", 64 << 10),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
+]
+"""gRPC options without which large messages are slow."""
+
+CONNECTION_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # Both sides ping an idle connection: a peer that vanished without closing the connection is noticed within 40 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    *LARGE_MESSAGE_OPTIONS,
+]
+"""gRPC options that channels and servers share."""
+
+GC_OBJECTS = 20_000
+"""Number of new objects after which the collector looks at young objects."""
+
+
+def tune_grpc() -> None:
+    """Chooses gRPC's ways of reading, unless the environment has chosen. To be called before gRPC is first used."""
+    os.environ.setdefault(GRPC_EXPERIMENTS, ",".join(_EXPERIMENTS))
+    quiet_grpc()
+
+
+def quiet_grpc() -> None:
+    """Has gRPC log errors alone, unless the environment wants more. To be called before gRPC is first used.
+
+    Else each server that ends causes a line at every client.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def tune_gc() -> None:
+    """Makes the garbage collector look less often, and never at imported objects. To be called after the imports.
+
+    Frames and messages are freed by their reference counts; with the default thresholds the collector still took 6 %
+    of a sender's time.
+    """
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS, 20, 20)
+
+
+def tune_malloc() -> bool:
+    """Keep glibc from returning every freed large buffer to the kernel; returns whether that was done (glibc only).
+
+    Without this setting each frame of about 1 MiB causes page faults again (0.57 against 1.7-3.1 GB/s through gRPC).
+    """
+    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  # present in glibc only
+        mallopt = libc.mallopt
+    except (OSError, AttributeError):
+        return False
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    if not mallopt(mmap_threshold, 1 << 30):
+        mallopt(mmap_threshold, 32 << 20)  # the most that older versions take
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 64 << 20)
+    mallopt(arena_max, 4)  # each keeps the largest messages it ever held, and there may be eight per core
+    return True
+
+
+def raise_open_files_limit() -> None:
+    """Lets this process have as many open files as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems do not permit what they name
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,708 @@
+"""A transport's open connection: a stream's messages with payloads, over a socket and shared regions.
+
+Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into separate memory before
+reading the payload (`MessageReceiver`): in one pass with the hash at the destination. If the payload is borrowed, the
+stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+
+from moonpool.base.errors import FrameError, InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.base.kv.frames import MAX_FRAME_SLICES
+from moonpool.base.kv.pool import BytesLike, Iovec, new_bytes
+from moonpool.base.rpc.messages import MESSAGE_BYTES, check_message, plain_deserializer
+from moonpool.base.transport.base import (
+    BorrowedBuffer,
+    ConnectionEnd,
+    FilledBuffer,
+    M,
+    OutgoingItem,
+    PendingPayload,
+    ReceiveBuffer,
+    ReceiveCallbacks,
+    ReceivedPayload,
+    Transport,
+    UnsentRest,
+    ZeroCopyConnection,
+)
+from moonpool.base.transport.fault_injection import CONNECTION_BROKEN, ConnectionBreaker, breaker
+from moonpool.base.transport.framed_socket import BUFFER_BYTES, FramedSocket
+from moonpool.base.transport.framing import (
+    LENGTH_PREFIX,
+    ONE_SHOT_FLAG,
+    OneShotAnswer,
+    OneShotMessage,
+    PayloadExtent,
+    decode_one_shot,
+)
+from moonpool.base.transport.regions import (
+    ExportedRegions,
+    FetchedParts,
+    MailboxRing,
+    MappedRegion,
+    RemoteRegion,
+    unmap_regions,
+)
+from moonpool.v1 import kv_pb2
+
+
+class MessageSender:
+    """A connection's sending half."""
+
+    def __init__(
+        self,
+        sock: FramedSocket,
+        own: ExportedRegions,
+        borrowed: tuple[int, MappedRegion] | None,
+        take_reads: Callable[[], int],
+        breaks: ConnectionBreaker | None,
+    ) -> None:
+        """Takes the socket; our regions; the region that the peer lends; reads to report; injected faults."""
+        self._sock = sock
+        self._own = own
+        self._borrowed = borrowed
+        self._ring = MailboxRing(borrowed[1].nbytes) if borrowed else None
+        self._take_reads = take_reads
+        self._breaks = breaks
+        self._unread: collections.deque[PendingPayload | None] = collections.deque()  # None: a piece of the ring
+        self._unsent: list[PendingPayload] = []  # their sending failed; they fail when the connection is closed
+
+    def start(self, item: OutgoingItem) -> UnsentRest | None:
+        """Sends what the system takes at once; the rest must be given to `finish` before anything else."""
+        held = item if isinstance(item, PendingPayload) else None
+        try:
+            if isinstance(item, OneShotAnswer):
+                return self._start_answer(item)
+            if isinstance(item, kv_pb2.LaneFrame):
+                return self._send(item, [], None)
+            if held is None:
+                data = item if isinstance(item, bytes) else item.SerializeToString()  # type: ignore[union-attr]
+                return self._send(self._frame(data), [], None)
+            self._break_if_injected()
+            return self._start_held(held)
+        except Exception as error:  # the next writer meets the error
+            if held is not None:
+                self._unsent.append(held)
+            return UnsentRest([], held, error)
+
+    async def finish(self, unsent: UnsentRest) -> None:
+        """Sends what was left. Not to be cancelled.
+
+        Raises:
+            StreamBroken: The connection has ended.
+        """
+        if unsent.error is not None:
+            raise unsent.error
+        try:
+            await self._sock.send(unsent.parts)
+        except BaseException:
+            if unsent.held is not None:
+                self._unsent.append(unsent.held)
+            raise
+        if unsent.held is not None:
+            unsent.held.finish()
+
+    def on_reads(self, count: int) -> None:
+        """Notes that the peer has read so many payloads out of regions."""
+        if count > len(self._unread):
+            raise FrameError(f"{count} payloads were read, {len(self._unread)} lay there")
+        for _ in range(count):
+            held = self._unread.popleft()
+            if held is not None:
+                held.finish()
+            elif self._ring is not None:
+                self._ring.free()
+
+    def fail(self, error: Exception) -> None:
+        """Payloads that are still held fail with `error`."""
+        for held in (*self._unread, *self._unsent):
+            if held is not None:
+                held.fail(error)
+        self._unread.clear()
+        self._unsent.clear()
+
+    def _frame(self, data: bytes) -> kv_pb2.LaneFrame:
+        """Around a message; reports what was read on the way."""
+        reads = self._take_reads()
+        return kv_pb2.LaneFrame(message=data, pulled=reads) if reads else kv_pb2.LaneFrame(message=data)
+
+    def _start_held(self, item: PendingPayload) -> UnsentRest | None:
+        frame = self._frame(item.message.SerializeToString())
+        if self._in_mailbox(item, frame):
+            unsent = self._send(frame, [], None)
+            item.finish()
+            return unsent
+        rest = self._in_own_regions(item, frame)
+        if rest is not None:
+            self._unread.append(item)
+            return self._send(frame, rest, None)
+        unsent = self._send(frame, item.parts, item)
+        if unsent is None:
+            item.finish()
+        return unsent
+
+    def _send(self, frame: kv_pb2.LaneFrame, parts: list[memoryview], held: PendingPayload | None) -> UnsentRest | None:
+        data = frame.SerializeToString()
+        left = self._sock.send_now([LENGTH_PREFIX.pack(len(data), sum(part.nbytes for part in parts)) + data, *parts])
+        return UnsentRest(left, held) if left else None
+
+    def _break_if_injected(self) -> None:
+        if self._breaks is not None and self._breaks():
+            self._sock.close(StreamBroken(CONNECTION_BROKEN))
+
+    def _start_answer(self, item: OneShotAnswer) -> UnsentRest | None:
+        message, pieces = item
+        nbytes = sum([piece.nbytes for piece in pieces])
+        self._break_if_injected()
+        place = self._copy_to_mailbox(pieces, nbytes)
+        follow = nbytes if place is None else 0
+        left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
+        return UnsentRest(left) if left else None
+
+    def _in_mailbox(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> bool:
+        """Whether the payload was copied to the region that the peer lends, and `frame` says where."""
+        place = self._copy_to_mailbox(item.parts, item.nbytes)
+        if place is None:
+            return False
+        frame.extents.add(**place._asdict())
+        return True
+
+    def _copy_to_mailbox(self, parts: Sequence[memoryview], nbytes: int) -> PayloadExtent | None:
+        """Where a payload was copied to in the region that the peer lends; None if there is no room."""
+        offset = self._ring.take(nbytes) if self._ring is not None and nbytes else None
+        if offset is None or self._borrowed is None:
+            return None
+        number, region = self._borrowed
+        at = offset
+        for part in parts:
+            region.part(at, part.nbytes)[:] = part
+            at += part.nbytes
+        self._unread.append(None)
+        return PayloadExtent(number, nbytes, offset)
+
+    def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> list[memoryview] | None:
+        """Says in `frame` which payload parts lie in our regions, and where; returns the parts that must follow."""
+        found = [self._own.find(part) for part in item.parts]
+        if not any(region for region, _ in found):
+            return None
+        extents: list[tuple[int, int, int]] = []
+        for (region, offset), part in zip(found, item.parts, strict=True):
+            if extents and extents[-1][0] == region and (not region or extents[-1][1] + extents[-1][2] == offset):
+                offset, nbytes = extents[-1][1], extents[-1][2] + part.nbytes
+                extents[-1] = region, offset, nbytes
+            else:
+                extents.append((region, offset, part.nbytes))
+        for region, offset, nbytes in extents:
+            frame.extents.add(region=region, offset=offset, length=nbytes)
+        return [part for (region, _), part in zip(found, item.parts, strict=True) if not region]
+
+
+READS_PER_REPORT = 2
+"""Payloads that are read before their sender gets a report, while there are more."""
+RECEIVE_TURN_BYTES = 1 << 20
+"""After so many bytes that were there at once, others get a turn of the event loop."""
+MESSAGE_COST = 4 << 10
+"""What a message counts for in a turn besides the bytes: small messages take time too."""
+_NO_PAYLOAD = memoryview(b"")
+
+
+class _Incoming(NamedTuple):
+    """What is being received.
+
+    Attributes:
+        left: where the next bytes go, one after the other.
+        then: called when all bytes are there; the argument says whether all are in the intended place.
+        is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
+    """
+
+    left: list[memoryview]
+    then: Callable[[bool], None]
+    is_live: Callable[[], bool] | None = None
+
+
+class MessageReceiver(Generic[M]):
+    """A connection's receiving half."""
+
+    def __init__(
+        self,
+        sock: FramedSocket,
+        cls: type[M],
+        readable: Mapping[int, MappedRegion | RemoteRegion],
+        mailbox: int | None,
+        on_reads: Callable[[int], None],
+        report: Callable[[int], None],
+    ) -> None:
+        """Does not read yet.
+
+        Args:
+            sock: Of the connection.
+            cls: Messages that come.
+            readable: Regions in which the peer's payloads may lie.
+            mailbox: Number of the readable region that this side lends; None for none. The peer does not wait until a
+                payload there was read: the next message reports that, with the credits at the latest.
+            on_reads: Called with the number of payloads that the peer has read.
+            report: Sends the waiting peer the number of the peer's payloads that were read.
+        """
+        self._sock = sock
+        self._parse = plain_deserializer(cls)
+        self._readable = readable
+        self._remote = {number: it for number, it in readable.items() if isinstance(it, RemoteRegion)}
+        self._mailbox = mailbox
+        self._on_reads = on_reads
+        self._report = report
+        self._reads = 0  # payloads read that were not reported to the peer
+        self._work = 0  # so far, besides received bytes: bytes out of regions and answers, and message costs
+        self._awaited = 0  # the part of them that is waited for
+        self._callbacks: ReceiveCallbacks | None = None
+        self._over: asyncio.Future[Exception] | None = None
+        self._paused = False
+        self._continues = False  # with the next turn of the event loop
+        self._filling = False  # a thread fills a buffer, or a payload is fetched
+        self._fetching: asyncio.Task[None] | None = None
+        self._incoming: _Incoming | None = None
+
+    async def run(self, callbacks: ReceiveCallbacks) -> Exception:
+        """Hands over what comes, in order, until the connection ends; returns the cause.
+
+        Raises:
+            Exception: What a callback raised.
+        """
+        self._callbacks = callbacks
+        self._over = asyncio.get_running_loop().create_future()
+        try:
+            self._go_on()
+            return await self._over
+        finally:
+            self._callbacks = None
+            self._sock.unwatch()
+
+    def pause(self) -> None:
+        """Takes no more until `resume`."""
+        self._paused = True
+        self._sock.unwatch()
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+        self._go_on()
+
+    def end(self, error: Exception) -> None:
+        """The connection has ended with `error`."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(error)
+
+    def take_reads(self) -> int:
+        """Number of payloads read and not reported to the peer; the caller reports this number."""
+        reads, self._reads, self._awaited = self._reads, 0, 0
+        return reads
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the messages are wanted."""
+        return not self._paused and not self._filling and self._is_read
+
+    @property
+    def _is_read(self) -> bool:
+        return self._callbacks is not None and self._over is not None and not self._over.done()
+
+    def _go_on(self) -> None:
+        if self._goes_on:
+            self._sock.watch(self._receive)
+            self._receive()
+
+    def _receive(self) -> None:
+        """Takes all that is there, or as much as a turn of the event loop may take."""
+        if self._continues or not self._goes_on:
+            return
+        end = self._work_done + RECEIVE_TURN_BYTES
+        try:
+            while self._next() if self._incoming is None else self._receive_more(self._incoming):
+                if not self._goes_on:
+                    return
+                if self._work_done >= end:
+                    if self._sock.has_more:  # what is still in the socket has the event loop call again
+                        self._continues = True
+                        asyncio.get_running_loop().call_soon(self._continue)
+                    return
+        except MoonpoolError as error:
+            self._sock.unwatch()
+            self.end(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _continue(self) -> None:
+        self._continues = False
+        self._receive()
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever runs this gets an error that is not the connection's."""
+        self._sock.unwatch()
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
+
+    @property
+    def _work_done(self) -> int:
+        return self._sock.received_bytes + self._work
+
+    def _next(self) -> bool:
+        """Takes the next message; False if the message is not complete yet."""
+        sock = self._sock
+        lengths = sock.peek(LENGTH_PREFIX.size)
+        if lengths is None:
+            return False
+        size, follow = LENGTH_PREFIX.unpack(lengths)
+        one_shot, size = size & ONE_SHOT_FLAG, size & ~ONE_SHOT_FLAG
+        if size + follow > MESSAGE_BYTES or (one_shot and LENGTH_PREFIX.size + size > BUFFER_BYTES):
+            raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
+        if LENGTH_PREFIX.size + size > BUFFER_BYTES:
+            sock.skip(LENGTH_PREFIX.size)
+            memory = new_bytes(size)
+            self._expect([memory], lambda _: self._message(bytes(memory), follow))
+            return True
+        data = sock.peek(LENGTH_PREFIX.size + size)
+        if data is None:
+            return False
+        sock.skip(data.nbytes)
+        (self._one_shot if one_shot else self._message)(bytes(data[LENGTH_PREFIX.size :]), follow)
+        return True
+
+    def _receive_more(self, incoming: _Incoming) -> bool:
+        """Takes more of what is being received; False if none is there."""
+        if incoming.is_live is not None and not incoming.is_live():
+            then = incoming.then
+            rest = new_bytes(sum(target.nbytes for target in incoming.left))
+            self._incoming = incoming = _Incoming([rest], lambda _: then(False))
+        left = self._sock.fill(incoming.left)
+        if left is None:
+            return False
+        self._incoming = incoming._replace(left=left) if left else None
+        if not left:
+            incoming.then(True)
+        return True
+
+    def _expect(
+        self, targets: list[memoryview], then: Callable[[bool], None], is_live: Callable[[], bool] | None = None
+    ) -> None:
+        """Receives the next bytes into targets."""
+        left = [target for target in targets if target.nbytes]
+        if left:
+            self._incoming = _Incoming(left, then, is_live)
+        else:
+            then(True)
+
+    def _message(self, text: bytes, follow: int) -> None:
+        """A message is there; the payload follows, or lies somewhere."""
+        self._work += MESSAGE_COST
+        frame = _parse_frame(text)
+        if frame.pulled:
+            self._on_reads(frame.pulled)
+        if not frame.message:
+            if follow or frame.extents:
+                raise FrameError("a payload without a message")
+            self._report_reads()
+            return
+        message = self._parsed(frame.message)
+        if frame.extents:
+            if follow:
+                memory = new_bytes(follow)
+                self._expect([memory], lambda _: self._read_payload(frame, message, memory))
+            else:
+                self._read_payload(frame, message, _NO_PAYLOAD)
+        elif follow:
+            self._receive_payload(message, follow)
+        else:
+            self._deliver(message, _NO_PAYLOAD)
+
+    def _one_shot(self, text: bytes, follow: int) -> None:
+        """Takes a one-shot message; the payload follows, or lies in a region."""
+        self._work += MESSAGE_COST
+        message = decode_one_shot(text)
+        if message.pulled:
+            self._on_reads(message.pulled)
+        if not follow:
+            self._deliver_one_shot(message, _NO_PAYLOAD)
+            return
+        memory = new_bytes(follow)
+        self._expect([memory], lambda _: self._deliver_one_shot(message, memory))
+
+    def _deliver_one_shot(self, message: OneShotMessage, payload: BytesLike) -> None:
+        if message.extents:
+            assert isinstance(payload, memoryview), "what follows a message is in one piece"
+            parts = self._parts(message.extents, payload)
+            payload = parts[0] if len(parts) == 1 else Iovec(parts)
+            self._work += payload.nbytes
+        if self._callbacks is None or self._callbacks.on_one_shot is None:
+            raise FrameError("one-shot messages are not taken here")
+        try:
+            self._work += self._callbacks.on_one_shot(message, payload)
+        except Exception as error:
+            self._fail(error)
+
+    def _receive_payload(self, message: M, nbytes: int) -> None:
+        buffer = self._receive_into(message, nbytes)
+        if buffer is None:
+            memory = new_bytes(nbytes)
+            self._expect([memory], lambda _: self._deliver(message, memory))
+            return
+
+        def received(whole: bool) -> None:
+            assert buffer is not None
+            if whole:
+                self._fill(message, buffer, None)
+            else:
+                self._deliver(message, FilledBuffer(buffer, 0))
+
+        self._expect(buffer.targets, received, buffer.is_live)
+
+    def _read_payload(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
+        """Takes a payload from its place; a payload in a remote region is fetched first."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for extent in frame.extents:
+            if extent.region in self._remote:
+                places.setdefault(extent.region, []).append((extent.offset, extent.length))
+        if places:
+            self._check_size(frame.extents)
+            self._filling = True
+            self._sock.unwatch()
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch(places, frame, message, follow))
+            return
+        awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
+        self._use(message, self._parts(frame.extents, follow), lambda: self._count_read(awaited))
+
+    async def _fetch(
+        self, places: Mapping[int, Sequence[tuple[int, int]]], frame: kv_pb2.LaneFrame, message: M, follow: memoryview
+    ) -> None:
+        """Fetches a payload's remote parts, by region, then takes the payload. Nothing else is received meanwhile."""
+        found: list[FetchedParts] = []
+        try:
+            fetched: dict[int, Iterator[memoryview]] = {}
+            for number, wanted in places.items():
+                found.append(await self._remote[number].fetch(wanted))
+                fetched[number] = iter(found[-1].parts)
+            parts = self._parts(frame.extents, follow, fetched)
+        except Exception as error:
+            for one in found:
+                one.release()
+            self._filling = False
+            if isinstance(error, MoonpoolError):
+                self.end(error)
+            else:
+                self._fail(error)
+            return
+
+        def read() -> None:
+            for one in found:
+                one.release()
+            self._count_read(awaited=True)
+
+        self._filling = False
+        if self._is_read:
+            self._use(message, parts, read)
+        else:
+            read()
+        self._go_on()
+
+    def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:
+        """Copies a payload from its place, or hands the payload over as borrowed."""
+        nbytes = sum([part.nbytes for part in parts])
+        self._work += nbytes
+        buffer = self._receive_into(message, nbytes)
+        if buffer is not None:
+            self._fill(message, buffer, Iovec(parts), on_read)
+        elif self._callbacks is not None and self._callbacks.borrow:
+            data = parts[0] if len(parts) == 1 else Iovec(parts)
+            self._deliver(message, BorrowedBuffer(data, on_read))
+        else:
+            payload = memoryview(b"".join(parts))
+            on_read()
+            self._deliver(message, payload)
+
+    def _fill(
+        self, message: M, buffer: ReceiveBuffer, data: BytesLike | None, on_read: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fills a buffer, perhaps on a thread: no more is received until then, so order stays."""
+
+        def over(filled: FilledBuffer) -> None:
+            on_read()
+            was, self._filling = self._filling, False
+            if self._is_read:
+                self._deliver(message, filled)
+            if was:
+                self._go_on()
+
+        if not buffer.take(data, over):
+            self._filling = True
+            self._sock.unwatch()
+
+    def _count_read(self, awaited: bool) -> None:
+        self._reads += 1
+        self._awaited += awaited
+
+    def _receive_into(self, message: M, nbytes: int) -> ReceiveBuffer | None:
+        assert self._callbacks is not None, "nothing is read for nobody"
+        return self._callbacks.receive_into(message, nbytes)
+
+    def _deliver(self, message: M, payload: ReceivedPayload) -> None:
+        assert self._callbacks is not None, "nothing is read for nobody"
+        try:
+            self._callbacks.take(message, payload)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._report_reads()
+
+    def _report_reads(self) -> None:
+        """Reports reads that the peer waits for, several at once while more come: each report may wake the peer."""
+        if self._awaited and (self._awaited >= READS_PER_REPORT or not self._sock.has_more):
+            self._report(self.take_reads())
+
+    def _check_size(self, extents: Iterable[kv_pb2.Extent | PayloadExtent]) -> None:
+        lengths = [extent.length for extent in extents]
+        if len(lengths) > MAX_FRAME_SLICES or sum(lengths) > MESSAGE_BYTES:
+            raise FrameError("the payload of a message is too large")
+
+    def _parts(
+        self,
+        extents: Iterable[kv_pb2.Extent | PayloadExtent],
+        follow: memoryview,
+        fetched: Mapping[int, Iterator[memoryview]] = MappingProxyType({}),
+    ) -> list[memoryview]:
+        """A payload's place by the extents; `fetched`: parts of remote regions, in order."""
+        self._check_size(extents)
+        parts: list[memoryview] = []
+        at = 0
+        for extent in extents:
+            if extent.region in fetched:
+                parts.append(next(fetched[extent.region]))
+            elif extent.region:
+                parts.append(self._region(extent.region).part(extent.offset, extent.length))
+            else:
+                parts.append(follow[at : at + extent.length])
+                at += extent.length
+        if at != follow.nbytes:
+            raise FrameError(f"{follow.nbytes} bytes follow a message, its extents need {at}")
+        return parts
+
+    def _region(self, number: int) -> MappedRegion:
+        region = self._readable.get(number)
+        if region is None or isinstance(region, RemoteRegion):
+            raise FrameError(f"there is no region {number} to be read")
+        return region
+
+    def _parsed(self, data: bytes) -> M:
+        try:
+            message: Any = self._parse(data)
+        except (DecodeError, InvalidRequest) as error:
+            raise FrameError(f"malformed message: {error}") from error
+        parsed: M = message
+        return parsed
+
+
+def _parse_frame(data: bytes) -> kv_pb2.LaneFrame:
+    try:
+        check_message(kv_pb2.LaneFrame, data)
+        return kv_pb2.LaneFrame.FromString(data)
+    except (DecodeError, InvalidRequest) as error:
+        raise FrameError(f"malformed LaneFrame: {error}") from error
+
+
+class SocketConnection(ZeroCopyConnection[M]):
+    """Messages on a stream socket; payloads follow their messages, or lie in regions that both processes map."""
+
+    def __init__(
+        self,
+        end: ConnectionEnd,
+        cls: type[M],
+        acknowledge: Callable[[Message], None],
+        breaks: ConnectionBreaker | None = breaker,
+    ) -> None:
+        """Arguments as of `Transport.open_connection`; `breaks` breaks the connection on purpose."""
+        self.name = end.name
+        self._sock = end.sock
+        self._regions = [it for it in end.readable.values() if not isinstance(it, RemoteRegion)]
+        self._regions += [end.borrowed[1]] if end.borrowed else []
+        self._remote = [it for it in end.readable.values() if isinstance(it, RemoteRegion)]
+        self._out = MessageSender(end.sock, end.own, end.borrowed, lambda: self._in.take_reads(), breaks)
+        self._in: MessageReceiver[M] = MessageReceiver(
+            end.sock,
+            cls,
+            end.readable,
+            end.mailbox,
+            self._out.on_reads,
+            lambda reads: acknowledge(kv_pb2.LaneFrame(pulled=reads)),
+        )
+        self._error: Exception | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._error is not None
+
+    async def run(self, callbacks: ReceiveCallbacks) -> Exception:
+        if self._error is not None:
+            return self._error
+        return await self._in.run(callbacks)
+
+    def pause(self) -> None:
+        self._in.pause()
+
+    def resume(self) -> None:
+        self._in.resume()
+
+    def start(self, item: OutgoingItem) -> UnsentRest | None:
+        unsent = self._out.start(item)
+        if unsent is not None and unsent.error is not None and self._error is not None:
+            self._out.fail(self._error)
+        return unsent
+
+    async def write(self, item: OutgoingItem | UnsentRest) -> None:
+        unsent = item if isinstance(item, UnsentRest) else self.start(item)
+        if unsent is None:
+            return
+        try:
+            await self._out.finish(unsent)
+        except BaseException:
+            if self._error is not None:
+                self._out.fail(self._error)
+            raise
+
+    def close(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self._sock.close(error)
+        self._in.end(error)
+        self._out.fail(error)
+        for region in self._remote:
+            region.close()
+        unmap_regions(self._regions)
+
+
+class SocketTransport(Transport):
+    """A transport with `SocketConnection`s as connections."""
+
+    takes_one_shot = True
+
+    def open_connection(
+        self, end: ConnectionEnd, cls: type[M], acknowledge: Callable[[Message], None]
+    ) -> SocketConnection[M]:
+        return SocketConnection(end, cls, acknowledge)
+
+
+async def connect_socket(sock: socket.socket, address: Any) -> socket.socket:
+    """Connects a new stream socket, which is closed if that fails."""
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

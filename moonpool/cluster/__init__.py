@@ -1,6 +1,0 @@
-"""An instance's membership in a cluster: the KV event log, and the Join stream to a conductor. Without torch."""
-
-from moonpool.cluster.join import ChangeBell, ClusterMembership, InstanceReport, JoinAgent, Notify
-from moonpool.cluster.kv_events import HeldKeys, KVEventLog
-
-__all__ = ["ChangeBell", "ClusterMembership", "HeldKeys", "InstanceReport", "JoinAgent", "KVEventLog", "Notify"]

@@ -1,0 +1,17 @@
+"""Runs a conductor: flags -> configuration -> process."""
+
+import sys
+from collections.abc import Sequence
+
+from moonpool.base.rpc.process import run_main
+from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.service import serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until stopped; returns the process's exit code."""
+    return run_main(ConductorConfig, serve, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

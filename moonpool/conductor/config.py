@@ -1,0 +1,300 @@
+"""The conductor's settings."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from moonpool.base.config import Assignments, ByteSize, ListenAddress, OptionalAddress, read_mapping
+from moonpool.base.errors import ConfigError, InvalidRequest
+from moonpool.base.kv.delete_kv import check_ttls
+from moonpool.base.rpc.auth import ClientPortConfig
+from moonpool.base.runtime.driver import CoreServiceConfig
+from moonpool.conductor.core.admission import AdmissionMode
+from moonpool.conductor.core.roles import RoleLimits
+from moonpool.conductor.core.router import MAX_REPLICAS
+from moonpool.conductor.core.tenant_activity import TenantBudget
+from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
+from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
+
+
+def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
+    try:
+        return check_ttls(ttl_s, "")
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from None
+
+
+class TenantBudgetSetting(BaseModel):
+    """What a tenant may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rpm: int | None = Field(None, ge=1)
+    tpm: int | None = Field(None, ge=1)
+    concurrent: int | None = Field(None, ge=1)
+
+
+class ConductorConfig(CoreServiceConfig, ClientPortConfig):
+    """Takes requests, places them on instances, and keeps the state of the cluster."""
+
+    flag_groups: ClassVar = {
+        "model": ("model", "chat_template", "generation_config", "lora_modules"),
+        "placement": ("policy", "kvstore_replicas"),
+        "overload": ("admission", "queue_deadline_s"),
+    }
+    listen: ListenAddress = Field(
+        "127.0.0.1:50051",
+        description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
+    )
+    model: str = Field(
+        description=(
+            "checkpoint folder, GGUF file or Hugging Face hub id for tokenizer and configuration; the folder's or "
+            "file's name is the model's name"
+        )
+    )
+    chat_template: Path | None = Field(
+        None,
+        description="file with a chat template (Jinja) in place of the checkpoint's; give the file to the gateway, too",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description=(
+            "sampling for requests that do not set sampling: auto = as suggested in the checkpoint's "
+            "generation_config.json, if present; none = neutral (temperature 1); docs/sampling.md"
+        ),
+    )
+    lora_modules: Assignments = Field(
+        (),
+        description="LoRA adapters that requests may ask for as model, as NAME=FOLDER, in PEFT's format; the engines "
+        "need max_loras (docs/lora.md)",
+    )
+    lora_folder: Path | None = Field(
+        None,
+        description="folder in which and below which LoRA adapters may be loaded at run time, the same on all "
+        "machines; default: none may be loaded at run time",
+    )
+    policy: str = Field(
+        DEFAULT_POLICY,
+        description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
+        "installed policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
+    )
+    decode_policy: str = Field(
+        DEFAULT_DECODE_POLICY,
+        description=f"how the decode instance is chosen: one of {', '.join(DECODE_POLICIES)}, the name of an installed "
+        "policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
+    )
+    shadow_policy: str = Field(
+        "",
+        description="a policy for prefill that decides beside --policy without acting: metrics tell how often both "
+        "agree, and the predicted difference; empty = none; docs/extend/placement_policy.md",
+    )
+    policy_seed: int | None = Field(
+        None,
+        ge=0,
+        description="seed of the policy's random draws; default: derived from the conductor's name, so that "
+        "conductors side by side draw differently",
+    )
+    decode_prompt_tokens: int = Field(
+        0,
+        ge=0,
+        description=(
+            "a decode instance that holds all of a prompt except at most this many tokens computes the remainder "
+            "if that is predicted to be quicker, counting the cost for other requests; 0 = never; "
+            "docs/placement.md"
+        ),
+    )
+    balancing_threshold: float = Field(
+        1.0,
+        ge=0,
+        description=(
+            "a prefix elsewhere is considered if this many times longer than the prefill instance's own (the "
+            "paper's kvcache_balancing_threshold); the prefix is used if loading is predicted to be cheaper than "
+            "computing"
+        ),
+    )
+    peers: bool = Field(
+        True,
+        description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
+        "kvstores; docs/placement.md",
+    )
+    copy_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of an instance's link, in each direction, that copies of hot prefixes may take; 0 = no "
+        "copies are ordered, and a prefix spreads only by being loaded",
+    )
+    prefetch_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of an instance's link, in each direction, that may bring blocks into prefill instances "
+        "before expected prompts come; 0 = blocks are brought into kvstores' memory only; docs/placement.md",
+    )
+    kvstore_replicas: int = Field(
+        1,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="kvstores that hold a copy of each prefix, where there are that many; with 2, losing one loses no "
+        "KV, and a hot prefix is read from both",
+    )
+    max_queue: int = Field(
+        1024,
+        ge=1,
+        description=(
+            "requests served at once; further ones are refused as overloaded. A tenant below the fair share is "
+            "still served, up to twice this number in all"
+        ),
+    )
+    heartbeat_s: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description=(
+            "instances are probed after 0.4 times this many seconds of silence and lost after as long again "
+            "without an answer; an instance silent for three times this is lost. Instances report their load four "
+            "times in this time"
+        ),
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="seconds a request may take when the client sets no deadline"
+    )
+    reserve_timeout_s: float = Field(5.0, gt=0, description="seconds a decode instance may take to promise room")
+    slow_factor: float = Field(
+        6.0,
+        ge=0,
+        description=(
+            "an engine that measures itself this many times slower than usual gets no new requests and hands "
+            "running ones over, while another engine is well; 0 = slow engines are used like others"
+        ),
+    )
+    retries: int = Field(
+        3,
+        ge=0,
+        description="times a request is placed again after an instance or a transfer has failed; where frames were "
+        "damaged, any number of times within `recovery_s` of the first",
+    )
+    recovery_s: float = Field(
+        15.0, ge=0, description="seconds a request waits for another instance after the request's instance failed"
+    )
+    admission: AdmissionMode = Field(
+        AdmissionMode.PREDICTIVE,
+        description="which requests are refused before anything is computed for them: predictive = those that will "
+        "miss their TTFT or TBT limit under the load that decode is expected to have once their prompt is computed; "
+        "early = the same under the load of now; none; docs/overload.md",
+    )
+    room_wait_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds a request may wait for memory at decode, within the TTFT limit, before a refusal",
+    )
+    queue_deadline_s: float = Field(
+        0.0,
+        ge=0,
+        le=86400,
+        description=(
+            "seconds a request may wait for a placement that keeps the request's limits; not counted in the TTFT "
+            "limit, and also the bound for waiting for memory. 0 = refused at once; a request may set slo.queue_s "
+            "instead"
+        ),
+    )
+    max_queued: int = Field(
+        1024, ge=1, description="requests that may wait for their limits at once; beyond this number some are refused"
+    )
+    max_queued_bytes: ByteSize = Field(
+        64 << 20, ge=1 << 10, description="bytes that the tokens of waiting prompts may take, 4 for each token"
+    )
+    tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(
+        default_factory=dict,
+        description="weights by which tenants share what several of them wait for, as YAML or JSON: {NAME: WEIGHT}; "
+        "NAME '*' is for each tenant that is not named (1 unless set)",
+    )
+    tenant_budgets: Annotated[dict[str, TenantBudgetSetting], BeforeValidator(read_mapping)] = Field(
+        default_factory=dict,
+        description="what tenants may use at all conductors together, as YAML or JSON: {NAME: {rpm: N, tpm: N, "
+        "concurrent: N}}, requests and tokens a minute, and requests at once; NAME '*' is for each tenant that is not "
+        "named; give all conductors the same; docs/overload.md",
+    )
+    adopt_wait_s: float = Field(
+        5.0,
+        ge=0,
+        description=(
+            "seconds a resumed request waits for the former decode instance to join this conductor, before a new "
+            "placement"
+        ),
+    )
+    deletion_wait_s: float = Field(
+        4.0,
+        ge=0,
+        description="seconds after a conductor's start in which a deletion waits, so "
+        "that instances have joined and delete, too",
+    )
+    swap_roles: bool = Field(
+        False,
+        description=(
+            "instances with `either_role` change between prefill and decode by the load on both; docs/roles.md"
+        ),
+    )
+    role_ttft_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds of waiting prefill work that count as much load as a prefill pool that computes all the "
+        "time",
+    )
+    role_tbt_s: float = Field(
+        0.1, gt=0, description="seconds of a decode step at which a decode instance counts as fully loaded"
+    )
+    role_ratio: float = Field(
+        1.5, gt=1, description="an instance changes roles when the other pool's load is this many times as high"
+    )
+    role_hold_s: float = Field(60.0, gt=0, description="seconds for which the load must have been that much higher")
+    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance keeps a new role")
+    tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
+        default_factory=dict,
+        description="seconds that a tenant's KV may stay in any one place, as YAML or JSON: {NAME: SECONDS}; NAME '*' "
+        "is for each tenant that is not named; default: as long as there is room",
+    )
+    record_trace: Path | None = Field(
+        None,
+        description="file to which a trace of all requests is written, for the simulator: times, lengths and keyed "
+        "hashes of blocks, no text; default: none",
+    )
+    picker_listen: OptionalAddress = Field(
+        "",
+        description="HOST:PORT at which proxies ask for engines, as an endpoint picker of the Gateway API inference "
+        "extension (Envoy's ext_proc); default: none; docs/endpoint_picker.md",
+    )
+    picker_tls: Literal["auto", "none", "server", "mutual"] = Field(
+        "auto",
+        description="how proxies connect to `picker_listen`: none = in plaintext; server = within TLS, by `tls_cert`; "
+        "mutual = proxies also show a certificate of `tls_ca`; auto = server with `tls_cert`, else none",
+    )
+    max_index_keys: int = Field(
+        4_000_000,
+        ge=1,
+        description="KV blocks of all instances together that the conductor remembers; about 250 bytes of memory each",
+    )
+    explain_history: int = Field(4096, ge=1, description="requests with placements that `Explain` remembers")
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
+
+    @model_validator(mode="after")
+    def _weights_are_shares(self) -> Self:
+        for name, weight in self.tenant_weights.items():
+            if not (isfinite(weight) and weight > 0):
+                raise ConfigError(f"tenant_weights.{name}", f"must be above 0, is {weight}")
+        return self
+
+    @property
+    def budgets(self) -> dict[str, TenantBudget]:
+        """What tenants may use."""
+        return {name: TenantBudget(it.rpm, it.tpm, it.concurrent) for name, it in self.tenant_budgets.items()}
+
+    @property
+    def role_limits(self) -> RoleLimits:
+        """When instances change their roles."""
+        return RoleLimits(
+            self.swap_roles, self.role_ttft_s, self.role_tbt_s, self.role_ratio, self.role_hold_s, self.role_dwell_s
+        )

@@ -1,0 +1,404 @@
+"""The conductor's view of the cluster: instances, their blocks, their load, and requests routed there.
+
+An instance's state is the last report plus the conductor's own requests there that the report does not include. A
+request counts as soon as a place is chosen (a claim), so that a burst does not go to one instance.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from moonpool.base.errors import Unavailable
+from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.base.scheduling.state_machine import digest_of
+from moonpool.conductor.core.decode_pool import DecodeInstanceState, DecodePool, LoadForecaster, PlacedAnswer
+from moonpool.conductor.core.events import KeysChanged
+from moonpool.conductor.core.hindsight import Hindsight
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from moonpool.conductor.core.latency_model import NO_READ, KVShape, LinkRead, PrefillCorrections, ReadsInFlight
+from moonpool.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
+from moonpool.conductor.core.prefix_index import KeyEventResult, PrefixIndex
+from moonpool.conductor.core.router import (
+    DEFAULT_ROUTING,
+    EXPECTED_ANSWER_TOKENS,
+    PrefixReplication,
+    Router,
+    RoutingConfig,
+    RoutingDecision,
+    RoutingRequest,
+    StoreInstanceState,
+    StorePool,
+)
+
+AnyInstance = PrefillInstanceState | DecodeInstanceState | StoreInstanceState
+
+
+def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
+    """The instance, idle since `now`, not in any pool yet."""
+    match facts.kind:
+        case InstanceKind.PREFILL:
+            emulated = facts.shape is not None and facts.shape.emulated
+            load = LoadFacts(free_blocks=facts.total_blocks)
+            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
+        case InstanceKind.DECODE:
+            load = LoadFacts(free_blocks=facts.total_blocks)
+            return DecodeInstanceState(facts, -1, facts.speeds, load)
+        case InstanceKind.KVSTORE:
+            return StoreInstanceState(facts, -1)
+
+
+class ClusterView:
+    """The cluster according to one conductor. Times are arguments, in seconds on one clock."""
+
+    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
+        """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
+        self.index = PrefixIndex(max_index_keys)
+        self.shape: KVShape | None = None
+        """Shape of the KV; None while there is no engine."""
+        self._slow_factor = config.slow_factor
+        self._instances: dict[str, AnyInstance] = {}
+        self.decodes = DecodePool(config.decode_policy)
+        self.prefills = PrefillPool(config.policy, config.seed, config.shadow_policy)
+        self.hindsight = Hindsight()
+        self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
+        self.stores = StorePool(config.kvstore_replicas)
+        self.prefetch_share = config.prefetch_share if config.policy.stores else 0.0
+        self.replication = PrefixReplication(config.copy_share if config.policy.stores else 0.0)
+        self._router = Router(self.index, self.prefills, self.decodes, self.stores, config)
+        self._reads = ReadsInFlight()
+        self._claims: dict[int, list[PrefillInstanceState | DecodeInstanceState]] = {}
+        self._next_claim = 1
+
+    # --- instances -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Instances."""
+        return len(self._instances)
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one prefill and one decode instance take requests."""
+        return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
+
+    def incarnation(self, instance_id: str) -> int:
+        """Incarnation of an instance; 0 = not a member."""
+        instance = self._instances.get(instance_id)
+        return instance.facts.incarnation if instance is not None else 0
+
+    def all_suspected(self, suspects: Collection[str]) -> bool:
+        """Whether all prefill instances, or all decode instances, are among the suspects."""
+        pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
+        return any(all(name in suspects for name in pool) for pool in pools)
+
+    def paired(self, prefill: str, decode: str) -> bool:
+        """Whether KV can go from a prefill to a decode instance; both must be here."""
+        sender, receiver = self.prefills.get(prefill), self.decodes.get(decode)
+        return sender is not None and receiver is not None and sender.facts.kv_domain == receiver.facts.kv_domain
+
+    def should_drain(self, instance_id: str) -> bool:
+        """Whether requests must move away from an engine: the engine is slow or drains (decode), and another exists."""
+        leaving = self.decodes.slow_mask | self.decodes.draining_mask
+        if not (leaving or self.prefills.slow_mask):
+            return False  # most of the time
+        return self.prefills.should_drain(instance_id) or self.decodes.should_drain(instance_id, leaving)
+
+    def join(self, facts: InstanceFacts, now: float) -> None:
+        """Adds an instance, with all blocks free until the first report.
+
+        If the same incarnation is a member already, the claims and learnt speeds are kept. An earlier incarnation of
+        the id is replaced.
+        """
+        earlier = self._instances.get(facts.id)
+        if earlier is not None:
+            self._take_out(earlier)
+        self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
+        same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
+        instance = same or new_instance(facts, now)
+        instance.slot = self.index.slot(facts.id)
+        if isinstance(instance, StoreInstanceState):
+            instance.memory = self.index.memory(facts.id)
+        self._put_in(instance)
+
+    def leave(self, instance_id: str) -> None:
+        """Forgets an instance; unknown ids are fine. The instance's claims no longer count."""
+        instance = self._instances.get(instance_id)
+        if instance is not None:
+            self._take_out(instance)
+            self.index.remove_instance(instance_id)
+            self.hindsight.lost(instance_id)
+
+    def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
+        """Takes a load report; the report includes the claims that the instance knew (`acknowledged`).
+
+        Unknown ids are fine.
+        """
+        self.index.sweep()
+        instance = self._instances.get(instance_id)
+        match instance:
+            case PrefillInstanceState():
+                instance.report(load, now, self._slow_factor)
+                self.prefills.in_flight.reported(instance_id)
+                self.prefills.changed(instance)
+            case DecodeInstanceState():
+                instance.report(load, now, self._slow_factor)
+                self.decodes.changed(instance)
+            case StoreInstanceState():
+                self.stores.report(instance, load)
+
+    def keys_changed(self, event: KeysChanged) -> bool:
+        """Takes a message of KV events. Returns whether a snapshot must be ordered.
+
+        Raises:
+            KeyError: the instance has not joined.
+        """
+        instance_id = event.instance
+        applied = self.index.apply(
+            instance_id,
+            event.sequence,
+            event.stored,
+            event.removed,
+            event.cooled,
+            snapshot_begin=event.snapshot_begin,
+            snapshot_end=event.snapshot_end,
+        )
+        instance = self._instances[instance_id]
+        self.prefills.in_flight.keys_reported(instance_id, lambda key: self.index.holds(instance_id, key))
+        slot = self.index.slot(instance_id)
+        if slot != instance.slot:
+            match instance:
+                case PrefillInstanceState():
+                    self.prefills.move(instance, slot)
+                case DecodeInstanceState():
+                    self.decodes.move(instance, slot)
+                case StoreInstanceState():
+                    instance.slot, instance.memory = slot, self.index.memory(instance_id)
+        return applied is KeyEventResult.RESYNC
+
+    def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
+        """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
+        self.index.forget(instance_id, keys, version)
+
+    def first_token(
+        self,
+        decision: RoutingDecision,
+        computed: int,
+        there_s: float,
+        overhead_s: float,
+        now: float,
+        *,
+        overtaken: bool = False,
+    ) -> None:
+        """Learns from a first token, which took `there_s` at the prefill instance and `overhead_s` around the instance.
+
+        A prompt that others have overtaken there had no valid prediction: such a prompt teaches only the overhead.
+        """
+        instance = self.prefills.get(decision.prefill.id)
+        if instance is None or self.shape is None:
+            return
+        size, foreseen = self.shape.block_tokens, self.tokens_to_compute(decision)
+        instance.learnt.overhead.observe(overhead_s)
+        if abs(computed - foreseen) < size and not overtaken:  # else another prompt was predicted
+            instance.observe(decision.prefill, there_s)
+        instance.computed(now)
+        self.prefills.rank(instance)
+
+    def overtaken(self, claim: int) -> bool:
+        """Whether a prompt was placed before the prompt of a claim later, at the same instance."""
+        there = [it for it in self._claims.get(claim, ()) if isinstance(it, PrefillInstanceState)]
+        return any(instance.prompts[claim].overtaken for instance in there)
+
+    def tokens_to_compute(self, decision: RoutingDecision) -> int:
+        """Prompt tokens that the chosen instance is predicted to compute."""
+        tokens, shape = decision.demand.prompt_tokens, self.shape
+        return tokens - shape.reused_tokens(tokens, decision.prefill.used_blocks) if shape is not None else tokens
+
+    # --- claims ----------------------------------------------------------------------------------------------------
+
+    def claim_prefill(
+        self,
+        prefill: str,
+        busy_s: float,
+        now: float,
+        source: str = "",
+        queue_key: QueueKey | None = None,
+        read: LinkRead = NO_READ,
+        send_s: float = 0.0,
+        tokens: int = 0,
+    ) -> int:
+        """Counts a prompt on an instance until `release`, and time on links: the source's, and the instance's own.
+
+        Returns:
+            The claim's number. No claim number is used twice.
+        """
+        number, instances = self._new_claim()
+        instance, lender = self.prefills.get(prefill), self._instances.get(source)
+        if instance is not None:
+            instance.claim(number, busy_s, now, queue_key, tokens)
+            self.prefills.placed(busy_s, now)
+            self.prefills.chose(instance)
+            instances.append(instance)
+            if send_s:
+                self._reads.send(number, instance.link, send_s, now)
+        if lender is not None:
+            self._reads.claim(number, lender.link, read, now)
+        return number
+
+    def read_measured(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
+        """Learns what the read of a claim took."""
+        instance, shape = self._instances.get(source), self.shape
+        if instance is not None and shape is not None:
+            nbytes = shape.moved_bytes(blocks * shape.block_tokens, 0)
+            self._reads.measured(claim, instance.link, nbytes, seconds, now)
+
+    def claim_decode(self, instance_id: str, answer: PlacedAnswer) -> int:
+        """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
+        number, instances = self._new_claim()
+        instance = self.decodes.get(instance_id)
+        if instance is not None:
+            instance.claim(number, answer)
+            self.decodes.chose(instance)
+            instances.append(instance)
+        return number
+
+    def acknowledged(self, claim: int, number: int = 0) -> None:
+        """Notes that the instance has confirmed the request.
+
+        Args:
+            claim: the request's claim there.
+            number: requests the instance has taken so far, this one included; reports say how many they include. 0 =
+                not known: the next report includes the request.
+        """
+        for instance in self._claims.get(claim, ()):
+            instance.acknowledged(claim, number)
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
+
+    def answer_grew(self, claim: int, tokens: int, now: float) -> None:
+        """Notes that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
+        for instance in self._claims.get(claim, ()):
+            if isinstance(instance, DecodeInstanceState):
+                answer = instance.answers[claim]
+                answer.generated, answer.reported_at = tokens, now
+
+    def release(self, claim: int, now: float) -> None:
+        """Stops counting a claim: the prompt has a first token, the answer has ended, or neither will happen.
+
+        A claim that was released before is fine.
+        """
+        self._reads.release(claim)
+        self.prefills.in_flight.released(claim)
+        for instance in self._claims.pop(claim, ()):
+            match instance:
+                case PrefillInstanceState():
+                    instance.release(claim, now)
+                case DecodeInstanceState():
+                    instance.release(claim)
+            if self._instances.get(instance.facts.id) is instance:
+                self._changed(instance)
+
+    @property
+    def claims(self) -> list[int]:
+        """Claims that were not released, ascending."""
+        return sorted(self._claims)
+
+    @property
+    def prompts_in_flight(self) -> int:
+        """Claims on prefill instances."""
+        return sum([len(instance.prompts) for instance in self.prefills])
+
+    @property
+    def answers_in_flight(self) -> int:
+        """Claims on decode instances."""
+        return sum([len(instance.answers) for instance in self.decodes])
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Claims on links: prefixes that are being loaded."""
+        return len(self._reads)
+
+    @property
+    def blocks_unreported(self) -> int:
+        """Blocks of this conductor's answers that no report includes."""
+        return sum([instance.unreported_blocks for instance in self.decodes])
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    def plan(self, request: RoutingRequest) -> RoutingDecision:
+        """Routes a request.
+
+        Raises:
+            Unavailable: no instance that is large enough takes requests now.
+            InvalidRequest: no instance that was ever here is large enough.
+        """
+        if self.shape is None or not self.ready:
+            raise Unavailable("no prefill or no decode instance has joined" + self._missing())
+        return self._router.plan(request, self.shape)
+
+    def _missing(self) -> str:
+        pools = (("prefill", self.prefills), ("decode", self.decodes))
+        return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining_mask)})"
+
+    # --- upkeep ----------------------------------------------------------------------------------------------------
+
+    def _put_in(self, instance: AnyInstance) -> None:
+        self._instances[instance.facts.id] = instance
+        match instance:
+            case PrefillInstanceState():
+                self.prefills.add(instance)
+            case DecodeInstanceState():
+                self.decodes.add(instance)
+            case StoreInstanceState():
+                self.stores.add(instance)
+        self.shape = self.shape or instance.facts.shape
+
+    def _take_out(self, instance: AnyInstance) -> None:
+        del self._instances[instance.facts.id]
+        match instance:
+            case PrefillInstanceState():
+                self.prefills.remove(instance)
+                self.prefills.in_flight.lost(instance.facts.id)
+            case DecodeInstanceState():
+                self.decodes.remove(instance)
+            case StoreInstanceState():
+                self.stores.remove(instance)
+        if not len(self.prefills) and not len(self.decodes):
+            self.shape = None
+            self.prefills.largest_blocks = self.decodes.largest_blocks = 0
+
+    def _changed(self, instance: PrefillInstanceState | DecodeInstanceState) -> None:
+        if isinstance(instance, PrefillInstanceState):
+            self.prefills.changed(instance)
+        else:
+            self.decodes.changed(instance)
+
+    def _new_claim(self) -> tuple[int, list[PrefillInstanceState | DecodeInstanceState]]:
+        number, self._next_claim = self._next_claim, self._next_claim + 1
+        instances = self._claims[number] = []
+        return number, instances
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        pools, learnt = (self.prefills, self.decodes, self.stores), (self.forecasts, self.replication, self.hindsight)
+        return digest_of(self.index, *pools, *learnt, self.shape, sorted(self._claims), self._next_claim)
+
+    def check_invariants(self) -> None:
+        """Asserts that instances, pools, index and claims agree."""
+        for part in (
+            self.index,
+            self.prefills,
+            self.decodes,
+            self.stores,
+            self.forecasts,
+            self._reads,
+            self.replication,
+        ):
+            part.check_invariants()
+        pools: Iterator[AnyInstance] = iter([*self.prefills, *self.decodes, *self.stores])
+        assert {instance.facts.id: instance for instance in pools} == self._instances
+        for name, instance in self._instances.items():
+            assert instance.slot == self.index.slot(name)
+        for decode in self.decodes:
+            decode.check_invariants()
+        held = [number for one in self.prefills for number in one.prompts]
+        held += [number for one in self.decodes for number in one.answers]
+        assert len(set(held)) == len(held)
+        assert set(held) <= set(self._claims)
+        assert set(self.prefills.in_flight.claims) <= set(self._claims), "a released claim is still in flight"

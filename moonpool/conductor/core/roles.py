@@ -1,0 +1,222 @@
+"""Whether an engine instance changes roles, by the two pools' pressure, with hysteresis.
+
+A pool's *pressure* is the offered work as a share of the pool's capacity within the limits. For prefill: the share of
+time in which instances compute, plus the queue. For decode: sequences' share of the step time that the TBT limit
+leaves, or the share of blocks in use if that is more. Pressure falls as one over the number of instances, so the
+pressure after a change can be predicted.
+
+An instance goes to the other pool if that pool's pressure has been `ratio` times as high for `hold_s`, and both pools
+gain: the giving pool stays below the limit, and below the other pool's pressure before. Then nothing changes until the
+change has ended and the pressures are known anew. A draining instance that can switch roles counts as a change under
+way: another conductor may have ordered the change. A pool that needs a further instance gets one after `SETTLE_S`; a
+change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp
+from statistics import fmean
+
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.latency import decode_step_seconds
+from moonpool.base.scheduling.state_machine import digest_of
+from moonpool.conductor.core.decode_pool import DecodeInstanceState, DecodePool, load_now
+from moonpool.conductor.core.events import Action, ChangeRole
+from moonpool.conductor.core.instances import InstanceFacts, InstanceKind
+from moonpool.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
+
+SAMPLE_S = 1.0
+"""Seconds between two samples of the pressures, which are taken when instances report."""
+MEMORY_S = 30.0
+"""Seconds over which a pressure is averaged."""
+MIN_PRESSURE = 0.5
+"""Least pressure of a pool that needs an instance: a pool less than half used needs none."""
+SETTLE_S = 40.0
+"""Seconds from a change's end to the next change to the same pool."""
+CHANGE_S = 180.0
+"""Seconds after which a change that has not ended is given up."""
+OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
+
+
+@frozen
+class RoleLimits:
+    """When roles change.
+
+    Attributes:
+        swap: roles change without an order.
+        ttft_s: seconds of queue that count as much as a pool that is busy all the time.
+        tbt_s: seconds for a step at a full decode instance.
+        ratio, hold_s, dwell_s: see the module.
+    """
+
+    swap: bool = False
+    ttft_s: float = 10.0
+    tbt_s: float = 0.1
+    ratio: float = 1.5
+    hold_s: float = 60.0
+    dwell_s: float = 300.0
+
+
+FIXED_ROLES = RoleLimits()
+
+
+@dataclass(slots=True)
+class RoleChange:
+    """An instance on the way to another pool."""
+
+    instance: str
+    kind: InstanceKind
+    since: float
+
+
+@dataclass(slots=True)
+class PoolPressure:
+    """One pool's pressure, a running mean; `since`: time since which the pressure is `ratio` times the other pool's."""
+
+    value: float = 0.0
+    since: float | None = None
+
+
+@dataclass(slots=True)
+class RoleBalancer:
+    """Decides which instance changes roles.
+
+    Args:
+        limits: when roles change.
+        prefills, decodes: the pools.
+    """
+
+    limits: RoleLimits
+    prefills: PrefillPool
+    decodes: DecodePool
+    change: RoleChange | None = None
+    """The change under way; None = none is."""
+    pressures: dict[InstanceKind, PoolPressure] = field(
+        default_factory=lambda: {kind: PoolPressure() for kind in OTHER_ROLE}
+    )
+    _stays_until: dict[str, float] = field(default_factory=dict)
+    _hung: set[str] = field(default_factory=set)
+    """Instances that drain, and whose changes have not ended in time."""
+    _sampled_at: float | None = None
+
+    def order(self, now: float, instance: str, out: list[Action]) -> None:
+        """Orders an instance to change roles, whatever the pressures; unknown ids are fine."""
+        place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
+            instance
+        )
+        if place is not None:
+            kind = OTHER_ROLE[place.facts.kind]
+            self.change = RoleChange(instance, kind, now)
+            self._restart_holds()
+            out.append(ChangeRole(instance, place.facts.incarnation, kind))
+
+    def joined(self, now: float, facts: InstanceFacts) -> None:
+        """An instance has joined, which may end the change under way."""
+        if self.change is not None and facts.kind is self.change.kind:
+            self.change = None
+            self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
+            self._stays_until[facts.id] = now + self.limits.dwell_s
+            self._restart_holds()
+            self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
+
+    def load_reported(self, now: float, out: list[Action]) -> None:
+        """An instance has reported: samples the pressures, and orders a change that pays."""
+        if not self.limits.swap or (self._sampled_at is not None and now - self._sampled_at < SAMPLE_S):
+            return
+        self._sample(now)
+        if self._under_way(now):
+            return
+        for kind, pressure in self.pressures.items():
+            if pressure.since is not None and now - pressure.since >= self.limits.hold_s:
+                chosen = self._pick(OTHER_ROLE[kind], now)
+                if chosen is not None:
+                    self.order(now, chosen, out)
+                    return
+
+    def _under_way(self, now: float) -> bool:
+        """Whether a change is under way, ordered by this conductor or, it seems, by another."""
+        pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
+        drain = {
+            it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.switches_role and it.load.draining
+        }
+        if self.change is not None and now - self.change.since >= CHANGE_S:
+            self._hung.add(self.change.instance)
+            self.change = None
+        self._hung.intersection_update(drain)
+        if self.change is None and (new := drain.keys() - self._hung):
+            instance = min(new)
+            self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
+            self._restart_holds()
+        return self.change is not None
+
+    def _sample(self, now: float) -> None:
+        """Averages the current pressures in, and notes since when a pool is in need."""
+        share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
+        self._sampled_at = now
+        for kind, value in (
+            (InstanceKind.PREFILL, self._prefill_pressure(now)),
+            (InstanceKind.DECODE, self._decode_pressure()),
+        ):
+            pressure = self.pressures[kind]
+            pressure.value += (value - pressure.value) * share
+        for kind, pressure in self.pressures.items():
+            if not self._in_need(kind):
+                pressure.since = None
+            elif pressure.since is None:
+                pressure.since = now
+
+    def _in_need(self, kind: InstanceKind) -> bool:
+        """Whether a pool needs an instance more than the other pool, which can give one."""
+        needs, gives = self.pressures[kind].value, self.pressures[OTHER_ROLE[kind]].value
+        givers = len(self._usable(OTHER_ROLE[kind]))
+        if needs < MIN_PRESSURE or needs < self.limits.ratio * gives or givers < 2:
+            return False
+        return gives * givers / (givers - 1) < min(1.0, needs)
+
+    def _prefill_pressure(self, now: float) -> float:
+        pool = [one for one in self.prefills if not one.load.draining]
+        return fmean([self._busy(one, now) for one in pool]) if pool else 0.0
+
+    def _busy(self, one: PrefillInstanceState, now: float) -> float:
+        waiting_s = max(0.0, one.free_at - now)
+        return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
+
+    def _decode_pressure(self) -> float:
+        pool = [one for one in self.decodes if not one.load.draining]
+        return fmean([self._utilization(one) for one in pool]) if pool else 0.0
+
+    def _utilization(self, one: DecodeInstanceState) -> float:
+        now, base_s = load_now(one), one.speeds.decode_base_s
+        step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
+        at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
+        # Reserved blocks are not in use: prompts that wait for prefill would make decode seem full.
+        used = 1.0 - (one.load.free_blocks + one.load.cached_blocks) / one.facts.total_blocks
+        return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
+
+    def _pick(self, kind: InstanceKind, now: float) -> str | None:
+        """The least loaded instance of a pool that can change and has stayed long enough."""
+        able = [
+            one
+            for one in self._usable(kind)
+            if one.facts.switches_role and self._stays_until.get(one.facts.id, now) <= now
+        ]
+        return min(able, key=lambda one: (_work(one, now), one.facts.id)).facts.id if able else None
+
+    def _usable(self, kind: InstanceKind) -> list[PrefillInstanceState | DecodeInstanceState]:
+        pool: Iterable[PrefillInstanceState | DecodeInstanceState] = (
+            self.prefills if kind is InstanceKind.PREFILL else self.decodes
+        )
+        return [one for one in pool if not one.load.draining]
+
+    def _restart_holds(self) -> None:
+        for pressure in self.pressures.values():
+            pressure.since = None
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
+
+
+def _work(one: PrefillInstanceState | DecodeInstanceState, now: float) -> float:
+    """Seconds of queue, or sequences."""
+    return max(0.0, one.free_at - now) if isinstance(one, PrefillInstanceState) else float(one.sequences)

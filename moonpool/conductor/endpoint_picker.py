@@ -1,0 +1,332 @@
+"""An endpoint picker of the Gateway API inference extension: tells Envoy which engine shall serve a request.
+
+One stream of Envoy's ext_proc is one HTTP request. The body is read, placed as any prompt, and sent on unchanged. The
+prompt counts as load at the engine until the engine's response begins.
+"""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.struct_pb2 import Struct
+
+from moonpool.base.errors import InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.conductor.dispatcher import Dispatcher
+from moonpool.conductor.registry import Registry
+from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1.ext_proc_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    HttpHeaders,
+    HttpStatus,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+
+DESTINATION = "x-gateway-destination-endpoint"
+DESTINATIONS_ALLOWED = "x-gateway-destination-endpoint-subset"
+HINT_NAMESPACE, PICK_NAMESPACE = "envoy.lb.subset_hint", "envoy.lb"
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+MAX_BODY_BYTES = 16 << 20
+PIECE_BYTES = 62_000
+"""Largest piece of a body to send on: Envoy's own limit is 64 KiB."""
+PLACE_LIMIT_S = 30.0
+NO_PROMPT = conductor_pb2.TokenPrompt(token_ids=[0])
+"""What a request without a body is placed as."""
+FULL_DUPLEX = ProtocolConfiguration.FULL_DUPLEX_STREAMED
+log = get_logger(__name__)
+
+Outgoing = AsyncIterator[ProcessingResponse]
+
+
+class _BodyTooLargeError(MoonpoolError):
+    """The body is not read."""
+
+
+class EndpointPicker:
+    """Serves `ExternalProcessor`.
+
+    Args:
+        registry: the members, with their engines' addresses.
+        dispatcher: asks the core.
+    """
+
+    def __init__(self, registry: Registry, dispatcher: Dispatcher) -> None:
+        self._registry, self._dispatcher = registry, dispatcher
+
+    async def Process(self, requests: AsyncIterator[ProcessingRequest], context: object) -> Outgoing:
+        """One HTTP request and its response."""
+        stream = _Stream(self._registry, self._dispatcher)
+        try:
+            async for request in requests:
+                async for response in stream.take(request):
+                    yield response
+                if stream.refused:
+                    return
+        finally:
+            stream.done()
+
+
+class _Stream:
+    """One HTTP request.
+
+    Attributes:
+        refused: the client has got an answer without an engine.
+    """
+
+    def __init__(self, registry: Registry, dispatcher: Dispatcher) -> None:
+        self._registry, self._dispatcher = registry, dispatcher
+        self._headers: dict[str, str] = {}
+        self._allowed: frozenset[str] | None = None
+        self._body = bytearray()
+        self._modes = [FULL_DUPLEX, FULL_DUPLEX]  # of request and response
+        self._number = 0
+        self._metadata = Struct()
+        self.refused = False
+
+    def done(self) -> None:
+        """The engine answers, or the stream is over; may be called again."""
+        if self._number:
+            self._dispatcher.endpoint_done(self._number)
+            self._number = 0
+
+    async def take(self, message: ProcessingRequest) -> Outgoing:
+        """Answers a message of the proxy."""
+        if message.HasField("protocol_config"):
+            config = message.protocol_config
+            self._modes = [config.request_body_mode, config.response_body_mode]
+        try:
+            part = message.WhichOneof("request") or ""
+            answers = self._take_request(message) if part.startswith("request") else self._take_response(message)
+            async for response in answers:
+                yield response
+        except MoonpoolError as error:
+            self.refused = True
+            yield ProcessingResponse(immediate_response=refusal(error))
+
+    async def _take_request(self, message: ProcessingRequest) -> Outgoing:
+        match message.WhichOneof("request"):
+            case "request_headers":
+                self._allowed = _allowed(message)
+                self._headers = _text_headers(message.request_headers)
+                if message.request_headers.end_of_stream:
+                    headers = HeadersResponse(response=await self._picked())
+                    yield ProcessingResponse(request_headers=headers, dynamic_metadata=self._metadata)
+                elif self._modes[0] != FULL_DUPLEX:  # the body comes once the headers are answered
+                    yield ProcessingResponse(request_headers=HeadersResponse())
+            case "request_body":
+                piece = message.request_body
+                async for response in self._take_body(piece.body, last=piece.end_of_stream):
+                    yield response
+            case "request_trailers":
+                if self._modes[0] == FULL_DUPLEX and not self._number:
+                    async for response in self._take_body(b"", last=True):
+                        yield response
+                yield ProcessingResponse(request_trailers=TrailersResponse())
+
+    async def _take_response(self, message: ProcessingRequest) -> Outgoing:
+        match message.WhichOneof("request"):
+            case "response_headers":
+                self.done()
+                yield ProcessingResponse(response_headers=HeadersResponse())
+            case "response_body":
+                yield ProcessingResponse(response_body=self._passed_on(message))
+            case "response_trailers":
+                yield ProcessingResponse(response_trailers=TrailersResponse())
+
+    async def _take_body(self, piece: bytes, last: bool) -> Outgoing:
+        self._body += piece
+        if len(self._body) > MAX_BODY_BYTES:
+            raise _BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+        if not last:
+            if self._modes[0] != FULL_DUPLEX:
+                yield ProcessingResponse(request_body=BodyResponse())
+            return
+        picked, body = await self._picked(), bytes(self._body)
+        self._body.clear()
+        if self._modes[0] != FULL_DUPLEX:
+            yield ProcessingResponse(request_body=BodyResponse(response=picked), dynamic_metadata=self._metadata)
+            return
+        headers = HeadersResponse(response=picked)
+        yield ProcessingResponse(request_headers=headers, dynamic_metadata=self._metadata)
+        for start in range(0, max(1, len(body)), PIECE_BYTES):
+            end = start + PIECE_BYTES >= len(body)
+            part = StreamedBodyResponse(body=body[start : start + PIECE_BYTES], end_of_stream=end)
+            mutation = BodyMutation(streamed_response=part)
+            yield ProcessingResponse(request_body=BodyResponse(response=CommonResponse(body_mutation=mutation)))
+
+    async def _picked(self) -> CommonResponse:
+        """Picks engines; notes them for the metadata.
+
+        Raises:
+            MoonpoolError: the request is wrong, or is refused.
+        """
+        message = _request(bytes(self._body), self._headers)
+        addresses = {
+            member.id: member.http_address
+            for member in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL)
+            if member.http_address and (self._allowed is None or member.http_address in self._allowed)
+        }
+        if not addresses:
+            raise Unavailable(
+                "no engine with an HTTP server of its own has joined, or none of those that may be chosen"
+            )
+        others = [one.id for one in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL) if one.id not in addresses]
+        found = await self._dispatcher.pick_endpoint(message, others, PLACE_LIMIT_S)
+        self._number = found.request
+        places = ",".join(dict.fromkeys([addresses[engine] for engine in found.engines if engine in addresses]))
+        self._metadata = Struct()
+        self._metadata.update({PICK_NAMESPACE: {DESTINATION: places}})
+        header = HeaderValue(key=DESTINATION, raw_value=places.encode())
+        option = HeaderValueOption(header=header, append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
+        return CommonResponse(header_mutation=HeaderMutation(set_headers=[option]), clear_route_cache=True)
+
+    def _passed_on(self, message: ProcessingRequest) -> BodyResponse:
+        if self._modes[1] != FULL_DUPLEX:
+            return BodyResponse()
+        piece = message.response_body
+        part = StreamedBodyResponse(body=piece.body, end_of_stream=piece.end_of_stream)
+        return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=part)))
+
+
+def refusal(error: MoonpoolError) -> ImmediateResponse:
+    """The answer for the client: an error as OpenAI's interface has them, with our reason."""
+    headers: dict[str, str] = {"content-type": "application/json"}
+    code, kind, reason = 503, "server_error", "unavailable"
+    match error:
+        case Overloaded():
+            code, kind, reason = 429, "rate_limit_error", error.reason
+            if error.retry_after_s > 0:
+                headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        case _BodyTooLargeError():
+            code, kind, reason = 413, "invalid_request_error", "body_too_large"
+        case InvalidRequest() | NotFound():
+            code, kind, reason = 400, "invalid_request_error", "invalid_request"
+        case _:
+            log.warning("no engine for a proxy's request", error=str(error))
+    body = {"error": {"message": str(error), "type": kind, "code": reason}}
+    options = [
+        HeaderValueOption(
+            header=HeaderValue(key=key, raw_value=value.encode()),
+            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for key, value in headers.items()
+    ]
+    return ImmediateResponse(
+        status=HttpStatus(code=code),
+        headers=HeaderMutation(set_headers=options),
+        body=json.dumps(body).encode(),
+        details=reason,
+    )
+
+
+def _allowed(message: ProcessingRequest) -> frozenset[str] | None:
+    """Addresses that may be chosen, as the proxy says; None = all."""
+    hint = message.metadata_context.filter_metadata.get(HINT_NAMESPACE)
+    if hint is None or DESTINATIONS_ALLOWED not in hint.fields:
+        return None
+    value = hint.fields[DESTINATIONS_ALLOWED]
+    if value.WhichOneof("kind") == "string_value":
+        return frozenset(one.strip() for one in value.string_value.split(","))
+    return frozenset(one.string_value for one in value.list_value.values)
+
+
+def _text_headers(headers: HttpHeaders) -> dict[str, str]:
+    return {one.key.lower(): one.value or one.raw_value.decode("latin-1") for one in headers.headers.headers}
+
+
+def _request(body: bytes, headers: Mapping[str, str]) -> conductor_pb2.GenerateRequest:
+    """The request as clients of Moonpool send it. Only what placement sees is read; the engine checks the rest.
+
+    Raises:
+        InvalidRequest: the body is no JSON object, or a field has a wrong type.
+    """
+    message = conductor_pb2.GenerateRequest()
+    for name, field in ((TTFT_HEADER, "ttft_s"), (TPOT_HEADER, "tbt_s")):
+        if name in headers:
+            setattr(message.slo, field, _milliseconds(name, headers[name]))
+    if not body:
+        message.tokens.CopyFrom(NO_PROMPT)
+        return message
+    try:
+        fields = json.loads(body)
+    except ValueError as error:
+        raise InvalidRequest("body", f"is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    if isinstance(most, int) and most > 0:
+        message.sampling.max_tokens = most
+    if isinstance(salt := fields.get("cache_salt"), str):
+        message.cache_salt = salt
+    if "messages" in fields:
+        message.chat.CopyFrom(_chat(fields))
+    else:
+        _set_prompt(message, fields.get("prompt", fields.get("input")))
+    return message
+
+
+def _milliseconds(name: str, text: str) -> float:
+    try:
+        return float(text) / 1000
+    except ValueError as error:
+        raise InvalidRequest(name, f"must be milliseconds, is {text!r}") from error
+
+
+def _chat(fields: Mapping[str, Any]) -> conductor_pb2.ChatPrompt:
+    messages, found = fields["messages"], conductor_pb2.ChatPrompt()
+    if not isinstance(messages, list):
+        raise InvalidRequest("messages", "must be a list")
+    for at, turn in enumerate(messages):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise InvalidRequest(f"messages[{at}]", "must be an object with a role")
+        told = found.messages.add(role=turn["role"], content=_text_of(turn.get("content")))
+        if isinstance(turn.get("tool_call_id"), str):
+            told.tool_call_id = turn["tool_call_id"]
+        for call in turn.get("tool_calls") or ():
+            function = call.get("function", {}) if isinstance(call, dict) else {}
+            told.tool_calls.add(
+                id=str(call.get("id", "")),
+                name=str(function.get("name", "")),
+                arguments=str(function.get("arguments", "")),
+            )
+    if fields.get("tools"):
+        found.tools = json.dumps(fields["tools"])
+    if fields.get("chat_template_kwargs"):
+        found.template_kwargs = json.dumps(fields["chat_template_kwargs"])
+    return found
+
+
+def _text_of(content: object) -> str:
+    """A turn's text; images and the like do not count."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join([part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)])
+
+
+def _set_prompt(message: conductor_pb2.GenerateRequest, prompt: object) -> None:
+    first: object = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else prompt
+    match first:
+        case str():
+            message.text = first
+        case int():
+            message.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
+        case list():
+            message.tokens.token_ids.extend(first)
+        case _:
+            message.tokens.CopyFrom(NO_PROMPT)

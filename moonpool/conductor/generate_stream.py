@@ -1,0 +1,785 @@
+"""One request in the conductor's shell: output so far, messages to the client, and resuming."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moonpool.base.checkpoint import StopWatcher
+from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
+from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.base.kv.delete_kv import KVSelection
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.logprobs import Logprobs
+from moonpool.conductor.core.events import (
+    MIN_KNOWN_TOKENS,
+    CompletionReason,
+    DecodeReservation,
+    RequestSpec,
+    ResumeState,
+)
+from moonpool.conductor.decode_streams import NewTokens
+from moonpool.conductor.proto_conversion import FINISH_REASONS
+from moonpool.conductor.request import (
+    ClientProgress,
+    ResumeRequest,
+    ServedModel,
+    ValidRequest,
+    resume_point,
+    target_of,
+)
+from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
+
+UNFINISHED = kv_pb2.FINISH_REASON_UNSPECIFIED
+STOP = kv_pb2.FINISH_REASON_STOP
+LENGTH = kv_pb2.FINISH_REASON_LENGTH
+CANCELLED = kv_pb2.FINISH_REASON_CANCELLED
+
+CONTEXT_TOKENS = 16
+"""Tokens at the prompt's end, as context for spelling the first generated tokens."""
+
+MAX_TOKEN_TIMES = 512
+"""Token times that are kept for `Explain`."""
+
+
+class ChoiceOutput:
+    """One of a request's `n` outputs: tokens, text, and what the client still lacks.
+
+    Attributes:
+        index: number of the choice.
+        tokens: generated so far, those included that a resuming client already had.
+        finish: set with the last token.
+        resumed_at: number of tokens that a resuming client had.
+        score: a deferred answer's score; None for others.
+    """
+
+    def __init__(self, request: ValidRequest, index: int, served: ServedModel) -> None:
+        self.index = index
+        self.tokens = array("i")
+        self.finish: kv_pb2.FinishReason.ValueType = UNFINISHED
+        self.resumed_at = 0
+        self.score: float | None = None
+        self._request = request
+        skips = request.sampling.skip_special_tokens
+        self._detokenizer = served.tokenizer.stream(request.prompt[-CONTEXT_TOKENS:], skips)
+        self._stop = StopWatcher(request.stops)
+        self._spelled = 0  # tokens that went through the detokenizer: all but the end token
+        self._logprobs = Logprobs()  # of the tokens from `resumed_at` on, if they are wanted
+        self._text_parts: list[str] = []  # together the whole text that is certain
+        self._lacking = ""  # certain text that the client does not have
+        self._ahead_chars = 0  # characters that the client has beyond the certain text
+
+    @property
+    def new(self) -> int:
+        """Number of tokens that no resuming client had before."""
+        return len(self.tokens) - self.resumed_at
+
+    def count_known(self, position: int, token_ids: Sequence[int]) -> int:
+        """How many of the tokens from `position` on are known already; all of them if the choice is complete.
+
+        Raises:
+            StreamBroken: tokens before `position` are missing, or known tokens were different.
+        """
+        known = len(self.tokens) - position
+        if self.finish:
+            return len(token_ids)
+        if known < 0:
+            raise StreamBroken(f"tokens {len(self.tokens)} to {position - 1} were lost")
+        if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)].tolist():
+            raise StreamBroken(f"tokens from {position} on are not those that came before")
+        return known
+
+    def extend(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> conductor_pb2.TokenDelta | None:
+        """Append tokens up to the choice's end; returns the client's message, None for no news."""
+        position, text = len(self.tokens), ""
+        for token_id in token_ids:
+            if self.finish:
+                break
+            self.tokens.append(token_id)
+            if self._request.ends_with(token_id, len(self.tokens)):
+                self.finish = STOP  # the end token has no text
+            else:
+                text += self._spell(token_id)
+                if self._stop.stopped:
+                    self.finish = STOP
+                elif len(self.tokens) >= self._request.spec.max_tokens:
+                    self.finish = LENGTH
+        if self.finish:
+            text += self._held_back_text()
+        taken = self.tokens[position:]
+        if not taken:
+            return None
+        text = self._unsent(text)
+        delta = conductor_pb2.TokenDelta(
+            position=position, token_ids=taken, text=text, choice=self.index, reason=self.finish
+        )
+        if logprobs is not None:
+            part = logprobs.part(0, len(taken))
+            self._logprobs.extend(part)
+            delta.logprobs.CopyFrom(logprobs_to_proto(part))
+        return delta
+
+    def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
+        """End the choice for a reason from outside; returns the text that was held back, None for no text.
+
+        A cancelled choice may go on at another conductor, so text that is not certain yet is not sent.
+        """
+        if self.finish:
+            return None
+        self.finish = reason
+        return self.text_delta("" if reason == CANCELLED else self._held_back_text())
+
+    def text_delta(self, text: str = "") -> conductor_pb2.TokenDelta | None:
+        """A message with text but no tokens: what a resuming client lacks, then `text`; None for no text."""
+        text = self._unsent(text)
+        return conductor_pb2.TokenDelta(position=len(self.tokens), text=text, choice=self.index) if text else None
+
+    def finished_proto(self) -> conductor_pb2.FinishedChoice:
+        """The choice's end."""
+        return conductor_pb2.FinishedChoice(reason=self.finish, completion_tokens=len(self.tokens), score=self.score)
+
+    # --- clients that resume ------------------------------------------------------------------------------------------
+
+    def restore(self, progress: ClientProgress) -> None:
+        """Start from a client's tokens. The client has all text that is certain with them, perhaps more.
+
+        `finish` is set if the tokens complete the choice.
+        """
+        self.extend(progress.tokens)
+        self._set_client_chars(progress.text_chars)
+        self.resumed_at = len(self.tokens)
+
+    def has(self, progress: ClientProgress) -> bool:
+        """Whether a client's tokens are this choice's first ones, and everything after them can be sent again."""
+        count = len(progress.tokens)
+        return count >= self.resumed_at and self.tokens[:count] == progress.tokens
+
+    def is_behind(self, progress: ClientProgress) -> bool:
+        """Whether a client has these tokens and more: from another conductor."""
+        return len(progress.tokens) > len(self.tokens) and progress.tokens[: len(self.tokens)] == self.tokens
+
+    def delta_after(self, progress: ClientProgress) -> conductor_pb2.TokenDelta | None:
+        """Everything that a client lacks of this choice; None for no news."""
+        position = len(progress.tokens)
+        self._set_client_chars(progress.text_chars)
+        text, self._lacking, tokens = self._lacking, "", self.tokens[position:]
+        reason = UNFINISHED if self.finish == CANCELLED else self.finish
+        delta = conductor_pb2.TokenDelta(
+            position=position, token_ids=tokens, text=text, choice=self.index, reason=reason
+        )
+        if tokens and self._request.sampling.logprobs is not None:
+            delta.logprobs.CopyFrom(logprobs_to_proto(self._logprobs.part(position - self.resumed_at)))
+        return delta if tokens or text else None
+
+    def _set_client_chars(self, count: int) -> None:
+        """Note how many characters of the text the client has."""
+        text = "".join(self._text_parts)
+        self._text_parts = [text]
+        self._lacking, self._ahead_chars = text[count:], max(0, count - len(text))
+
+    # --- text ---------------------------------------------------------------------------------------------------------
+
+    def _spell(self, token_id: int) -> str:
+        """The text that is certain with the next token. Stop strings count from `min_tokens` on."""
+        self._spelled += 1
+        text = self._detokenizer.push(array("i", (token_id,)))
+        return self._stop.push(text) if self._spelled >= self._request.sampling.min_tokens else text
+
+    def _held_back_text(self) -> str:
+        """The text that was not certain before the end."""
+        if self._stop.stopped or not self._spelled:
+            return ""
+        return self._stop.push(self._detokenizer.flush()) + ("" if self._stop.stopped else self._stop.flush())
+
+    def _unsent(self, text: str) -> str:
+        """New text, after what a resuming client lacks and without what the client has already."""
+        self._text_parts.append(text)
+        unsent = self._lacking + text[self._ahead_chars :]
+        self._lacking, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
+        return unsent
+
+
+MAX_MERGED_TOKENS = 8192
+"""Tokens in one message: with log probabilities some 150 bytes each, and a message has 8 MiB at most."""
+WHOLE_EVERY_S = 1.0
+"""Seconds between messages to a client that wants the answer whole: a client that leaves has paid for all but these."""
+
+
+class OutputQueue:
+    """Messages to one client. The end, or a failure, comes after the last message.
+
+    With `whole`, tokens wait for the end, or for `WHOLE_EVERY_S`.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+        self._messages: deque[conductor_pb2.GenerateResponse] = deque()
+        self._due = 0  # of `_messages`, the first: the client gets them now
+        # By choice, the last of `_messages`: more tokens are merged into them.
+        self._growing: dict[int, conductor_pb2.GenerateResponse] = {}
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._failure: MoonpoolError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no message will be added."""
+        return self._ended
+
+    def placed(self, placed: conductor_pb2.Placed) -> None:
+        """The request is placed."""
+        self._growing.clear()
+        self._put(conductor_pb2.GenerateResponse(placed=placed))
+
+    def prompt_logprobs(self, scored: conductor_pb2.PromptLogprobs) -> None:
+        """The prompt's log probabilities are known."""
+        self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
+
+    def embedding(self, embedding: conductor_pb2.PromptEmbedding) -> None:
+        """The prompt's embedding is known."""
+        self._put(conductor_pb2.GenerateResponse(embedding=embedding))
+
+    def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
+        """Tokens and text; None for no news."""
+        if delta is None:
+            return
+        last = self._growing.get(delta.choice)
+        if last is not None and len(last.delta.token_ids) < MAX_MERGED_TOKENS:
+            last.delta.token_ids.extend(delta.token_ids)
+            last.delta.text += delta.text
+            last.delta.reason = delta.reason
+            if delta.HasField("logprobs"):
+                last.delta.logprobs.MergeFrom(delta.logprobs)
+            return
+        self._growing[delta.choice] = conductor_pb2.GenerateResponse(delta=delta)
+        self._put(self._growing[delta.choice], at_once=not self._whole)
+
+    def finished(self, finished: conductor_pb2.Finished) -> None:
+        """The request is complete: the last message."""
+        self._put(conductor_pb2.GenerateResponse(finished=finished))
+        self.end()
+
+    def end(self, failure: MoonpoolError | None = None) -> None:
+        """End the queue, with the failure if there is one."""
+        self._ended, self._failure = True, failure
+        self._all_due()
+
+    def drop(self) -> None:
+        """End the queue without waiting messages: another call sends the client everything."""
+        self._messages.clear()
+        self._growing.clear()
+        self.end()
+
+    async def next(self) -> conductor_pb2.GenerateResponse | None:
+        """The next message, None after the last.
+
+        Raises:
+            MoonpoolError: the failure.
+        """
+        while not self._due:
+            if self._ended:
+                break
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(WHOLE_EVERY_S if self._whole else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._all_due()
+        else:
+            self._due -= 1
+            message = self._messages.popleft()
+            if self._growing.get(message.delta.choice) is message:
+                del self._growing[message.delta.choice]
+            return message
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def _all_due(self) -> None:
+        self._due = len(self._messages)
+        self._changed.set()
+
+    def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
+        self._messages.append(message)
+        if at_once:
+            self._all_due()
+
+
+class GenerateStream:
+    """The shell's only record about one request, from reading to end.
+
+    Attributes:
+        request: what the client asked for, with the core's `spec`.
+        number: the request's first number at the core. A request that is taken back gets another number in `spec`.
+        choices: the outputs.
+        outgoing: messages to the client.
+        keys: keys for all full blocks in the prompt and the tokens at the last placement.
+        secret: a client that resumes the request must show the secret.
+        resumes: how often the client has resumed the request.
+        placement: the last one; `placements` counts them, `sequence` is the id that engines see.
+        started: decode was told to start there.
+        candidates: tokens that may follow the prompt of deferred answers; None for others.
+        opening_logprobs: log probabilities for decode's first tokens, if wanted.
+        prompt_unscored: the client wants the prompt's log probabilities or embedding, not known here yet.
+        cached_tokens: tokens of the prompt that were not computed.
+        transport: name of the transport that takes the prompt's KV to decode.
+        attempts: what is known of each placement, for `Explain`.
+    """
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        served: ServedModel,
+        secret: bytes,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        on_first_token: Callable[[GenerateStream], None],
+        on_delivered: Callable[[GenerateStream], None],
+    ) -> None:
+        """A request without output.
+
+        Args:
+            request: the request.
+            served: the model that is served.
+            secret: a client that resumes the request must show the secret.
+            clock: the core's clock, seconds.
+            wall_clock: gives seconds since 1970.
+            on_first_token: called with the first new token.
+            on_delivered: called when the KV has arrived at decode, perhaps after the request's end.
+        """
+        self.request = request
+        self.secret = secret
+        self.number = 0
+        self.choices = [ChoiceOutput(request, index, served) for index in range(request.sampling.n)]
+        self.outgoing = OutputQueue(whole=request.whole)
+        self.keys: list[BlockKey] = list(request.prompt_keys)
+        self.resumes = 0
+        self.placement = conductor_pb2.Placement()
+        self.placements = 0
+        self.sequence = ""
+        self.started = False
+        self.candidates: prefill_pb2.FirstToken | None = None
+        self.opening_logprobs: Logprobs | None = None
+        self.prompt_unscored = request.spec.scored
+        self.cached_tokens = 0
+        self.transport = ""
+        self._clock = clock
+        self._on_first_token = on_first_token
+        self._on_delivered = on_delivered
+        self._first_token_at = self._last_token_at = 0.0
+        self._queue_s = self._prefill_s = 0.0
+        self._transient = False  # the KV was deleted meanwhile: engines keep no block
+        self._placed_tokens = 0  # of the answer, in `keys` and in the sequence's prompt
+        self._sequence_spec: kv_pb2.SequenceSpec | None = None
+        self._placed: conductor_pb2.Placed | None = None
+        self._prompt_logprobs: conductor_pb2.PromptLogprobs | None = None
+        self._embedding: conductor_pb2.PromptEmbedding | None = None
+        self._finished: conductor_pb2.Finished | None = None
+        self._timeline = conductor_pb2.Timeline(tenant=request.spec.tenant)  # without usage and times
+        self.attempts: list[conductor_pb2.Attempt] = []
+        self._attempts: dict[str, conductor_pb2.Attempt] = {}  # by sequence
+        self._cause = ""  # of the next placement
+        self._opened_by = ""  # sequence that gave the first token
+        self._timeline.arrived_at = wall_clock() - (clock() - request.spec.arrived)
+
+    # --- what is known of the request ---------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> RequestSpec:
+        """What the core knows of the request."""
+        return self.request.spec
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far, of all choices."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    @property
+    def finish(self) -> kv_pb2.FinishReason.ValueType:
+        """The first choice's reason, once all choices are complete."""
+        return self.choices[0].finish if all(choice.finish for choice in self.choices) else UNFINISHED
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the arrival to the first new token; 0 before the first token."""
+        return self._first_token_at - self.spec.arrived if self._new_tokens else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds between two tokens of the longest choice; 0 before the second token."""
+        count = max(choice.new for choice in self.choices)
+        return (self._last_token_at - self._first_token_at) / (count - 1) if count > 1 else 0.0
+
+    @property
+    def _new_tokens(self) -> int:
+        return sum(choice.new for choice in self.choices)
+
+    @property
+    def _continued(self) -> array[int]:
+        """Generated tokens that prefill computes with the prompt when the request is placed again: of a single choice.
+
+        With several choices prefill computes the prompt alone, and decode gets the known tokens. Deferred
+        answers begin again.
+        """
+        alone = len(self.choices) == 1 and not self.spec.deferred
+        return self.choices[0].tokens if alone else array("i")
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(self.spec.deadline - self._clock(), 0.001)
+
+    def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
+        """What happened to the request so far; `over`: until the end."""
+        now = self._finished or self._finished_proto()
+        timeline = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
+        timeline.MergeFrom(self._timeline)
+        if not over:
+            timeline.timing.e2e_s = 0.0
+        return timeline
+
+    def _finished_proto(self) -> conductor_pb2.Finished:
+        return conductor_pb2.Finished(
+            reason=self.finish,
+            usage=conductor_pb2.Usage(
+                prompt_tokens=len(self.request.prompt),
+                cached_tokens=self.cached_tokens,
+                completion_tokens=self.tokens,
+            ),
+            timing=conductor_pb2.Timing(
+                ttft_s=self.ttft_s,
+                tpot_s=self.tpot_s,
+                e2e_s=self._clock() - self.spec.arrived,
+                queue_s=self._queue_s,
+                prefill_s=self._prefill_s,
+            ),
+            placement=self.placement,
+            choices=[choice.finished_proto() for choice in self.choices],
+        )
+
+    # --- what engines get ---------------------------------------------------------------------------------------------
+
+    @property
+    def reusable_keys(self) -> tuple[BlockKey, ...]:
+        """Keys of the blocks that are not computed where they are held: none if the prompt is to be scored."""
+        unscored = self.prompt_unscored and self.request.sampling.prompt_logprobs is not None
+        return () if unscored else tuple(self.keys)
+
+    def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
+        """The sequence that engines see under this id."""
+        if self._sequence_spec is None or self._sequence_spec.request_id != sequence:
+            generated = self._continued[: self._placed_tokens]
+            self._sequence_spec = self.request.sequence(sequence, generated, self.keys, scored=self.prompt_unscored)
+            self._sequence_spec.transient = self._transient
+        return self._sequence_spec
+
+    def rehash(self) -> int:
+        """Compute `keys` again, with the answer so far; returns how many tokens of the answer prefill computes."""
+        self._sequence_spec = None
+        self._placed_tokens = len(self._continued)
+        self.keys = self.request.keys_with(self._continued)
+        return self._placed_tokens
+
+    def kv_deleted(self, selection: KVSelection, namespace: bytes) -> None:
+        """If the deleted KV may be this request's, engines keep no block."""
+        named = self.spec.tenant in selection.tenants or namespace in selection.namespaces
+        if named or not selection.keys.isdisjoint(self.keys):
+            self._transient, self._sequence_spec = True, None
+
+    @property
+    def opening_tokens(self) -> list[int]:
+        """Tokens with which decode begins: each choice's token after the placed tokens, or the candidates.
+
+        A choice may have more tokens by then (`known_tokens`).
+        """
+        if self.candidates is not None:
+            return [self.candidates.token_id, *self.candidates.further_token_ids]
+        return [choice.tokens[self._placed_tokens] for choice in self.choices]
+
+    @property
+    def known_tokens(self) -> Sequence[Sequence[int]]:
+        """For each choice, the known tokens after the opening token; empty if they are few, or for deferred answers.
+
+        A single choice has some when the request is moved, several choices also when they are placed again.
+        """
+        if self.spec.deferred:
+            return ()
+        known = [choice.tokens[self._placed_tokens + 1 :] for choice in self.choices]
+        return known if max(map(len, known)) >= MIN_KNOWN_TOKENS else ()
+
+    # --- events of the core -------------------------------------------------------------------------------------------
+
+    def admit(self, number: int) -> RequestSpec:
+        """Take the request's number at the core; returns the spec with that number.
+
+        A resuming client gets the missing text.
+        """
+        self.number = number
+        self._change_spec(replace(self.spec, number=number))
+        resume = self.request.resume
+        if resume is not None:
+            self.resumes = resume.state.fence
+            self.placement.CopyFrom(resume.point.placement)
+            self.rehash()
+            for choice in self.choices:
+                self.outgoing.delta(choice.text_delta() if choice.finish else None)
+        return self.spec
+
+    def placed(self, attempt: conductor_pb2.Attempt, sequence: str, target: DecodeReservation | None) -> None:
+        """Tell the client where the request goes, and how to resume the request.
+
+        A second placement under the same sequence corrects the first: a prefill instance has not taken the request.
+        `attempt` tells the place, and why.
+        """
+        placement, corrected = attempt.placement, sequence == self.sequence
+        self.placement, self.sequence, self.started = placement, sequence, False
+        self.placements += not corrected
+        if corrected:
+            self.attempts.pop()
+        self._begin_attempt(attempt, sequence)
+        self._placed = conductor_pb2.Placed(
+            request_id=self.spec.id,
+            placement=placement,
+            prompt_tokens=len(self.request.prompt),
+            seed=self.request.sampling.seed or 0,
+            resume=resume_point(self.secret, placement, sequence, target),
+            corrected=corrected,
+        )
+        self.outgoing.placed(self._placed)
+
+    def taken_over(self, sequence: str) -> None:
+        """The sequence continues at the instance where another conductor placed the sequence."""
+        self._cause = self._cause or "the client resumed the request at this conductor"
+        self._begin_attempt(conductor_pb2.Attempt(placement=self.placement), sequence)
+
+    def given_up(self, cause: str) -> None:
+        """The last placement is given up; another one follows."""
+        self._cause = cause
+        if self.attempts and not self.attempts[-1].ended_s:
+            self.attempts[-1].ended_s = self._since_arrival()
+
+    def _begin_attempt(self, attempt: conductor_pb2.Attempt, sequence: str) -> None:
+        attempt.cause, attempt.placed_s = self._cause, self._since_arrival()
+        attempt.prompt_tokens = len(self.request.prompt) + self._placed_tokens
+        self.attempts.append(attempt)
+        self._attempts[sequence] = attempt
+
+    def _since_arrival(self) -> float:
+        return self._clock() - self.spec.arrived
+
+    def complete(self, finish: CompletionReason) -> None:
+        """Tell the client the rest."""
+        for choice in self.choices:
+            self.outgoing.delta(choice.end(FINISH_REASONS[finish]))
+        if not self.started:
+            self.placement.decode = ""
+        self._finished = self._finished_proto()
+        self.outgoing.finished(self._finished)
+
+    # --- clients that resume ------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Start from the tokens of a client that resumes the request. Slow: the whole text is spelled again."""
+        assert self.request.resume is not None
+        for choice, progress in zip(self.choices, self.request.resume.choices, strict=True):
+            choice.restore(progress)
+
+    def finish_restored(self) -> None:
+        """The client has all tokens: tell the rest of the text and the end, without the core."""
+        assert self.request.resume is not None
+        self.placement.CopyFrom(self.request.resume.point.placement)
+        for choice in self.choices:
+            self.outgoing.delta(choice.text_delta())
+        finished = self._finished_proto()
+        finished.timing.e2e_s = 0.0
+        self.outgoing.finished(finished)
+
+    def rejoin(self, resume: ResumeRequest) -> None:
+        """Send everything to another call of the same client; the earlier call ends.
+
+        Raises:
+            InvalidRequest: the client's tokens are not this request's.
+            Unavailable: the client has more tokens, as another conductor went on meanwhile. Either they come here too,
+                or the sequence is found to be the other conductor's and the request ends here.
+        """
+        pairs = list(zip(self.choices, resume.choices, strict=True))
+        if not all(choice.has(progress) or choice.is_behind(progress) for choice, progress in pairs):
+            raise InvalidRequest("resume.token_ids", "are not those that were sent")
+        if any(choice.is_behind(progress) for choice, progress in pairs):
+            raise Unavailable("the client has tokens that have not come here yet")
+        self.outgoing.drop()
+        self.outgoing, self.resumes = OutputQueue(whole=self.request.whole), resume.state.fence
+        placed = self._placed
+        if placed is not None and placed.resume != resume.point:
+            placed.corrected = placed.resume.sequence == resume.point.sequence
+            self.outgoing.placed(placed)
+        if resume.unscored and self._prompt_logprobs is not None:
+            self.outgoing.prompt_logprobs(self._prompt_logprobs)
+        if resume.unscored and self._embedding is not None:
+            self.outgoing.embedding(self._embedding)
+        for choice, progress in pairs:
+            self.outgoing.delta(choice.delta_after(progress))
+
+    def take_back(self, number: int) -> bool:
+        """Prepare to take back a sequence that another conductor has taken over.
+
+        The other conductor did so for a call that the client made before the last call here. The request is then a new
+        one for the core, with this number.
+
+        Returns:
+            False if the client has made no later call here.
+        """
+        resumed = self.spec.resumed
+        if self.resumes <= (resumed.fence if resumed is not None else 0):
+            return False
+        if self._placed is not None:
+            point = self._placed.resume
+            sequence, target = point.sequence, target_of(point)
+        else:
+            assert resumed is not None, "a request that was not placed here was resumed here"
+            sequence, target = resumed.sequence, resumed.target
+        target = None if self.prompt_unscored else target  # as for a client that resumes without them
+        state = ResumeState(self.rehash(), self.resumes, sequence, target)
+        self._change_spec(replace(self.spec, number=number, resumed=state))
+        return True
+
+    def _change_spec(self, spec: RequestSpec) -> None:
+        self.request = replace(self.request, spec=spec)
+
+    # --- output of engines --------------------------------------------------------------------------------------------
+
+    def add_first_tokens(self, first: prefill_pb2.FirstToken, sequence: str) -> kv_pb2.FinishReason.ValueType:
+        """Take prefill's token of each choice, for a sequence; returns the reason if they end the request.
+
+        A deferred answer's tokens are candidates, and end nothing.
+
+        Raises:
+            StreamBroken: there is not one per choice, known tokens were different, or log probabilities are missing.
+        """
+        self._note_prefill(first, sequence)
+        token_ids = [first.token_id, *first.further_token_ids]
+        if self.spec.deferred:
+            if len(first.log_probabilities) != len(token_ids):
+                raise StreamBroken(f"{len(first.log_probabilities)} log probabilities came for {len(token_ids)} tokens")
+            self._note_cached(first)
+            self.candidates = first
+            return UNFINISHED
+        if len(token_ids) != len(self.choices):
+            raise StreamBroken(f"{len(token_ids)} first tokens came for {len(self.choices)} answers")
+        self._note_cached(first)
+        self._add_prompt_results(first)
+        found = logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None
+        self._check_logprobs(found, len(token_ids))
+        for choice, token_id in enumerate(token_ids):
+            logprobs = found.part(choice, choice + 1) if found is not None else None
+            self.add_tokens(NewTokens(choice, self._placed_tokens, [token_id], logprobs=logprobs), sequence)
+        self.opening_logprobs = found
+        return self.finish
+
+    def add_tokens(self, new: NewTokens, sequence: str) -> int:
+        """Take tokens of a choice from a sequence, without those that are known already; returns how many were new.
+
+        Raises:
+            StreamBroken: tokens are missing, or known tokens were different.
+        """
+        before = self.tokens
+        if not 0 <= new.choice < len(self.choices):
+            raise StreamBroken(f"there is no answer {new.choice}")
+        choice, token_ids = self.choices[new.choice], new.token_ids
+        if token_ids:
+            self._check_logprobs(new.logprobs, len(token_ids))
+        known = choice.count_known(new.position, token_ids)
+        choice.score = new.score
+        logprobs = new.logprobs.part(known) if new.logprobs is not None else None
+        now = self._clock()
+        if len(token_ids) > known and len(self._timeline.token_s) < MAX_TOKEN_TIMES:
+            self._timeline.token_s.append(now - self.spec.arrived)
+        first = not self._new_tokens
+        delta = choice.extend(token_ids[known:], logprobs)
+        if delta is not None:
+            self._first_token_at = now if first else self._first_token_at
+            self._last_token_at = now
+            self.outgoing.delta(delta)
+        if new.reason:
+            self.outgoing.delta(choice.end(new.reason))
+        tokens = self.tokens
+        attempt = self._attempts.get(sequence)
+        if tokens > before and attempt is not None:
+            attempt.tokens += tokens - before
+            attempt.last_token_s = now - self.spec.arrived
+            attempt.first_token_s = attempt.first_token_s or attempt.last_token_s
+        if not before and tokens:
+            self._on_first_token(self)
+        return tokens - before
+
+    def kv_delivered(self, finished: prefill_pb2.PrefillFinished, sequence: str) -> None:
+        """The KV of a sequence has arrived at decode."""
+        if (attempt := self._attempts.get(sequence)) is not None:
+            attempt.transfer_tail_s, attempt.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        if sequence == self._opened_by:
+            self._timeline.transfer_tail_s, self._timeline.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        self._on_delivered(self)
+
+    def computed_at_decode(self, held_blocks: int) -> None:
+        """Decode computes the prompt after the blocks already held there."""
+        if self.attempts:
+            self.attempts[-1].local_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
+        if not self.tokens:
+            self.cached_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
+
+    def _note_prefill(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
+        """Keep how the prompt was computed: in the attempt and, if that gave the first token, in the timeline."""
+        if (attempt := self._attempts.get(sequence)) is not None:
+            attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
+            attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.lane
+            attempt.computed_s, attempt.overtaken_tokens = self._since_arrival(), first.overtaken_tokens
+            attempt.loads.extend(first.loads)
+            attempt.chunks.extend(first.chunks)
+        if not self.tokens:
+            self._opened_by = sequence
+            self._timeline.local_tokens = first.local_tokens
+            self._timeline.loads.extend(first.loads)
+            self._timeline.chunks.extend(first.chunks)
+
+    def _note_cached(self, first: prefill_pb2.FirstToken) -> None:
+        """Keep the figures of the first prefill alone."""
+        if not self.tokens:
+            self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
+            self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.lane
+
+    def _add_prompt_results(self, first: prefill_pb2.FirstToken) -> None:
+        """Send the prompt's log probabilities or embedding if the client lacks them.
+
+        They are sent once, however often the request is placed.
+
+        Raises:
+            StreamBroken: the values did not come, or a prompt token other than the first has none.
+        """
+        if not self.prompt_unscored:
+            return
+        if self.request.sampling.embedding:
+            if not first.embedding or len(first.embedding) % 4:
+                raise StreamBroken(f"{len(first.embedding)} bytes came for the prompt's embedding")
+            self.prompt_unscored = False
+            self._embedding = conductor_pb2.PromptEmbedding(values=first.embedding)
+            self.outgoing.embedding(self._embedding)
+            return
+        scores = logprobs_from_proto(first.prompt_logprobs)
+        prompt = self.request.prompt
+        if len(scores) != len(prompt) - 1 or not scores.consistent:
+            raise StreamBroken(f"{len(scores)} log probabilities came for a prompt of {len(prompt)} tokens")
+        self.prompt_unscored = False
+        self._prompt_logprobs = conductor_pb2.PromptLogprobs(token_ids=prompt, logprobs=first.prompt_logprobs)
+        self.outgoing.prompt_logprobs(self._prompt_logprobs)
+
+    def _check_logprobs(self, found: Logprobs | None, tokens: int) -> None:
+        """Check that there is a log probability per token if the client wants them.
+
+        Raises:
+            StreamBroken: there is not.
+        """
+        wanted = self.request.sampling.logprobs is not None
+        if wanted != (found is not None) or (found is not None and (len(found) != tokens or not found.consistent)):
+            raise StreamBroken(f"the log probabilities are not those of {tokens} tokens")

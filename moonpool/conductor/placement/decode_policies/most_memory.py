@@ -1,0 +1,25 @@
+"""The most free memory.
+
+Source: the cost in NVIDIA Dynamo's KV router for decode workers: blocks in use there, including the request's. Blocks
+of the prompt that the instance holds need not be sent.
+"""
+
+from collections.abc import Sequence
+from heapq import nsmallest
+
+from moonpool.base.frozen import frozen
+from moonpool.conductor.placement.base import DecodeCandidates, DecodeChoice
+
+
+@frozen
+class MostMemory:
+    """The instance where the fewest blocks are in use, the request's new ones among them."""
+
+    def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
+        """By the blocks."""
+        choices = [candidates.predict(instance) for instance in candidates]
+        return nsmallest(limit, choices, key=lambda it: (_used(it), it.there.turn, it.id))
+
+
+def _used(it: DecodeChoice) -> int:
+    return it.there.total_blocks - it.there.available_blocks + it.blocks - it.held_blocks

@@ -1,0 +1,209 @@
+"""The decode pool's block budget: available, promised and expected blocks, and blocks pinned by I/O."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
+
+
+def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
+    """Most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
+
+    The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
+
+    Args:
+        ends: for each sequence, blocks that the sequence will still take, and blocks freed at the end.
+    """
+    most = freed = 0
+    in_order = sorted(ends)
+    for index, (growth, exclusive) in enumerate(in_order):
+        most = max(most, (len(in_order) - index) * growth - freed)
+        freed += exclusive
+    return most
+
+
+class BlockBudget:
+    """Counts the pool's blocks: available, promised, expected to be needed.
+
+    Attributes:
+        blocks: the pool's block manager.
+        watermark: blocks that an admission leaves free beyond blocks expected to be needed.
+        promised: blocks promised and not bound. A promise is always kept.
+        promised_slots: window slots, alike.
+        expected: blocks that requests are expected to need beyond theirs. A forecast, not a promise.
+    """
+
+    def __init__(self, blocks: BlockManager, watermark: int) -> None:
+        self.blocks = blocks
+        self.watermark = watermark
+        self.promised = self.promised_slots = 0
+        self.expected = 0
+
+    @property
+    def slots(self) -> int:
+        """Window slots that can be taken now without breaking a promise; 0 where no layer has a window."""
+        return self.blocks.num_slots_available - self.promised_slots
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken now without breaking a promise."""
+        return self.blocks.num_available - self.promised
+
+    @property
+    def surplus(self) -> int:
+        """Available blocks that no request is expected to need."""
+        return self.available - self.expected - self.watermark
+
+    def cost(self, held: list[int], new: int) -> int:
+        """Decrease in `available` if these matched blocks are acquired and `new` blocks allocated."""
+        return new + sum(self.blocks.is_cached(block) for block in held)
+
+    def exclusive_blocks(self, request: DecodeRequest) -> int:
+        """Blocks that only this request references (freed on preemption). Other sequences share leading blocks only."""
+        if request.spec.width > 1:
+            return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
+        table = request.blocks
+        return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
+
+    def promise(self, request: DecodeRequest, held: list[int], new: int, whole_from: int) -> None:
+        """Acquires the cached prefix and promises `new` blocks for the remainder.
+
+        Also promises window slots for blocks from `whole_from` on, counted in the prompt's blocks.
+        """
+        [sequence] = request.sequences
+        sequence.table, sequence.past = held, min(len(held), whole_from)
+        self.blocks.acquire(held, sequence.past)
+        request.promised = new
+        self.promised += new
+        if self.blocks.num_slots:
+            request.promised_slots = len(held) + new - max(len(held), whole_from)
+            self.promised_slots += request.promised_slots
+
+    def bind(self, request: DecodeRequest) -> None:
+        """Turns the promise into blocks, which have no window slots yet; cannot fail."""
+        [sequence] = request.sequences
+        sequence.table += self.blocks.allocate(request.promised)
+        self._promise_over(request)
+
+    def bind_to_receive(self, request: DecodeRequest, whole_from: int) -> None:
+        """As `bind`, for blocks that the prompt's KV arrives in: blocks before `whole_from` arrive without windows."""
+        [sequence] = request.sequences
+        self.bind(request)
+        self.blocks.pass_windows(sequence.table[sequence.past : whole_from])
+        sequence.past = max(sequence.past, min(whole_from, len(sequence.table)))
+        self.blocks.give_slots(sequence.table[whole_from:])
+
+    def _promise_over(self, request: DecodeRequest) -> None:
+        self.promised -= request.promised
+        self.promised_slots -= request.promised_slots
+        request.promised = request.promised_slots = 0
+
+    def keep_continuable(self, request: DecodeRequest, most: int, window_blocks: int) -> bool:
+        """Gives back matched blocks behind which the prompt cannot be continued here, and promises new blocks instead.
+
+        Args:
+            request: has only its promise and the matched blocks.
+            most: most blocks behind which the prompt may be continued.
+            window_blocks: full blocks that layers with a window need before a token.
+
+        Returns:
+            False, with no effect, if the pool has too few available blocks or window slots.
+        """
+        [sequence] = request.sequences
+        end = self.blocks.continuable(sequence.table[:most])
+        given_back, past = sequence.table[end:], min(sequence.past, max(0, end - window_blocks))
+        freed = sum(self.blocks.ref_count(block) == 1 for block in given_back)
+        needed = sequence.table[past : min(end, sequence.past)]
+        if self.available + freed < len(given_back) or self.slots < sum(map(self.blocks.is_spare, needed)):
+            return False
+        self.blocks.release(given_back, max(0, sequence.past - end))
+        self.blocks.need_windows(needed)
+        sequence.past = past
+        del sequence.table[end:]
+        request.promised += len(given_back)
+        self.promised += len(given_back)
+        return True
+
+    def register_leading(self, request: DecodeRequest, leading: int) -> None:
+        """Registers keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
+        [sequence] = request.sequences
+        for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
+            self.blocks.register(block, key, request.owner)
+
+    def expect(self, request: DecodeRequest, blocks: int) -> None:
+        """Sets the blocks that a request is expected to need beyond the present blocks."""
+        self.expected += blocks - request.expected_growth
+        request.expected_growth = blocks
+
+    def release(self, request: DecodeRequest) -> None:
+        """Takes all blocks and any promise from a request."""
+        for sequence in request.sequences:
+            self.blocks.release(sequence.table, sequence.past)
+            sequence.table, sequence.past = [], 0
+        self._promise_over(request)
+
+    def check_invariants(self, requests: list[DecodeRequest]) -> None:
+        """Asserts that counts match the requests, and that promises can be kept."""
+        self.blocks.check_invariants()
+        assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
+        assert 0 <= self.promised_slots <= self.blocks.num_slots_available, "a promise of window slots, alike"
+        assert self.promised == sum(request.promised for request in requests)
+        assert self.promised_slots == sum(request.promised_slots for request in requests)
+        assert self.expected == sum(request.expected_growth for request in requests)
+        assert all(request.expected_growth >= 0 for request in requests)
+
+
+@frozen
+class SwapPin:
+    """Pins a request's blocks while they are swapped out or in."""
+
+    request: DecodeRequest
+    out: bool
+    blocks: tuple[int, ...]
+
+
+@frozen
+class StorePin:
+    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended.
+
+    Attributes:
+        windowed: the slices of layers with a window are written, too.
+    """
+
+    request: DecodeRequest
+    sequence: RequestSequence
+    index: int
+    block: int
+    store: int
+    windowed: bool
+
+
+@frozen
+class LoadPin:
+    """Pins blocks of a request's first sequence while these blocks are read from a kvstore.
+
+    Attributes:
+        held: indices in `BlockSharing` that the request had before.
+        ahead: blocks being loaded when the load began, this load's included.
+    """
+
+    request: DecodeRequest
+    sequence: RequestSequence
+    held: frozenset[int]
+    first: int
+    blocks: tuple[int, ...]
+    store: int
+    ahead: int
+
+
+@frozen
+class ReceivePin:
+    """Pins an ended request's blocks while a transfer may still write into these blocks."""
+
+    request: DecodeRequest
+
+
+BlockPin = SwapPin | StorePin | LoadPin | ReceivePin

@@ -1,0 +1,119 @@
+"""Turns: a preempted request that waited long beside other tenants is restored at the cost of others, one at a time.
+
+Other rules say which request is restored first. No other rule bounds the wait, because a stream of other requests can
+take each block and each place that becomes free. A turn bounds the wait: the holder gets blocks and places from others,
+and keeps them for some steps. A turn makes tokens, which preemption does not lose, so each turn brings all requests
+nearer to their end. Tenants hold turns one after the other. So a tenant's first request waits for the request's
+patience (`patience_steps`, longer if the request needs much), and for a turn of each other tenant.
+"""
+
+from collections import Counter
+
+from moonpool.engine.decode.core import batch
+from moonpool.engine.decode.core.batch import RunningBatch
+from moonpool.engine.decode.core.preemption import PreemptedRequests, block_use
+from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
+from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.decode.core.tenant_shares import TenantUse, by_tenant
+
+MOST_PATIENCE = 8.0
+"""Factor by which a request that needs many times the tenant's block share waits longer than others, at most."""
+
+_OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
+
+
+class OverdueTurns:
+    """Gives turns to preempted requests.
+
+    Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant never give way,
+    either.
+
+    Args:
+        state: shared state of the scheduler.
+        preempted: the preempted requests.
+
+    Attributes:
+        holder: the request with the turn; None if no request is overdue, or none can be served.
+    """
+
+    def __init__(self, state: DecodeState, preempted: PreemptedRequests) -> None:
+        self._state, self._settings = state, state.settings
+        self._preempted = preempted
+        self.holder: DecodeRequest | None = None
+        self._left = 0  # steps of the turn
+        self._last: dict[str, int] = {}  # by tenant, when its last turn began
+
+    def choose(self, active: list[DecodeRequest], waiting: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Requests that may hold the turn now, best first: the holder, or one for each tenant with overdue requests.
+
+        Args:
+            active: requests that run or could run.
+            waiting: active requests that wait for a place.
+        """
+        if self.holder is not None and (self._left <= 0 or self.holder.status in _OVER):
+            self.holder = None
+        if self.holder is not None:
+            return [self.holder]
+        late = [it for it in (*self._preempted.queue, *waiting) if self._waited(it) >= self._settings.patience_steps]
+        everyone = [*active, *self._preempted.queue] if late else []
+        tenants = {request.spec.tenant for request in everyone}
+        self._last = {tenant: at for tenant, at in self._last.items() if tenant in tenants}
+        if len(tenants) < 2:
+            return []
+        use = block_use(everyone, self._settings.num_blocks)
+        overdue = by_tenant(request for request in late if self._is_overdue(request, use))
+        firsts = [min(queue, key=lambda it: it.order_key) for queue in overdue.values()]
+        return sorted(firsts, key=lambda it: (self._last.get(it.spec.tenant, -1), it.preemption.since, it.order_key))
+
+    def _waited(self, request: DecodeRequest) -> int:
+        """Steps since a request was preempted; -1 if the request was never preempted, or has run since."""
+        since = request.preemption.since
+        return self._preempted.steps - since if since is not None else -1
+
+    def _is_overdue(self, request: DecodeRequest, use: TenantUse) -> bool:
+        shares = batch.blocks_to_resume(request, self._settings) / request.spec.weight / use.level
+        return self._waited(request) >= self._settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
+
+    def give(self, request: DecodeRequest | None) -> None:
+        """Gives the turn to a request; None = no request has the turn."""
+        if request is not self.holder:
+            self.holder, self._left = request, self._settings.turn_steps
+
+    def advance(self, steps: int, running: RunningBatch) -> None:
+        """Counts steps that the holder ran."""
+        if self.holder is not None and self.holder in running:
+            self._left -= steps
+            self._last[self.holder.spec.tenant] = self._preempted.steps
+
+    def giving_way(self, holder: DecodeRequest, requests: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Selects the requests that give way to the holder."""
+        return [
+            request
+            for request in requests
+            if not request.tbt_slo_s
+            and (request.spec.tenant != holder.spec.tenant or request.order_key > holder.order_key)
+        ]
+
+    def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
+        """Blocks, or window slots, that a preempted request lacks now.
+
+        None if the holder lacked blocks even after all of `giving` gave theirs.
+        """
+        blocks, budget = self._state.blocks, self._state.budget
+        held, new = self._preempted.blocks_to_restore(holder)
+        refs = Counter(block for request in giving for block in request.refs)
+        freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
+        soon = budget.available + self._preempted.blocks_being_freed + len(freed)
+        slots = batch.slots_to_resume(holder, self._settings) - budget.slots
+        given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
+        if soon < budget.cost(held, new) + len(freed.intersection(held)) or slots > given:
+            return None
+        return max(0, budget.cost(held, new) - budget.available, slots)
+
+    def digest(self) -> tuple[object, ...]:
+        """Hash input: the turn, and each tenant's last turn."""
+        return self.holder.id if self.holder is not None else None, self._left, list(self._last.items())
+
+    def check_invariants(self, requests: list[DecodeRequest]) -> None:
+        """Asserts that the holder is a request of the instance."""
+        assert self.holder is None or self.holder.status in _OVER or self.holder in requests

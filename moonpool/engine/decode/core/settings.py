@@ -1,0 +1,99 @@
+"""Settings of the decode scheduler."""
+
+from dataclasses import field
+from enum import Enum
+
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.latency import Speeds
+
+
+class Preemption(Enum):
+    """How a request gives up blocks when the pool is full."""
+
+    AUTO = "auto"
+    """The mode with the shortest predicted restore time."""
+    CACHE = "cache"
+    """Full blocks stay in the pool as cache until they are needed; missing blocks are computed again."""
+    RECOMPUTE = "recompute"
+    """All KV is computed again."""
+    SWAP = "swap"
+    """The blocks are copied to DRAM and back; as `CACHE` when there is no budget."""
+    STORE = "store"
+    """Full blocks are read back from a kvstore, after missing blocks were written there; `CACHE` without a store."""
+
+
+@frozen
+class DecodeSettings:
+    """One decode instance's settings.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        block_tokens: tokens in a block.
+        block_bytes: bytes of KV in a block, all layers.
+        max_batch: most sequences in a step.
+        lease_s: seconds without news after which a promise or transfer ends.
+        promise_s: seconds after which an unused promise ends, however often renewed.
+        speeds: the engine's speeds, as measured at the start.
+        preemption: how requests give up their blocks.
+        watermark_blocks: blocks left free by an admission.
+        load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
+        step_tokens: most tokens recomputed in one step.
+        swap_blocks: most blocks swapped out.
+        assumed_answer_tokens: expected answer length until some answers have ended.
+        run_steps: most steps in a run (see `StartRun`).
+        ahead_steps: sequences get surplus blocks for so many steps ahead, so a run need not end where a block does.
+        grace_s: seconds for which a request runs on without a conductor, and a promise is kept without a stream.
+        log_ttl_s: seconds for which the output of ended and parked requests is kept.
+        log_bytes: most bytes of that output.
+        recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
+        preempt_every: for diagnosis: every so many steps, a running request is preempted; 0 = never.
+        draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
+        patience_steps: steps that a preempted request waits beside other tenants for a turn (`OverdueTurns`). A request
+            that needs more than the tenant's block share waits longer.
+        turn_steps: steps in a turn.
+        window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
+        window_slots: slots in the pool for windowed layers.
+        window_bytes: bytes of windowed layers in one block.
+        states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
+    """
+
+    num_blocks: int
+    block_tokens: int
+    block_bytes: int
+    max_batch: int
+    lease_s: float
+    promise_s: float = 600.0
+    speeds: Speeds = field(default_factory=Speeds)
+    preemption: Preemption = Preemption.AUTO
+    watermark_blocks: int = 0
+    load_timeout_s: float = 5.0
+    step_tokens: int = 256
+    swap_blocks: int = 0
+    assumed_answer_tokens: int = 256
+    run_steps: int = 1
+    ahead_steps: int = 0
+    grace_s: float = 5.0
+    log_ttl_s: float = 60.0
+    log_bytes: int = 16 << 20
+    recurrent: bool = False
+    preempt_every: int = 0
+    patience_steps: int = 64
+    turn_steps: int = 64
+    window_blocks: int = 0
+    draft_tokens: int = 0
+    window_slots: int = 0
+    window_bytes: int = 0
+    states_alone: bool = False
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens need."""
+        return -(-tokens // self.block_tokens)
+
+    def moved_bytes(self, blocks: int) -> int:
+        """Bytes of a sequence's last `blocks` blocks when they are moved: behind the window, of full layers alone."""
+        behind = max(0, blocks - self.window_blocks - 1)
+        return blocks * self.block_bytes - behind * self.window_bytes
+
+    def first_windowed_block(self, tokens: int) -> int:
+        """First block of which the token behind `tokens` tokens needs the windowed slices."""
+        return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0

@@ -1,0 +1,145 @@
+"""Tenants' shares in one decode instance, where requests from all conductors meet.
+
+Each request carries the tenant's weight. A tenant's use divided by the tenant's weight says how much of the share the
+tenant has. The tenant with most use per weight gives up places, blocks and step time first; the tenant with least use
+per weight gets them first. With one tenant, all requests go by order.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from moonpool.base.frozen import frozen
+from moonpool.engine.decode.core.request import DecodeRequest
+
+_ROUNDING = 1e-9
+"""Relative rounding error in a sum over requests: weight 3 beside weight 1 has exactly 48 out of 64 places."""
+
+
+@frozen
+class TenantUse:
+    """Tenants' use of one resource.
+
+    Attributes:
+        taken: each tenant's use divided by the tenant's weight.
+        level: use divided by weight, the same for each tenant, if tenants shared the whole resource by weights.
+    """
+
+    taken: dict[str, float]
+    level: float = 0.0
+
+    def of(self, request: DecodeRequest) -> float:
+        """The use of the request's tenant, divided by the tenant's weight."""
+        return self.taken.get(request.spec.tenant, 0.0)
+
+    def order(self, request: DecodeRequest) -> tuple[float, tuple[float, int]]:
+        """Sort key over all tenants' requests: the lowest is served first, the highest gives up first."""
+        return self.of(request), request.order_key
+
+
+def tenant_use(
+    taking: Iterable[DecodeRequest],
+    amount: Callable[[DecodeRequest], float],
+    *,
+    total: float = 0.0,
+    others: Iterable[DecodeRequest] = (),
+) -> TenantUse:
+    """Computes what the requests' tenants take.
+
+    Args:
+        taking: requests that take something.
+        amount: what a request takes.
+        total: size of the resource.
+        others: requests that take none of the resource; their tenants have a share, too.
+    """
+    taken: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for request in taking:
+        spec = request.spec
+        weights[spec.tenant] = spec.weight
+        taken[spec.tenant] = taken.get(spec.tenant, 0.0) + amount(request) / spec.weight
+    weights |= {request.spec.tenant: request.spec.weight for request in others}
+    return TenantUse(taken, total / sum(weights.values()) if weights else 0.0)
+
+
+def several_tenants(requests: Iterable[DecodeRequest]) -> bool:
+    """Whether the requests have more than one tenant."""
+    tenants = iter(requests)
+    first = next(tenants, None)
+    return first is not None and any(request.spec.tenant != first.spec.tenant for request in tenants)
+
+
+def by_tenant(requests: Iterable[DecodeRequest]) -> dict[str, list[DecodeRequest]]:
+    """Requests by tenant, each in the order given."""
+    found: dict[str, list[DecodeRequest]] = {}
+    for request in requests:
+        found.setdefault(request.spec.tenant, []).append(request)
+    return found
+
+
+def leave_for_share(
+    running: list[DecodeRequest], request: DecodeRequest, lacking: int, use: TenantUse
+) -> list[DecodeRequest]:
+    """Requests that leave the batch so that `request` gets places within the tenant's share.
+
+    No tenant falls below the tenant's share. The tenant with most places per weight gives up a request first, the last
+    in order. A promised time between tokens is kept, so a request with a promise stays.
+
+    Args:
+        running: requests in the batch.
+        request: wants the places.
+        lacking: places to be freed.
+        use: the tenants' places.
+
+    Returns: The requests; none if they would free too few places.
+    """
+    if use.of(request) + _places(request) > use.level * (1 + _ROUNDING):
+        return []
+    taken, queues, chosen = dict(use.taken), _may_leave(running, request), list[DecodeRequest]()
+    while lacking > 0 and queues:
+        tenant = max(queues, key=lambda tenant: taken[tenant])
+        victim = queues[tenant].pop()
+        taken[tenant] -= _places(victim)
+        if taken[tenant] < use.level * (1 - _ROUNDING):
+            return []
+        chosen.append(victim)
+        lacking -= len(victim.sequences)
+        if not queues[tenant]:
+            del queues[tenant]
+    return chosen if lacking <= 0 else []
+
+
+def leave_for_turn(
+    running: list[DecodeRequest], request: DecodeRequest, lacking: int, turns: Mapping[str, float]
+) -> list[DecodeRequest]:
+    """Requests that leave the batch because another tenant, without a place, has the turn.
+
+    Args:
+        running: requests in the batch, in the order in which they joined.
+        request: wants the places.
+        lacking: places to be freed.
+        turns: each tenant's steps so far, divided by the tenant's weight. Tenants with fewer than the request's tenant
+            stay.
+
+    Returns: The requests; none if they would free too few places.
+    """
+    own, chosen = turns[request.spec.tenant], list[DecodeRequest]()
+    queues = {tenant: it for tenant, it in _may_leave(running, request).items() if turns.get(tenant, -1.0) >= own}
+    while lacking > 0 and queues:
+        tenant = max(queues, key=lambda tenant: turns[tenant])
+        victim = queues[tenant].pop()
+        chosen.append(victim)
+        lacking -= len(victim.sequences)
+        if not queues[tenant]:
+            del queues[tenant]
+    return chosen if lacking <= 0 else []
+
+
+def _places(request: DecodeRequest) -> float:
+    return len(request.sequences) / request.spec.weight
+
+
+def _may_leave(running: list[DecodeRequest], request: DecodeRequest) -> dict[str, list[DecodeRequest]]:
+    """Other tenants' requests without a promise, by tenant and in order."""
+    queues = by_tenant(it for it in running if it.spec.tenant != request.spec.tenant and not it.tbt_slo_s)
+    for queue in queues.values():
+        queue.sort(key=lambda it: it.order_key)
+    return queues

@@ -1,0 +1,774 @@
+"""Carries out the decode scheduler's actions: runs of steps, transfers, block I/O, and output to conductors."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
+
+from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.base.frozen import frozen
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.kv_transfer.stored_parts import PartedReader
+from moonpool.base.runtime.driver import Driver
+from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.base.scheduling.latency import decode_step_seconds
+from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.spans import Recorder
+from moonpool.engine.decode.core.actions import (
+    Action,
+    AnswersRanked,
+    AppendBlock,
+    DropOutputLog,
+    FenceConductor,
+    FinishSequence,
+    ForkSequences,
+    LoadStoredBlocks,
+    RequestAborted,
+    RequestAdopted,
+    RequestFreed,
+    RequestParked,
+    ReservationGranted,
+    ReservationRefused,
+    SetBlockTable,
+    StartRun,
+    StopReceiving,
+    StopRun,
+    StoreBlock,
+    SwapDrop,
+    SwapIn,
+    SwapOut,
+)
+from moonpool.engine.decode.core.batch import most_blocks
+from moonpool.engine.decode.core.events import (
+    AbortRequest,
+    AdoptRequest,
+    Candidates,
+    CheckedDraft,
+    ComputePrompt,
+    EngineDied,
+    Event,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
+    StreamClosed,
+    StreamOpened,
+    TransferComplete,
+    TransferOpened,
+    TransferProgress,
+)
+from moonpool.engine.decode.core.scheduler import DecodeScheduler
+from moonpool.engine.decode.core.settings import DecodeSettings
+from moonpool.engine.decode.draft_model import DraftModel, DraftRequest
+from moonpool.engine.decode.kv_io import BlockIo
+from moonpool.engine.decode.live_requests import (
+    LiveRequest,
+    LiveRequestTable,
+    LiveSequence,
+    OutputLog,
+    RequestOutput,
+    search_rules_of,
+    stores_of,
+)
+from moonpool.engine.decode.speculation import DraftingSequence, DraftPlanner
+from moonpool.engine.instance import ExecutorParts
+from moonpool.engine.kv_service import PoolCalls
+from moonpool.engine.request import IncomingRequest
+from moonpool.engine.subscriber import Order, Subscriber, conductor_identity
+from moonpool.v1 import decode_pb2, kv_pb2
+
+MAX_GENERATION = (1 << 32) - 1
+
+
+def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
+    """Number of tokens with KV that will arrive, and the most tokens in each sequence.
+
+    Raises:
+        InvalidRequest: the request can never fit, or no token is to be generated; names the field.
+    """
+    tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
+    if total <= tokens:
+        raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
+    if incoming.spec.width > config.max_batch:
+        field = "beam_width" if incoming.sampling.params.deferred else "n"
+        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_batch} places in a step")
+    needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
+    if needed > config.num_blocks:
+        have = f"this instance has {config.num_blocks}"
+        raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
+    slots = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
+    if slots > config.window_slots:
+        have = f"this instance has {config.window_slots}"
+        raise InvalidRequest("sequence.sampling.n", f"needs {slots} window slots, {have}")
+    return tokens, total
+
+
+def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
+    """The transfer for a request's KV; the leading `held` blocks are cached here."""
+    blocks = layout.blocks_for(tokens)
+    last = layout.valid_tokens(tokens, blocks - 1)
+    return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
+
+
+def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSequence], result: StepResult) -> None:
+    """Records a span for a computed step."""
+    if spans.enabled:
+        spans.add(
+            "decode.step",
+            result.start_ns,
+            result.end_ns,
+            step=run.step,
+            requests=[sequence.request.request_id for sequence in sequences],
+            sequences=len(sequences),
+            computed_again=sum(chunk.count for chunk in run.chunks),
+        )
+
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _RunEnd:
+    """What `RunDone` tells about a run's last step."""
+
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    filled: list[tuple[int, BlockKey]] = field(default_factory=list)
+    candidates: list[tuple[int, Candidates]] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    drafts: list[CheckedDraft] = field(default_factory=list)
+
+
+class RunLoop:
+    """Gives the engine one run after the other. While a step is computed, the previous step's tokens are sent.
+
+    Args:
+        parts: engine, write-back, journal and the like.
+        live: the sequences.
+        max_tokens: longest sequence the model takes.
+        post: tells the scheduler.
+        abort: ends a request early.
+        drafts: decides which guesses steps check, as far as the scheduler allows guesses.
+        model: guesses if the text does not repeat; None = no small model.
+
+    Attributes:
+        steps: so far.
+    """
+
+    def __init__(
+        self,
+        parts: ExecutorParts,
+        live: LiveRequestTable,
+        max_tokens: int,
+        post: Callable[[RunProgress | RunDone], None],
+        abort: Callable[[LiveRequest, str], None],
+        drafts: DraftPlanner,
+        model: DraftModel | None = None,
+    ) -> None:
+        self._engine, self._spans, self._notify = parts.engine, parts.spans, parts.notify
+        self._drafts, self._model, self._clock = drafts, model, parts.clock
+        self._live, self._max_tokens = live, max_tokens
+        self._post, self._abort = post, abort
+        self._block_tokens = parts.engine.layout.block_tokens
+        self._order: StartRun | None = None
+        self._wake = asyncio.Event()
+        self._last_ns = 0
+        self.steps = 0
+
+    def order(self, run: StartRun) -> None:
+        """Orders the next run."""
+        self._order = run
+        self._wake.set()
+
+    def cut(self, step: int, *, hurried: bool = False) -> None:
+        """Ends the run with the step being computed; see `StopRun`."""
+        self._engine.stop_run(step, urgent=hurried)
+
+    def close(self) -> None:
+        """Begins no more runs."""
+        self._order = None
+
+    async def run(self) -> None:
+        """Executes ordered runs until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._order is not None:
+                await self._run(self._order)
+
+    async def _run(self, run: StartRun) -> None:
+        self._order, self._last_ns = None, 0
+        sequences = [self._live.sequences[number] for number in run.batch]
+        guesses = self._guesses(run, sequences)
+        if any(guesses):
+            await self._check_guesses(run, sequences, guesses)
+            return
+        if self._model is not None and run.drafts and await self._draft_by_model(self._model, run, sequences):
+            return
+        steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
+        size = self._block_tokens
+        parts = [self._next_token(it, steps) for it in sequences]
+        for chunk in run.chunks:
+            sequences.append(self._live.sequences[chunk.id])
+            parts.append(
+                sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample, full_hit=chunk.full_hit)
+            )
+        step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient, steps=steps)
+        result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
+        self._over(run, sequences, result)
+
+    def _next_token(self, sequence: LiveSequence, steps: int = 1) -> SequenceStep:
+        """The sequence's part in a step, or in a run's first step, that computes the last token."""
+        may_skip = sequence.request.search is None
+        last = len(sequence.tokens) - 1
+        return sequence.step(last, 1, self._block_tokens, sample=True, steps=steps, may_skip=may_skip)
+
+    def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
+        """Some steps in the run have ended, not the last step. A run ends early if guesses pay now."""
+        self._took_steps(run, sequences, (*result.earlier, result))
+        if any(self._guesses(run, sequences)):
+            self.cut(run.step)
+
+    # --- guesses ---------------------------------------------------------------------------------------------------
+
+    def _guesses(self, run: StartRun, sequences: list[LiveSequence]) -> list[list[int]]:
+        """For each sequence the guesses that the next step checks."""
+        if not run.drafts or not self._drafts.may_pay(len(sequences), sum(len(it.tokens) for it in sequences)):
+            return []
+        each = []
+        for sequence in sequences:
+            most = sequence.room_for_guesses(self._block_tokens, self._max_tokens)
+            if sequence.drafter is None and most > 0:
+                total = sequence.sampling.total_tokens(self._max_tokens)
+                sequence.drafter = self._drafts.drafter(sequence.tokens, total)
+            each.append(DraftingSequence(sequence.drafter, len(sequence.tokens), most))
+        return self._drafts.plan(each, run.drafts)
+
+    async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
+        """Executes a run that checks a small model's guesses; returns whether there were any."""
+        context = sum(len(it.tokens) for it in sequences)
+        most = self._drafts.model_guesses(len(sequences), context, model.speeds)
+        most = min(most, run.drafts // len(sequences))
+        rooms = [min(most, it.room_for_guesses(self._block_tokens, self._max_tokens)) for it in sequences]
+        wanted = [
+            DraftRequest(it.id, it.tokens, it.sampling.at(it.tokens, it.choice), room)
+            for it, room in zip(sequences, rooms, strict=True)
+            if room > 0
+        ]
+        if not wanted:
+            return False
+        began = self._clock()
+        try:
+            found = dict(zip((it.id for it in wanted), await model.guess(wanted), strict=True))
+        except Unavailable as error:
+            log.error("the draft model is gone: answers go on without its guesses", error=str(error))
+            self._model = None
+            return False
+        seconds = self._clock() - began
+        guesses = [found.get(it.id, []) for it in sequences]
+        if not any(guesses):
+            return False
+        expected_s = most * decode_step_seconds(model.speeds, len(sequences), context)
+        drafts = await self._check_guesses(run, sequences, guesses)
+        right = sum(draft.accepted for draft in drafts)
+        wrong = sum(draft.accepted < draft.tokens for draft in drafts)
+        self._drafts.observe_model(right + wrong, right, seconds, expected_s)
+        return True
+
+    def forget(self, number: int) -> None:
+        """A sequence is over."""
+        if self._model is not None:
+            self._model.forget(number)
+
+    async def _check_guesses(
+        self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]
+    ) -> list[CheckedDraft]:
+        """Executes a run with one step that checks guesses; returns how many guesses were right."""
+        began, parts = self._clock(), list[SequenceStep]()
+        for sequence, guess in zip(sequences, guesses, strict=True):
+            parts += sequence.draft_steps(guess, self._block_tokens) if guess else [self._next_token(sequence)]
+        step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient)
+        result = await self._engine.run(step)
+        if not result.aborted:
+            self._drafts.observe_overhead(self._clock() - began - (result.end_ns - result.start_ns) / 1e9)
+        return self._over(run, sequences, result, guesses)
+
+    def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
+        """Steps have ended in which no sequence ended."""
+        filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
+        for result in results:
+            filled += self._take(sequences, result)
+            its_s, its_wait_s = self._seconds(run, sequences, result)
+            seconds, waited_s = seconds + its_s, waited_s + its_wait_s
+        for sequence in sequences:
+            try:
+                if not sequence.request.ending:
+                    sequence.send_new()
+            except Exception:
+                self._defect(sequence.request)
+        self._post(RunProgress(run.step, len(results), seconds, tuple(filled), waited_s))
+        if filled:
+            self._notify()
+
+    def _take(self, sequences: list[LiveSequence], result: StepResult) -> list[tuple[int, BlockKey]]:
+        """Takes a step's tokens; returns the blocks that became full."""
+        filled = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
+            assert token is not None, "the run would be over"
+            if sequence.request.ending:
+                continue
+            try:
+                filled += sequence.take_filled(self._block_tokens)
+                sequence.append(token, result.logprobs.get(index))
+            except Exception:
+                self._defect(sequence.request)
+        return filled
+
+    def _over(
+        self, run: StartRun, sequences: list[LiveSequence], result: StepResult, guesses: Sequence[Sequence[int]] = ()
+    ) -> list[CheckedDraft]:
+        """Ends the run after its last step; returns which guesses that step checked."""
+        if result.earlier:
+            self._took_steps(run, sequences, result.earlier)
+        told, index = _RunEnd(), 0
+        if not result.aborted:
+            for sequence, guess in zip(sequences, guesses or [()] * len(sequences), strict=True):
+                self._take_last(sequence, guess, result, index, told)
+                index += 1 + len(guess)
+        seconds, waited_s = self._seconds(run, sequences, result)
+        ended, filled = tuple(told.ended), tuple(told.filled)
+        rest = tuple(told.candidates), waited_s, tuple(told.late), tuple(told.drafts)
+        self._post(RunDone(run.step, result.aborted, seconds, ended, filled, 1, *rest))
+        if ended or filled or run.chunks:
+            self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
+        return told.drafts
+
+    def _take_last(
+        self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
+    ) -> None:
+        """Takes a sequence's tokens from a run's last step; the sequence's first part has this index."""
+        request, found = sequence.request, result.sampled[index]
+        if index in result.failed:
+            self._abort(request, result.failed[index])
+        if request.ending:
+            return
+        if index in result.late:
+            told.late.append(sequence.id)
+        if found is None:
+            return
+        try:
+            if (search := request.search) is not None:
+                told.filled += sequence.take_filled(self._block_tokens)
+                candidates = search.propose(sequence.choice, result.several[index], self._max_tokens)
+                told.candidates.append((sequence.id, candidates))
+                return
+            before, reason = len(sequence.tokens), 0
+            for place in range(index, index + 1 + len(guess)):
+                if (token := result.sampled[place]) is None:  # behind a right guess: computed again, as the next token
+                    break
+                told.filled += sequence.take_filled(self._block_tokens)
+                sequence.append(token, result.logprobs.get(place))
+                reason = sequence.check_finish(self._max_tokens)
+                if reason or guess[place - index : place - index + 1] != [token]:
+                    break
+            if guess:
+                told.drafts.append(CheckedDraft(sequence.id, len(guess), len(sequence.tokens) - before - 1))
+            sequence.send_new()
+        except Exception:
+            self._defect(request)
+            return
+        if reason:
+            told.ended.append((sequence.id, int(reason)))
+
+    def _defect(self, request: LiveRequest) -> None:
+        """A request cannot take or send tokens because of an internal error: only this request ends."""
+        log.exception("tokens cannot be taken: the request ends", request=request.request_id)
+        self._abort(request, "a defect: its tokens cannot be taken")
+        request.ending = True  # at once: later tokens would follow a gap
+
+    def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
+        """Counts a step; returns the step's seconds, since the step before in the run, and the waited seconds."""
+        self.steps += 1
+        record_step_span(self._spans, run, sequences, result)
+        begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
+        return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
+
+
+@frozen
+class Drafting:
+    """How next tokens are guessed.
+
+    Attributes:
+        always: guesses are checked at any cost.
+        ngram: guesses are looked up in prompt and answer.
+        model: a small model that guesses if prompt look-up found no guess; None = no small model.
+    """
+
+    always: bool = False
+    ngram: bool = True
+    model: DraftModel | None = None
+
+
+NGRAM_DRAFTING = Drafting()
+"""Prompt look-up, if guesses pay."""
+PROGRESS_PER_LEASE = 8  # transfer progress reports per lease, instead of one per frame
+
+
+class DecodeExecutor:
+    """Carries out the scheduler's actions, and posts events to the scheduler.
+
+    Args:
+        core: the scheduler.
+        parts: engine, write-back, journal and the like.
+        max_tokens: longest sequence the model takes.
+        open_reader: makes a client for a kvstore, given the address; loads preempted requests' blocks.
+        drafting: which guesses are made.
+
+    Attributes:
+        taken: reservations granted so far.
+        pool: reads and deletions in the pool that others ask for.
+        log: output of ended and parked requests.
+        running: gives the engine runs.
+        io: moves blocks out of the pool and back.
+        empty: set while there is no request.
+        dead: why no request is accepted any more; "" = requests are accepted.
+    """
+
+    def __init__(
+        self,
+        core: DecodeScheduler,
+        parts: ExecutorParts,
+        max_tokens: int,
+        open_reader: Callable[[str], PartedReader],
+        *,
+        drafting: Drafting = NGRAM_DRAFTING,
+    ) -> None:
+        self.core = core
+        self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify
+        self._engine, self._layout = parts.engine, parts.engine.layout
+        self._max_tokens = max_tokens
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=parts.clock, journal=parts.journal)
+        self._live = LiveRequestTable()
+        self._next = 1
+        self._answers: dict[int, ReservationGranted | ReservationRefused] = {}
+        self.taken = 0
+        self.pool = PoolCalls(self._order, self._post)
+        self._streams: dict[Subscriber, int] = {}
+        self._stream_numbers = itertools.count(1)
+        self.log = OutputLog(self._live, self._streams)
+        drafts = DraftPlanner(
+            core.settings.draft_tokens, lambda: core.tracker.speeds, always=drafting.always, ngram=drafting.ngram
+        )
+        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
+        self.io = BlockIo(parts, open_reader, self._post)
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.dead = ""
+
+    def __len__(self) -> int:
+        return len(self._live.requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._live.requests.values()))
+
+    def loras(self) -> set[bytes]:
+        """All requests' LoRA adapters."""
+        return {live.incoming.lora for live in self._live.requests.values()}
+
+    @property
+    def step_in_flight(self) -> bool:
+        """Whether a run is in flight."""
+        return self.core.planner.run_in_flight is not None
+
+    def count(self, *states: TransferState) -> int:
+        """Requests that have not started, with a transfer in one of these states."""
+        return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> tuple[LiveRequest, float]:
+        """Reserves blocks for a request, as the checked message `asked` wants them.
+
+        Returns:
+            The request, and the predicted seconds between tokens.
+
+        Raises:
+            Overloaded: too few blocks are available now, or the time between tokens cannot be kept.
+            InvalidRequest: the request can never fit, or no token is to be generated.
+            Unavailable: the scheduler has stopped.
+        """
+        tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
+        number, self._next = self._next, self._next + incoming.spec.width
+        stores = stores_of(asked)
+        event = ReserveBlocks(
+            number,
+            incoming.spec,
+            total,
+            asked.tbt_slo_s,
+            conductor_identity(asked.conductor),
+            len(stores),
+            asked.starts_in_s,
+            search_rules_of(incoming.sampling.params),
+            resumable=bool(asked.resume_secret),
+            fence=asked.fence,
+        )
+        self._order(event)
+        if (answer := self._answers.pop(number, None)) is None:
+            raise Unavailable("the instance stops")
+        if isinstance(answer, ReservationRefused):
+            raise Overloaded(
+                answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=asked.tbt_slo_s, retry_after_s=1.0
+            )
+        transfer = inbound_transfer(number, self._layout, tokens, answer.held)
+        output = RequestOutput(
+            incoming.request_id, transfer.generation, asked.resume_secret, incoming.chain_root, answers=[]
+        )
+        live = LiveRequest(incoming, event, stores, transfer, output, self._clock())
+        self._live.add(live)
+        self.taken += 1
+        self.empty.clear()
+        return live, answer.tbt_s
+
+    def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
+        """A transfer's request; None if the request is unknown, has ended or has another generation."""
+        live = self._live.requests.get(transfer_id)
+        return live if live is not None and live.transfer.matches(generation) and not live.ending else None
+
+    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
+        """Binds a transfer's blocks: slices may arrive from now on, and `send_verdict` reports the end.
+
+        `older`: the KV may be older than a deletion of such blocks, so no block is kept.
+
+        Raises:
+            TransferFailed: the transfer was opened before, or has ended.
+        """
+        if live.transfer.state is not TransferState.PROMISED:
+            raise TransferFailed(f"transfer {live.id} was opened before")
+        self._order(TransferOpened(live.id, older))
+        if not live.table:
+            raise TransferFailed(f"transfer {live.id} is over")
+        live.send_verdict = send_verdict
+
+    def transfer_progress(self, live: LiveRequest) -> None:
+        """Notes that a part of a request's KV has arrived."""
+        now = self._clock()
+        if now - live.progress_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
+            live.progress_at = now
+            self._driver.post(TransferProgress(live.id))
+
+    def transfer_complete(self, live: LiveRequest) -> None:
+        """Notes that all of a request's KV has arrived. The scheduler is told once the KV is where steps compute."""
+        self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
+        loading = self._engine.load()
+        if loading is None:
+            self._order(TransferComplete(live.id))
+        else:
+            loading.add_done_callback(lambda done: self._loaded(live, done))
+
+    def _loaded(self, live: LiveRequest, done: "asyncio.Future[None]") -> None:
+        if not done.cancelled() and done.exception() is None:  # else the engine has died
+            self._post(TransferComplete(live.id))
+
+    def abort(self, live: LiveRequest, why: str) -> None:
+        """Ends a request early."""
+        self._post(AbortRequest(live.id, why, live.transfer.leading))
+
+    # --- conductors ------------------------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """A conductor has opened a stream."""
+        number = self._streams[subscriber] = next(self._stream_numbers)
+        self._post(StreamOpened(number, conductor_identity(subscriber.conductor)))
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """A conductor's stream has ended. Idempotent."""
+        if (number := self._streams.pop(subscriber, None)) is not None:
+            for live in self._live.requests.values():
+                if live.subscriber is subscriber:
+                    live.subscriber = None
+            self._post(StreamClosed(number))
+
+    def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
+        """Starts a request with the answers' first tokens, or computes the prompt here."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is None or live.request_id != message.request_id:
+            why = f"there is no transfer {message.transfer_id} here (any more)"
+            subscriber.failed(message.request_id, why, transfer=True)
+        elif (error := self._live.start_error(live, message, subscriber)) is not None:
+            subscriber.failed(message.request_id, error)
+        else:
+            live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
+            if message.compute_prompt:
+                live.compute()
+                self._order(ComputePrompt(live.id, stream, patient=live.gather))
+                return
+            finishes, candidates = live.begin(message, self._max_tokens)
+            self._order(
+                StartDecoding(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather)
+            )
+
+    def stop(self, message: decode_pb2.CancelSequence) -> None:
+        """Ends one of a request's answers; for the conductor, the answer is complete; other answers continue."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
+            live.sequences[message.choice].stopped = True
+            if self.core.planner.run_in_flight is not None:
+                self.running.cut(self.core.planner.run_in_flight.run.step)
+
+    def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
+        """Lets a conductor take a request over, or read the retained output."""
+        self._driver.settle()  # so that the scheduler knows all that the executor knows
+        if self.log.knows(message):
+            positions = message.from_position, *(it.from_position for it in message.further)
+            self._order(AdoptRequest(message.transfer_id, self._streams[subscriber], message.fence, positions))
+        else:
+            subscriber.failed(message.request_id, "there is no such sequence here (any more)")
+
+    def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        """Cancels a request, unless another conductor has the request now; returns how far the request was."""
+        live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
+        if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
+            return kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        before = live.transfer.state is TransferState.PROMISED
+        live.subscriber = None
+        self.abort(live, "cancelled")
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
+
+    def give_up(
+        self,
+        subscriber: Subscriber,
+        order: Order,
+        why: str,
+    ) -> None:
+        """Ends the request if an order cannot be carried out, unless another conductor has the request."""
+        live = self.get(order.transfer_id, order.generation)
+        if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
+            live.subscriber = None
+            self.abort(live, why)
+        subscriber.failed(order.request_id, why)
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs steps until cancelled.
+
+        Raises:
+            Unavailable: the engine died and every request has failed.
+        """
+        try:
+            await self.running.run()
+        except MoonpoolError as error:
+            self.die(f"the engine died: {error}")
+            raise Unavailable(self.dead) from error
+        finally:
+            self.die("the instance stops")
+            await self.io.quiet()
+
+    async def failure(self) -> NoReturn:
+        """Waits until the scheduler fails; raises Internal then."""
+        await self._driver.failure()
+
+    def close(self) -> None:
+        """Takes no more events, and closes the journal."""
+        self._driver.close()
+
+    def die(self, why: str) -> None:
+        """Ends every request. The engine must not compute any more."""
+        if not self.dead:
+            self.dead = why
+            self.running.close()
+            self.io.closed = True
+            self._post(EngineDied(why))
+
+    def _post(self, event: Event) -> None:
+        self._driver.tell(event)
+        self.notify()
+
+    def _order(self, event: Event) -> None:
+        """Carries out a peer's order; an error ends the request, the call or the stream."""
+        self._driver.ask(event)
+        self.notify()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case StartRun():
+                self.running.order(action)
+            case StopRun(step, hurried):
+                self.running.cut(step, hurried=hurried)
+            case AppendBlock(number, block):
+                self._live.sequences[number].table += (block,)
+            case SetBlockTable(number, blocks):
+                self._live.sequences[number].set_table(blocks)
+            case ReservationGranted(number) | ReservationRefused(number):
+                self._answers[number] = action
+            case StoreBlock(_, number) | LoadStoredBlocks(_, number):
+                self.io.begin(action, self._live.sequences[number])
+            case FinishSequence() | ForkSequences() | AnswersRanked() | RequestAborted() | RequestFreed():
+                self._report(action)
+            case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():
+                self.log.perform(action)
+                self._recount()
+            case SwapOut() | SwapIn() | SwapDrop():
+                self.io.swap(action)
+            case StopReceiving(_, number):
+                self.io.stop(action, self._live.requests[number])
+            case MoveSlots() | KVDeleted() | BlocksLent():
+                self._move_or_answer(action)
+
+    def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
+        """Moves window slots in the pool, or takes the answer to an order about the pool."""
+        if isinstance(action, MoveSlots):
+            self._engine.pool.move_slots(action.moves)
+        else:
+            self.pool.answered(action)
+
+    def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
+        """Reports an answer's or a request's end. An internal error ends this request only."""
+        if isinstance(action, RequestFreed):
+            self._gone(self._live.take(action.id), retained=action.retained)
+            return
+        sequences, requests, number = self._live.sequences, self._live.requests, action.id
+        live = sequences[number].request if isinstance(action, FinishSequence) else requests[number]
+        try:
+            self._report_one(action, live)
+        except Exception:
+            log.exception("an answer cannot be told: its request ends", request=live.request_id)
+            live.ending, subscriber, live.subscriber = True, live.subscriber, None
+            if subscriber is not None:  # the scheduler may have freed the request already
+                subscriber.failed(live.request_id, "a defect: its answer cannot be told")
+            self.abort(live, "a defect: its answer cannot be told")
+
+    def _report_one(
+        self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted, live: LiveRequest
+    ) -> None:
+        match action:
+            case FinishSequence(number, reason):
+                sequence = self._live.sequences[number]
+                sequence.output.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.send_new()
+            case ForkSequences() | AnswersRanked():
+                live.advance_search(action, self._max_tokens)
+            case RequestAborted(why=why):
+                live.end(why)
+
+    def _gone(self, live: LiveRequest, *, retained: bool) -> None:
+        live.transfer.fail("ended")
+        live.ending = True
+        for sequence in live.sequences:
+            self.running.forget(sequence.id)
+        if retained:
+            self.log.ended(live)
+        self._recount()
+
+    def _recount(self) -> None:
+        """Updates `empty` and notifies, after a request came or went."""
+        (self.empty.clear if self._live.requests else self.empty.set)()
+        self.notify()

@@ -1,0 +1,587 @@
+"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors and the output log."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hmac import compare_digest
+from typing import Self
+
+from moonpool.base.contracts import logprobs_from_proto
+from moonpool.base.kv.keys import BlockKey, block_keys, tokens_digest, tokens_to_bytes
+from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.base.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
+from moonpool.engine.decode.core.actions import (
+    AnswersRanked,
+    DropOutputLog,
+    FenceConductor,
+    ForkSequences,
+    RequestAdopted,
+    RequestParked,
+)
+from moonpool.engine.decode.core.events import Candidates, ReserveBlocks, SearchRules
+from moonpool.engine.decode.speculation import NgramDrafter
+from moonpool.engine.request import IncomingRequest
+from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
+from moonpool.v1 import decode_pb2, kv_pb2
+
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class AnswerOutput:
+    """One answer's output so far.
+
+    Attributes:
+        tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
+        prompt_tokens: number of prompt tokens in `tokens`.
+        finish: why the answer has ended normally; unspecified while the answer continues.
+        score: the score, if the answer is a search hypothesis.
+        logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
+    """
+
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    prompt_tokens: int = 0
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    score: float | None = None
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def up_to(self, position: int) -> "array[int]":
+        """The answer's tokens before a position."""
+        return self.tokens[self.prompt_tokens : self.prompt_tokens + position]
+
+    def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
+        """Queues the output from a position on for a conductor; sent at the next `flush`."""
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        tokens = self.tokens[self.prompt_tokens + position :].tolist()
+        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
+
+    def without_prompt(self) -> Self:
+        """The same output, without the tokens of the prompt."""
+        return replace(self, tokens=self.tokens[self.prompt_tokens :], prompt_tokens=0)
+
+
+@dataclass(slots=True, eq=False)
+class RequestOutput:
+    """A request's output, and what a takeover must show. The log keeps this record after the request's end.
+
+    Attributes:
+        request_id: id at the conductor.
+        generation: the transfer's generation.
+        secret: a conductor that knows the secret may take the request over; b"" = no conductor may.
+        chain_root: root of the tenant's keys.
+        answers: each answer's output. A search has no output before the end.
+        why: why the request has ended early; "" = not failed.
+    """
+
+    request_id: str
+    generation: int
+    secret: bytes
+    chain_root: BlockKey
+    answers: list[AnswerOutput]
+    why: str = ""
+
+    def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
+        """Whether the conductor knows the request, the secret, and each answer up to the given position."""
+        named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
+        if not named or not self.secret or not compare_digest(asked.secret, self.secret):
+            return False
+        if len(asked.further) != len(self.answers) - 1:
+            return False
+        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
+        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
+
+    def _knows(self, answer: AnswerOutput, position: int, digest: bytes) -> bool:
+        if answer.logprobs is not None and position < answer.scored_from:
+            return False  # log probabilities not known here are computed again
+        known = answer.up_to(position)
+        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
+
+    def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
+        """Sends each answer from the given position on."""
+        subscriber.drop(self.request_id)
+        for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
+            answer.send(subscriber, self.request_id, choice, position)
+        if self.why:
+            subscriber.failed(self.request_id, self.why)
+        subscriber.flush()
+
+    def without_prompt(self) -> Self:
+        """The same output, without the tokens of the prompt."""
+        return replace(self, answers=[answer.without_prompt() for answer in self.answers])
+
+
+GATHERED_TOKENS = 16
+"""Tokens sent together if the client does not wait for single tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """One answer to a request.
+
+    Attributes:
+        choice: the answer's index.
+        keys: the full blocks' keys, prompt and answer.
+        output: tokens, end and log probabilities.
+        table: block table.
+        history: tokens, for engines that check the blocks' content.
+        drafter: guesses the next tokens; None = not yet, or never.
+        stopped: the conductor wants no more of the answer: no more tokens are sent, and the answer ends with the next
+            token.
+        sent_tokens: generated tokens sent to the conductor.
+    """
+
+    request: "LiveRequest"
+    choice: int
+    keys: list[BlockKey]
+    output: AnswerOutput
+    table: tuple[int, ...] = ()
+    history: TokenHistory | None = None
+    drafter: NgramDrafter | None = None
+    stopped: bool = False
+    sent_tokens: int = 0
+
+    @property
+    def id(self) -> int:
+        """The sequence's id in the scheduler."""
+        return self.request.id + self.choice
+
+    @property
+    def sampling(self) -> SequenceSampling:
+        """How the sequence's tokens are chosen."""
+        return self.request.incoming.sampling
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Prompt and answer, once started."""
+        return self.output.tokens
+
+    def begin(self, *first_tokens: int) -> None:
+        """Takes the first token, and the known tokens behind; a search's sequence begins with the prompt alone."""
+        output = self.output
+        output.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
+        self.history = self.request.incoming.history(output.tokens)
+        output.scored_from = self.sent_tokens = output.length
+        output.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
+
+    def take_first(self, logprobs: Logprobs) -> None:
+        """Takes the first token's log probabilities."""
+        if self.output.logprobs is not None:
+            self.output.logprobs, self.output.scored_from = logprobs, self.output.length - 1
+
+    def append(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token."""
+        self.output.tokens.append(token)
+        if self.output.logprobs is not None and logprobs is not None:
+            self.output.logprobs.extend(logprobs)
+
+    def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+        """Why the answer ends with the last token; unspecified if the answer continues. Called at a run's end."""
+        stopped, tokens = self.stopped, self.output.tokens
+        self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
+        return self.output.finish
+
+    def set_table(self, blocks: tuple[int, ...]) -> None:
+        """Sets the block table; the first block table also binds the transfer."""
+        self.table, transfer = blocks, self.request.transfer
+        if transfer.state is TransferState.PROMISED:
+            transfer.bind(blocks)
+
+    def parent(self, index: int) -> BlockKey:
+        """Key of the block before `index`."""
+        return self.keys[index - 1] if index else self.request.incoming.chain_root
+
+    def room_for_guesses(self, block_tokens: int, max_tokens: int) -> int:
+        """Guessed tokens that the sequence has blocks for, and may take in one step."""
+        room = len(self.table) * block_tokens - len(self.tokens)
+        return 0 if self.stopped or self.request.search is not None else min(room, self.most_steps(max_tokens) - 1)
+
+    def most_steps(self, max_tokens: int) -> int:
+        """Most steps that the sequence can take in one run."""
+        return self.sampling.steady(len(self.tokens), max_tokens)
+
+    def take_filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+        """The sequence's id and the key of the block that became full with the tokens computed so far, if any."""
+        index, rest = divmod(len(self.tokens), block_tokens)
+        if rest or index <= len(self.keys):
+            return []
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
+        self.keys.append(key)
+        return [(self.id, key)]
+
+    def add_keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
+        """Adds the keys of all blocks that are full without the last token; returns the new keys."""
+        there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
+        tokens = self.tokens[there * block_tokens : full * block_tokens]
+        new = tuple(block_keys(self.parent(there), tokens, block_tokens))
+        self.keys += new
+        return new
+
+    def step(
+        self,
+        start: int,
+        count: int,
+        block_tokens: int,
+        *,
+        sample: bool,
+        steps: int = 1,
+        full_hit: bool = False,
+        may_skip: bool = False,
+    ) -> SequenceStep:
+        """The sequence's part in a step: `count` tokens from `start` on.
+
+        If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
+        sequence may go without a token in a step.
+        """
+        return SequenceStep(
+            token_ids=tokens_to_bytes(self.tokens[start : start + count]),
+            start=start,
+            block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
+            sample=self.sampling.at(self.tokens, self.choice) if sample else None,
+            full_hit=full_hit,
+            end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
+            may_skip=may_skip,
+            lora=self.request.incoming.lora,
+            history=self.history,
+        )
+
+    def draft_steps(self, guess: Sequence[int], block_tokens: int) -> list[SequenceStep]:
+        """The sequence's parts in a step that checks guessed next tokens: one for the last token, one for each guess.
+
+        Each part samples the token behind, as if all guesses before were right.
+        """
+        first = self.step(len(self.tokens) - 1, 1, block_tokens, sample=True, steps=1 + len(guess), may_skip=True)
+        parts = [replace(first, end_token_ids=frozenset())]
+        for token in guess:
+            last = parts[-1]
+            assert last.sample is not None
+            its = token.to_bytes(TOKEN_BYTES, "little")
+            parts.append(replace(last, token_ids=its, start=last.start + 1, sample=last.sample.after(token)))
+        return parts
+
+    def send_new(self) -> None:
+        """Sends new tokens and the end, unless more tokens are to be gathered first."""
+        request, position = self.request, self.sent_tokens
+        if request.subscriber is None or self.stopped:
+            return
+        few = self.output.length - position < GATHERED_TOKENS
+        if request.gather and few and position and not self.output.finish and not request.ending:
+            return
+        self.sent_tokens = self.output.length
+        self.output.send(request.subscriber, request.request_id, self.choice, position)
+        request.subscriber.flush()
+
+
+@dataclass(slots=True, eq=False)
+class LiveSearch:
+    """A search's tokens: each sequence's candidates, and hypotheses.
+
+    Attributes:
+        sequences: continuing sequences, best first.
+        hypotheses: prompt and answer for each hypothesis that the scheduler keeps, by number.
+    """
+
+    sequences: list[LiveSequence]
+    hypotheses: "dict[int, array[int]]" = field(default_factory=dict)
+    _following: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._following = [()] * len(self.sequences)
+
+    def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
+        """Takes a sequence's candidates; returns what the scheduler needs to know."""
+        sequence, self._following[index] = self.sequences[index], found.tokens
+        ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
+        return tuple(zip(found.log_probabilities, ends, strict=True))
+
+    def select(self, chosen: ForkSequences) -> None:
+        """Each sequence takes the parent's tokens and a further token."""
+        for number, parent, candidate in chosen.ended:
+            self.hypotheses[number] = self._followed(parent, candidate)
+        self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
+        tokens = [self._followed(parent, candidate) for parent, candidate in chosen.forks]
+        keys = [list(self.sequences[parent].keys) for parent, _ in chosen.forks]
+        for sequence, its_tokens, its_keys in zip(self.sequences, tokens, keys, strict=False):
+            sequence.output.tokens, sequence.keys = its_tokens, its_keys
+            sequence.history = sequence.request.incoming.history(its_tokens)
+
+    def _followed(self, parent: int, candidate: int) -> "array[int]":
+        return self.sequences[parent].tokens + array("i", [self._following[parent][candidate]])
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request: the order, the transfer, the answers and the conductor.
+
+    Attributes:
+        incoming: the request's record.
+        asked: what the scheduler was asked for.
+        stores: kvstores for the answer's full blocks.
+        transfer: the transfer with the prompt's KV.
+        output: all answers' output, and the takeover secret.
+        progress_at: last time when transfer progress was reported to the scheduler, seconds.
+        sequences: the request's answers.
+        search: set if the sequences fork by their candidates.
+        ending: the request ends: no more KV is received and no more tokens are sent.
+        subscriber: gets the request's tokens; set at the start.
+        send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
+        known: for each answer, tokens known behind the first token, and keys of the blocks that these fill.
+        gather: the client does not wait for single tokens.
+    """
+
+    incoming: IncomingRequest
+    asked: ReserveBlocks
+    stores: Sequence[kv_pb2.Instance]
+    transfer: InboundTransfer
+    output: RequestOutput
+    progress_at: float
+    sequences: list[LiveSequence] = field(default_factory=list)
+    search: LiveSearch | None = None
+    ending: bool = False
+    subscriber: Subscriber | None = None
+    send_verdict: Callable[[InboundTransfer], None] | None = None
+    known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        prompt_tokens = self.incoming.sampling.prompt_tokens
+        for choice in range(self.incoming.spec.width):
+            output = AnswerOutput(prompt_tokens=prompt_tokens)
+            self.sequences.append(LiveSequence(self, choice, list(self.incoming.spec.keys), output))
+        if self.incoming.sampling.params.deferred:
+            self.search = LiveSearch(self.sequences)
+            self.output.answers = [AnswerOutput() for _ in range(self.incoming.sampling.params.n)]
+        else:
+            self.output.answers = [sequence.output for sequence in self.sequences]
+
+    def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
+        """Takes the first tokens, and the known tokens behind.
+
+        Returns:
+            Why each answer ends with these tokens, 0 if the answer continues; for a search, what may follow the prompt.
+        """
+        tokens = [message.first_token_id, *message.further_token_ids]
+        if self.search is not None:
+            for sequence in self.sequences:
+                sequence.begin()
+            return (0,), self.search.propose(
+                0, SampledCandidates(tuple(tokens), tuple(message.log_probabilities)), max_tokens
+            )
+        known, first = known_tokens(message, len(tokens)), logprobs_from_proto(message.logprobs)
+        for sequence, token, behind in zip(self.sequences, tokens, known, strict=True):
+            sequence.begin(token, *behind)
+            if len(first):
+                sequence.take_first(first.part(sequence.choice, sequence.choice + 1))
+        if any(known):
+            size = self.transfer.layout.block_tokens
+            self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
+        return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
+
+    def compute(self) -> None:
+        """Begins with the prompt alone; the missing part is computed here."""
+        [sequence] = self.sequences
+        sequence.begin()
+        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
+        del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
+
+    def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:
+        """Forks the sequences as chosen, or sends the answers, best first, if the search is over."""
+        assert self.search is not None
+        if isinstance(action, ForkSequences):
+            self.search.select(action)
+            return
+        sampling, answers = self.incoming.sampling, list[AnswerOutput]()
+        for number, score in action.hypotheses[: sampling.params.n]:
+            tokens = self.search.hypotheses[number]
+            answers.append(AnswerOutput(tokens, sampling.prompt_tokens, sampling.finish(tokens, max_tokens), score))
+        self.output.answers = answers
+        if self.subscriber is not None:
+            for choice, answer in enumerate(answers):
+                answer.send(self.subscriber, self.request_id, choice, 0)
+            self.subscriber.flush()
+
+    @property
+    def id(self) -> int:
+        """The request's id in the scheduler."""
+        return self.transfer.transfer_id
+
+    @property
+    def request_id(self) -> str:
+        """The request's id at the conductor."""
+        return self.incoming.request_id
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The prompt's blocks."""
+        return self.sequences[0].table
+
+    @property
+    def complete(self) -> bool:
+        """Whether all KV has arrived."""
+        return self.transfer.state is TransferState.COMPLETE
+
+    @property
+    def started(self) -> bool:
+        """Whether the first tokens are known."""
+        return bool(self.sequences[0].tokens)
+
+    def end(self, why: str) -> None:
+        """Ends early; tells the KV's sender and the conductor."""
+        self.ending, self.output.why = True, why
+        self.transfer.fail(why)
+        if self.send_verdict is not None and not self.complete:
+            self.send_verdict(self.transfer)
+        if self.subscriber is not None:
+            for sequence in self.sequences if self.search is None else ():
+                if sequence.output.length > sequence.sent_tokens:  # gathered: another instance continues behind them
+                    sequence.send_new()
+            self.subscriber.failed(self.request_id, why, transfer=not self.complete)
+            self.subscriber = None
+
+
+class LiveRequestTable:
+    """The requests of the scheduler, and their sequences, by id."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, LiveRequest] = {}
+        self.sequences: dict[int, LiveSequence] = {}
+
+    def add(self, live: LiveRequest) -> None:
+        """Adds a request."""
+        self.requests[live.id] = live
+        self.sequences |= {sequence.id: sequence for sequence in live.sequences}
+
+    def take(self, number: int) -> LiveRequest:
+        """Takes a request out."""
+        live = self.requests.pop(number)
+        for sequence in live.sequences:
+            del self.sequences[sequence.id]
+        return live
+
+    def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
+        """The promise that a conductor cancels without knowing the transfer."""
+        who = conductor_identity(subscriber.conductor)
+        for live in self.requests.values() if not message.transfer_id else ():
+            waits = live.transfer.state is TransferState.PROMISED and not live.started
+            if live.request_id == message.request_id and live.asked.conductor == who and waits:
+                return live
+        return None
+
+    def start_error(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
+        """Why a request cannot begin with this message; None if the request can."""
+        if live.started:
+            return f"transfer {message.transfer_id} was started before"
+        others = self.requests.values()
+        if any(other.subscriber is subscriber and other.request_id == message.request_id for other in others):
+            return "a sequence of this id is running already"
+        return _start_error(live, message)
+
+
+def stores_of(asked: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
+    """The kvstores that the answer goes to."""
+    return [*([asked.write_back] if asked.HasField("write_back") else []), *asked.replicas]
+
+
+def search_rules_of(params: SamplingParams) -> SearchRules | None:
+    """A request's search rules; None without a search."""
+    return SearchRules(params.length_penalty, params.early_stopping) if params.deferred else None
+
+
+def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
+    """Why a request cannot begin with these first tokens, or none; None if the request can."""
+    params = live.incoming.sampling.params
+    if message.compute_prompt:
+        if params.scores_prompt:
+            return "a prompt whose log probabilities or embedding are wanted is not computed here"
+        alone = len(live.sequences) == 1 and live.search is None
+        return None if alone else "a prompt is computed here for one answer only, without beams"
+    tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
+    known = message.known_token_ids or message.further_known
+    if known and (live.search or message.HasField("logprobs")):
+        return "tokens behind the first ones may be known without beams and log probabilities"
+    longest = max(map(len, known_tokens(message, tokens)))
+    if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
+        return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
+    if message.further_known and len(message.further_known) != wanted - 1:
+        return f"{wanted} answers are wanted, of each tokens may be known"
+    if live.search is None:
+        first = logprobs_from_proto(message.logprobs)
+        if not first.consistent or len(first) != tokens * message.HasField("logprobs"):
+            return f"the log probabilities are not those of {tokens} tokens"
+        return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
+    enough = wanted <= tokens == scores
+    return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"
+
+
+class OutputLog:
+    """Output of ended and parked requests. The scheduler decides how long the output is kept.
+
+    Args:
+        live: running requests; the executor's table.
+        streams: the conductors' streams, with the core's numbers; the executor's.
+    """
+
+    def __init__(self, live: LiveRequestTable, streams: dict[Subscriber, int]) -> None:
+        self._live = live
+        self._streams = streams
+        self._parked: dict[int, LiveRequest] = {}
+        self._ended: dict[int, RequestOutput] = {}
+        self.adopted = 0
+        """Requests taken over, and answers read again, so far."""
+
+    def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
+        """Whether there is such a request that the conductor may take over."""
+        output = self._output(asked.transfer_id)
+        return output is not None and output.matches(asked)
+
+    def ended(self, live: LiveRequest) -> None:
+        """Keeps an ended request's output."""
+        self._ended[live.id] = live.output.without_prompt()
+
+    def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
+        """Carries out a decision about retained output."""
+        match action:
+            case RequestParked(number):
+                live = self._parked[number] = self._live.take(number)
+                for sequence in live.sequences:
+                    sequence.table = ()
+            case DropOutputLog(number):
+                self._parked.pop(number, None)
+                self._ended.pop(number, None)
+            case RequestAdopted(number, stream, positions):
+                self._adopt(number, self._subscriber(stream), positions)
+            case FenceConductor(number, stream):
+                self._fence(number, self._subscriber(stream))
+
+    def _adopt(self, number: int, subscriber: Subscriber | None, positions: Sequence[int]) -> None:
+        self.adopted += 1
+        if number in self._parked:
+            self._live.add(self._parked.pop(number))
+        if (live := self._live.requests.get(number)) is not None:
+            live.subscriber = subscriber
+            for sequence in live.sequences:
+                sequence.sent_tokens = sequence.output.length
+        output = self._output(number)
+        if subscriber is not None and output is not None:
+            output.send(subscriber, positions)
+
+    def _fence(self, number: int, subscriber: Subscriber | None) -> None:
+        output = self._output(number)
+        if subscriber is not None and output is not None:
+            subscriber.fenced(output.request_id)
+
+    def _output(self, number: int) -> RequestOutput | None:
+        live = self._live.requests.get(number) or self._parked.get(number)
+        if live is None:
+            return self._ended.get(number)
+        return live.output if live.output.secret and live.started and not live.ending else None
+
+    def _subscriber(self, stream: int) -> Subscriber | None:
+        return next((subscriber for subscriber, number in self._streams.items() if number == stream), None)

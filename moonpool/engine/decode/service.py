@@ -1,0 +1,616 @@
+"""A decode instance: the parts and states (open, draining, closing); the gRPC service; and the process."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from moonpool.base import world
+from moonpool.base.checkpoint import load_config, resolve
+from moonpool.base.cluster.proto_conversion import check_instance, speeds_to_proto
+from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from moonpool.base.kv.delete_kv import DeletionLog
+from moonpool.base.kv_transfer.prefix_reader import BlockReader
+from moonpool.base.kv_transfer.read_server import check_hello
+from moonpool.base.kv_transfer.receiver import TransferState
+from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
+from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
+from moonpool.base.rpc.messages import PayloadMessage
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.server import Service
+from moonpool.base.rpc.stream_writes import bare_write
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
+from moonpool.base.transport.base import ReceiveBuffer
+from moonpool.base.transport.streams import ServerStream
+from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine.decode.core.request import COPYING, RequestStatus
+from moonpool.engine.decode.core.scheduler import DecodeScheduler
+from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.decode.draft_model import DraftModel
+from moonpool.engine.decode.executor import DecodeExecutor, Drafting
+from moonpool.engine.decode.live_requests import LiveRequest
+from moonpool.engine.decode.receiver import TransferReceiver
+from moonpool.engine.instance import (
+    WRITE_BACK_GRACE_S,
+    EngineSetup,
+    ExecutorParts,
+    InstanceContext,
+    StartEngine,
+    engine_setup,
+    run_instance,
+    run_together,
+    start_engine,
+)
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
+from moonpool.engine.loras import LORA_METRICS, InstanceLoras
+from moonpool.engine.request import RequestReader
+from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+
+log = get_logger(__name__)
+PREEMPTED = (RequestStatus.PREEMPTED, *COPYING)
+
+
+class DecodeInstance:
+    """One decode instance.
+
+    Attributes:
+        core: the scheduler.
+        manager: the pool's block manager.
+        executor: carries out the scheduler's actions; has the requests.
+        write_back: writes full blocks to kvstores.
+        deletion: deletes KV.
+        deletions: deletions carried out here.
+        loras: LoRA adapters in the engine.
+        reads: reads by other instances.
+        request_reader: reads and checks requests.
+        beside: threads for work that would delay the event loop.
+        subscribers: conductors on a Steps stream.
+        receivers: prefill processes on a ReceiveKV stream.
+        closing: set when long-lived streams are to end.
+        listener: offers transports to prefill processes.
+    """
+
+    def __init__(self, context: InstanceContext, config: DecodeConfig, draft_model: DraftModel | None = None) -> None:
+        layout, engine = context.setup.layout, context.engine
+        self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
+        self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
+        self.core = DecodeScheduler(core_config(context, config))
+        self.manager = self.core.blocks
+        self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
+        self.write_back = WriteBack(
+            WriteBackLimits(config.write_back_limit(engine.blocks)),
+            lambda address: PartedWriter(context.endpoint(address)),
+            engine.pool.read,
+            world.monotonic,
+            deletions.matching,
+        )
+        self.executor = DecodeExecutor(
+            self.core,
+            ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
+            context.setup.max_tokens,
+            lambda address: PartedReader(
+                context.endpoint(address),
+                partial(BlockReader, forgotten=deletions.demanded, offload=context.beside),
+            ),
+            drafting=Drafting(
+                always=config.speculative in ("ngram", "draft"), ngram=config.speculative != "draft", model=draft_model
+            ),
+        )
+        self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
+        pool = self.executor.pool
+        self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
+        self.subscribers: dict[Subscriber, None] = {}
+        self.receivers: dict[TransferReceiver, None] = {}
+        self.closing = asyncio.Event()
+        self.reads = PoolReads(context, pool, self.core.blocks, self.closing, deletions)
+        self.listener = context.listener
+        self.draining = False
+        self._notify = context.notify
+        self._context = context
+        self._received_bytes = 0
+        self._stray_frames = 0
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises Unavailable if new requests are refused."""
+        if self.executor.dead:
+            raise Unavailable(self.executor.dead)
+        if self.draining:
+            raise Unavailable(f"{self.identity.id} is draining")
+
+    def retire(self, receiver: TransferReceiver) -> None:
+        """A prefill process's stream has ended."""
+        receiver.broken()
+        self._received_bytes += receiver.received_bytes
+        self._stray_frames += receiver.stray_frames
+
+    # --- lifecycle -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+            Internal: the core has failed.
+        """
+        try:
+            await run_together(self.executor.run(), self.executor.failure(), self.write_back.run())
+        finally:
+            self.executor.die("the instance stops")
+            self.closing.set()
+            for subscriber in self.subscribers:
+                subscriber.close()
+            self.executor.close()
+
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """Refuses: decode keeps no replicas, and no conductor orders a replica."""
+        log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self.draining = True
+        self._notify()
+
+    async def drained(self) -> None:
+        """Waits until no request is left and the write-back is idle."""
+        await self.executor.empty.wait()
+        await self.write_back.idle(WRITE_BACK_GRACE_S)
+
+    # --- reports ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> conductor_pb2.LoadReport:
+        """The load now."""
+        self.loras.sweep()
+        core = self.core
+        return conductor_pb2.LoadReport(
+            running=len(core.planner.batch),
+            waiting=core.sequences - len(core.planner.batch),
+            free_blocks=self.manager.num_free,
+            cached_blocks=self.manager.num_cached,
+            promised_blocks=core.budget.promised + core.budget.expected,
+            context_tokens=core.context_tokens,
+            speed=speeds_to_proto(core.planner.speeds(world.monotonic())),
+            draining=self.draining,
+            taken=self.executor.taken,
+            expected_answer_tokens=core.expected_answer_tokens,
+            preemptions=core.preempted.preemptions,
+            draft_tokens=core.planner.drafted_tokens,
+            accepted_tokens=core.planner.accepted_tokens,
+        )
+
+    def gauges(self) -> MetricSet:
+        """Everything the instance reports."""
+        metrics = self._context.metrics().add(DECODE_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
+        metrics.add(LORA_METRICS, self.loras)
+        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.lending)
+
+    @property
+    def messages_unsent(self) -> int:
+        """Messages on KV streams that wait to be written."""
+        stores = self.write_back.traffic + self.executor.io.loads.traffic + self.reads.traffic
+        return stores.unsent + sum(len(receiver.send_queue) for receiver in self.receivers)
+
+    @property
+    def received_bytes(self) -> int:
+        """KV bytes from prefill instances, on all streams so far."""
+        return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
+
+    @property
+    def stray_frames(self) -> int:
+        """Frames that belonged to no transfer, on all streams so far."""
+        return self._stray_frames + sum(receiver.stray_frames for receiver in self.receivers)
+
+
+DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
+    Metric("sequences_running", "Sequences in the batch.", lambda it: len(it.core.planner.batch), 0),
+    Metric(
+        "sequences_waiting", "Requests that wait for a place in the batch.", lambda it: len(it.core.planner.waiting), 0
+    ),
+    Metric("sequences_parked", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
+    Metric(
+        "sequences_catching_up",
+        "Sequences whose KV is recomputed after preemption.",
+        lambda it: len(it.core.planner.recomputing),
+        0,
+    ),
+    Metric("requests", "Requests that are promised, waiting, running or preempted.", lambda it: len(it.executor), 0),
+    Metric("sequences_orphaned", "Sequences without a conductor.", lambda it: len(it.core.orphans), 0),
+    Metric("logs", "Ended requests with output kept for a conductor.", lambda it: len(it.core.orphans.retained)),
+    Metric("log_bytes", "Bytes of output of ended requests.", lambda it: it.core.orphans.retained.bytes),
+    Metric(
+        "steps_in_flight",
+        "1 while the engine computes a step or a run of steps.",
+        lambda it: it.executor.step_in_flight,
+        0,
+    ),
+    Metric(
+        "transfers_promised",
+        "Requests with reserved blocks and no transfer begun.",
+        lambda it: it.executor.count(TransferState.PROMISED),
+        0,
+    ),
+    Metric(
+        "transfers_receiving",
+        "Requests with arriving KV.",
+        lambda it: it.executor.count(TransferState.RECEIVING),
+        0,
+    ),
+    Metric(
+        "transfers_complete",
+        "Requests with all KV that have not started.",
+        lambda it: it.executor.count(TransferState.COMPLETE),
+        0,
+    ),
+    Metric(
+        "promised_blocks", "Blocks promised to requests and not allocated yet.", lambda it: it.core.budget.promised, 0
+    ),
+    Metric(
+        "expected_blocks",
+        "Further blocks that running answers will likely need.",
+        lambda it: it.core.budget.expected,
+        0,
+    ),
+    Metric(
+        "swapped_blocks", "Blocks of preempted requests in swap memory.", lambda it: it.core.preempted.swapped_blocks, 0
+    ),
+    Metric("loads", "Open reads at kvstores.", lambda it: it.executor.io.loads.sessions, 0),
+    Metric(
+        "load_credits_kept_bytes",
+        "Bytes read with credits not yet handed back.",
+        lambda it: it.executor.io.loads.traffic.credits_kept,
+        0,
+    ),
+    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
+    Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
+    Metric(
+        "blocks_cached",
+        "Pool blocks that no request holds and later prompts may hit.",
+        lambda it: it.manager.num_cached,
+    ),
+    Metric("blocks_free", "Pool blocks without KV.", lambda it: it.manager.num_free),
+    Metric("context_tokens", "Tokens of all started sequences.", lambda it: it.core.context_tokens, 0),
+    Metric(
+        "tokens_unsent",
+        "Outputs that wait to be sent to conductors.",
+        lambda it: sum(subscriber.waiting for subscriber in it.subscribers),
+        0,
+    ),
+    Metric(
+        "credits_kept_bytes",
+        "Bytes from prefill instances with credits not yet handed back.",
+        lambda it: sum(receiver.credits_kept for receiver in it.receivers),
+        0,
+    ),
+    Metric("messages_unsent", "Messages on KV streams that wait to be written.", lambda it: it.messages_unsent, 0),
+    Metric("conductor_streams", "Open streams of conductors.", lambda it: len(it.subscribers)),
+    Metric("prefill_streams", "Open streams of prefill instances.", lambda it: len(it.receivers)),
+    counter(
+        "sequences_adopted_total", "Sequences that another conductor took over.", lambda it: it.executor.log.adopted
+    ),
+    counter("preemptions_total", "Requests preempted.", lambda it: it.core.preempted.preemptions),
+    counter("swaps_total", "Preempted requests swapped out.", lambda it: it.core.preempted.swaps),
+    counter(
+        "loaded_blocks_total",
+        "Blocks of preempted requests loaded from kvstores.",
+        lambda it: it.core.stored_blocks.loaded_blocks,
+    ),
+    counter("load_failures_total", "Loads from kvstores that failed.", lambda it: it.core.stored_blocks.failures),
+    counter(
+        "recomputed_tokens_total",
+        "Tokens computed again after preemption.",
+        lambda it: it.core.planner.recomputed_tokens,
+    ),
+    counter(
+        "prompts_computed_total", "Prompts with their remainder computed here.", lambda it: it.core.planner.prompts
+    ),
+    counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda it: it.received_bytes),
+    counter("stray_frames_total", "Frames that belonged to no transfer.", lambda it: it.stray_frames),
+    counter("steps_total", "Steps computed.", lambda it: it.executor.running.steps),
+    counter("draft_tokens_total", "Guessed tokens that steps checked.", lambda it: it.core.planner.drafted_tokens),
+    counter(
+        "accepted_tokens_total",
+        "Tokens that answers got beside one for each step, because guesses were right.",
+        lambda it: it.core.planner.accepted_tokens,
+    ),
+)
+
+
+def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
+    """The scheduler's settings."""
+    layout, engine = context.setup.layout, context.engine
+    return DecodeSettings(
+        num_blocks=engine.blocks,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        max_batch=config.max_num_seqs,
+        lease_s=config.lease_s,
+        promise_s=config.promise_s,
+        speeds=engine.speeds,
+        preemption=Preemption(config.preemption),
+        watermark_blocks=int(engine.blocks * config.watermark),
+        load_timeout_s=config.load_timeout_s,
+        step_tokens=config.step_tokens,
+        swap_blocks=config.swap_bytes // layout.block_bytes,
+        assumed_answer_tokens=config.assumed_answer_tokens,
+        grace_s=config.grace_s,
+        log_ttl_s=config.log_ttl_s,
+        run_steps=engine.run_steps,
+        ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
+        log_bytes=config.log_bytes,
+        preempt_every=config.preempt_every,
+        window_blocks=layout.window_blocks,
+        window_slots=engine.pool.slots,
+        window_bytes=layout.windowed_bytes,
+        recurrent=layout.recurrent,
+        states_alone=layout.states_alone,
+        draft_tokens=_draft_tokens(context, config),
+    )
+
+
+def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
+    """Most guessed tokens that a step checks for a sequence; 0 = none.
+
+    Raises:
+        ConfigError: guesses are wanted, but this engine can check no guess.
+    """
+    recurrent = (
+        "a recurrent state cannot go back behind guesses that were wrong" if context.setup.layout.recurrent else ""
+    )
+    emulated = "the emulated engine's tokens mean nothing" if context.setup.spec.emulated is not None else ""
+    why_not = recurrent or emulated
+    if config.draft_model and why_not:
+        raise ConfigError("draft_model", why_not)
+    if config.speculative in ("ngram", "draft") and why_not:
+        raise ConfigError("speculative", why_not)
+    return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
+
+
+MAX_STORES = 16
+SECRET_BYTES = (16, 64)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer:
+    """One decode instance's gRPC service."""
+
+    def __init__(self, instance: DecodeInstance, gauges: MetricSet) -> None:
+        self._instance = instance
+        self._gauges = gauges
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: Context
+    ) -> decode_pb2.ReserveResponse:
+        """Promises blocks, or refuses."""
+        instance = self._instance
+        instance.check_open()
+        _check_stores(request)
+        if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
+            raise InvalidRequest("tbt_slo_s", "must be above 0")
+        if not 0 <= request.starts_in_s < math.inf:
+            raise InvalidRequest("starts_in_s", "must be finite and not negative")
+        _check_secret(request)
+        incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
+        async with instance.loras.using(request.sequence.lora):
+            instance.check_open()  # the work before may have taken a while
+            left_s = context.time_remaining()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceeded("nobody waits for this promise any more")
+            promised, predicted = instance.executor.reserve(incoming, request)
+        return decode_pb2.ReserveResponse(
+            target=self._target(promised),
+            lease_s=instance.core.settings.lease_s,
+            predicted_tbt_s=predicted,
+            number=instance.executor.taken,
+        )
+
+    async def ReceiveKV(  # noqa: N802
+        self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
+    ) -> None:
+        """Receives KV for many transfers from one prefill process."""
+        await _ReceiveStream(self._instance).run(requests, bare_write(context))
+
+    async def ReadKV(  # noqa: N802
+        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
+    ) -> None:
+        """Another instance reads blocks in the pool."""
+        await self._instance.reads.serve(requests, context)
+
+    async def Steps(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
+    ) -> None:
+        """Starts and cancels sequences; returns tokens."""
+        await _StepsStream(self._instance).run(requests, bare_write(context))
+
+    async def Forget(  # noqa: N802
+        self, request: kv_pb2.ForgetRequest, context: Context
+    ) -> kv_pb2.ForgetResponse:
+        """Deletes KV from the pool."""
+        return await self._instance.deletion.forget(request)
+
+    async def LoadLora(  # noqa: N802
+        self, request: kv_pb2.LoadLoraRequest, context: Context
+    ) -> kv_pb2.LoadLoraResponse:
+        """Loads a LoRA adapter ahead of requests."""
+        return await self._instance.loras.load(request)
+
+    async def UnloadLora(  # noqa: N802
+        self, request: kv_pb2.UnloadLoraRequest, context: Context
+    ) -> kv_pb2.UnloadLoraResponse:
+        """Drops a LoRA adapter once no request uses the adapter."""
+        return self._instance.loras.unload(request)
+
+    async def DecodeStats(  # noqa: N802
+        self, request: decode_pb2.DecodeStatsRequest, context: Context
+    ) -> decode_pb2.DecodeStatsResponse:
+        """The instance's gauges."""
+        return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
+
+    def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
+        return kv_pb2.TransferTarget(
+            decode=self._instance.identity,
+            transfer_id=request.transfer.transfer_id,
+            generation=request.transfer.generation,
+            held_blocks=request.transfer.held_blocks,
+        )
+
+
+def _check_stores(request: decode_pb2.ReserveRequest) -> None:
+    if request.HasField("write_back"):
+        check_instance(request.write_back, "write_back")
+    if len(request.replicas) > MAX_STORES:
+        raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
+    for index, replica in enumerate(request.replicas):
+        check_instance(replica, f"replicas[{index}]")
+
+
+def _check_secret(request: decode_pb2.ReserveRequest) -> None:
+    least, most = SECRET_BYTES
+    if request.resume_secret and not least <= len(request.resume_secret) <= most:
+        raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
+
+
+class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
+    """KV for many transfers from one prefill process."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing, listener=instance.listener)
+        self._instance = instance
+        self._receiver: TransferReceiver
+
+    async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
+        """Takes the engine's own KV only."""
+        instance = self._instance
+        check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
+        self._receiver = TransferReceiver(
+            message.hello.sender,
+            instance.identity,
+            instance.executor,
+            instance.pool,
+            instance.deletions.demanded,
+            instance.beside,
+        )
+        self.send_queue = self._receiver.send_queue
+        instance.receivers[self._receiver] = None
+        self._receiver.welcome(self.offer_transport(message))
+
+    def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
+        """Opens, frames and closes of transfers."""
+        self._receiver.take(message, payload)
+
+    def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
+        """Whole slices land in the pool."""
+        return self._receiver.receive_into(message, nbytes)
+
+    def end(self) -> None:
+        """What has not come whole will not come."""
+        if self._receiver in self._instance.receivers:
+            del self._instance.receivers[self._receiver]
+            self._instance.retire(self._receiver)
+
+
+class _StepsStream(SubscribedStream):
+    """Starts and cancels from one conductor, tokens to the conductor."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
+
+    async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
+        """Any conductor is served."""
+        self._subscriber = Subscriber(message.hello.conductor)
+        self._instance.subscribers[self._subscriber] = None
+        self._instance.executor.subscribe(self._subscriber)
+
+    def carry_out(self, message: decode_pb2.StepsRequest) -> None:
+        """Carries out one order."""
+        match message.WhichOneof("message"):
+            case "start":
+                _start(message.start, self._subscriber, self._instance)
+            case "cancel" if message.cancel.HasField("choice"):
+                self._instance.executor.stop(message.cancel)
+            case "cancel":
+                outcome = self._cancel(message.cancel)
+                self._subscriber.cancelled(message.cancel.request_id, outcome)
+            case "resume":
+                self._instance.executor.resume(self._subscriber, message.resume)
+
+    def give_up(self, order: Order, reason: str) -> None:
+        """Ends the order's request."""
+        self._instance.executor.give_up(self._subscriber, order, reason)
+
+    def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        outcome = self._instance.executor.cancel(self._subscriber, message)
+        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN or message.transfer_id:
+            return outcome
+        read = self._instance.request_reader.cancel(message.request_id, conductor_identity(self._subscriber.conductor))
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
+
+    def end(self) -> None:
+        """The conductor's sequences end, or wait for another conductor."""
+        self._instance.subscribers.pop(self._subscriber, None)
+        self._instance.executor.unsubscribe(self._subscriber)
+
+
+def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    vocab, further = instance.setup.vocab_size, message.further_token_ids
+    tokens = [(message.first_token_id,), further, *known_tokens(message, 1 + len(further))]
+    if instance.executor.dead:
+        subscriber.failed(message.request_id, instance.executor.dead)
+    elif bad := [token for told in tokens for token in told if not 0 <= token < vocab]:
+        subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
+    else:
+        instance.executor.start(subscriber, message)
+
+
+def contract(instance: DecodeInstance) -> Service:
+    """One instance's DecodeService."""
+    return decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(instance, instance.gauges())
+
+
+async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
+    """Runs a decode instance until told to stop; raises as `run_instance`."""
+    async with contextlib.AsyncExitStack() as stack:
+        drafted = await _draft_setup(config)
+        draft_model = None
+        if drafted is not None:
+            context.starting("starting the draft model")
+            started = start(drafted.spec, start_timeout_s=config.start_timeout_s, listener=context)
+            draft_model = DraftModel(await stack.enter_async_context(started), drafted.max_tokens)
+
+        def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
+            instance = DecodeInstance(shared, config, draft_model)
+            return instance, contract(instance)
+
+        await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build, start=start)
+
+
+async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
+    """What the draft model's engine runs; None without a draft model.
+
+    Raises:
+        ConfigError: a draft model is wanted but missing, or cannot be used.
+        CheckpointError: the draft model's checkpoint cannot be served.
+    """
+    if not config.draft_model:
+        if config.speculative == "draft":
+            raise ConfigError("draft_model", "speculative=draft needs one")
+        return None
+    if config.speculative not in ("auto", "draft"):
+        raise ConfigError("draft_model", f"guesses nothing with speculative={config.speculative}")
+    if config.device != "cpu" or config.engine != "real":
+        raise ConfigError("draft_model", "only for engines that compute on a CPU")
+    own = {"model": config.draft_model, "dtype": "auto", "kv_cache_dtype": "auto", "imatrix": "", "profile": ""}
+    setup = await asyncio.to_thread(engine_setup, config.model_copy(update={**own, "max_loras": 0}))
+    ours = (await asyncio.to_thread(lambda: load_config(resolve(config.model)))).vocab_size
+    if setup.vocab_size != ours:
+        raise ConfigError("draft_model", f"has {setup.vocab_size} tokens, the model {ours}: not the same vocabulary")
+    if setup.layout.recurrent:
+        raise ConfigError("draft_model", "a recurrent state cannot go back behind guesses that were wrong")
+    return setup

@@ -1,0 +1,290 @@
+"""Speculative decoding: guesses how answers go on, and decides which guesses a step checks.
+
+Prompt look-up: find the answer's last tokens at their last earlier place, in the prompt or in the answer, and guess the
+tokens that followed there. A step checks a guess by computing a row for each guessed token beside the rows of all
+answers. An answer goes on with the guesses that equal the sampled tokens.
+
+Guesses are also compared with the tokens that come anyway. So the share of right guesses is known before a step checks
+any guess, and text that does not repeat costs nothing.
+
+If the text does not repeat, a small model may guess (`moonpool.engine.decode.draft_model`). The small model's guesses
+take time before a step checks them, so the small model is asked only if the guesses are expected to pay.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+
+GRAM = 3
+"""Tokens that must agree before a guess begins."""
+MOST_MATCHED = 32
+"""Agreeing tokens that are counted, at most."""
+MOST_PLACES = 1 << 16
+"""Places that are remembered for an answer, at most."""
+READ_SINGLY = 64
+"""More new tokens than this number are read together, for example a prompt's tokens."""
+FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+LOW_BITS = 0xFFFFFFFF
+FIRST_RATES = (0.3, 0.3, 0.5, 0.6, 0.8, 0.9)
+"""Assumed shares of right guesses, by class (`RightGuesses`)."""
+FIRST_WEIGHT = 4.0
+"""Guesses that an assumed share counts as."""
+KEPT, KEPT_IN_COMMON = 0.95, 0.99
+"""Factor by which an earlier guess counts less after each guess in the class: for one answer, for all answers."""
+LEAST_GAIN = 1.1
+"""Guesses are checked if tokens a second are predicted to grow by this factor at least."""
+OVERHEAD_WEIGHT = 0.1
+FIRST_MODEL_RATE = 0.7
+"""Assumed share of right guesses by a small model, each behind right guesses."""
+FORGOTTEN = 0.98
+"""Factor by which a small model's earlier guesses count less after a run without any, so the model is tried again."""
+
+
+class RightGuesses:
+    """Share of right guesses, in classes by the number of agreeing tokens before (0, 1, 2 and 3, 4 to 7, ...).
+
+    Args:
+        kept: factor by which an earlier guess counts less after each further guess.
+        common: rates over all answers, where a class without guesses begins; None: begins at `FIRST_RATES`.
+    """
+
+    def __init__(self, kept: float, common: Self | None = None) -> None:
+        self._kept, self._common = kept, common
+        self._guesses, self._right = [0.0] * len(FIRST_RATES), [0.0] * len(FIRST_RATES)
+
+    def observe(self, matched: int, *, right: bool) -> None:
+        """Counts a guess behind `matched` agreeing tokens."""
+        at = _class_of(matched)
+        self._guesses[at] = self._guesses[at] * self._kept + 1.0
+        self._right[at] = self._right[at] * self._kept + right
+        if self._common is not None:
+            self._common.observe(matched, right=right)
+
+    def rate(self, matched: int) -> float:
+        """Expected share of right guesses behind `matched` agreeing tokens."""
+        at = _class_of(matched)
+        first = FIRST_RATES[at] if self._common is None else self._common.rate(matched)
+        return (self._right[at] + FIRST_WEIGHT * first) / (self._guesses[at] + FIRST_WEIGHT)
+
+
+def _class_of(matched: int) -> int:
+    return min(matched.bit_length(), len(FIRST_RATES) - 1)
+
+
+class NgramDrafter:
+    """Guesses an answer's next tokens from the answer's text. Each new token costs the same, however long the text is.
+
+    Args:
+        tokens: prompt and answer; the answer's owner appends new tokens.
+        most_tokens: greatest length of `tokens`.
+        common: share of right guesses over all answers.
+    """
+
+    def __init__(self, tokens: "array[int]", most_tokens: int, common: RightGuesses) -> None:
+        self._tokens, self._read = tokens, 0
+        self._bits = (min(2 * most_tokens, MOST_PLACES) - 1).bit_length()
+        self._places = np.zeros(1 << self._bits, np.int32)
+        """By the hash of `GRAM` tokens: the place behind their last occurrence."""
+        self._place_at = self._places.data
+        self._source, self._matched = -1, 0
+        """Place of the guessed next token, or -1; and agreeing tokens before."""
+        self._right = RightGuesses(KEPT, common)
+
+    def guess(self, most: int) -> list[tuple[int, float]]:
+        """Up to `most` next tokens, each with the probability that this token and all before are right."""
+        self._read_new()
+        if self._source < 0:
+            return []
+        tokens, count, found, likely = self._tokens, len(self._tokens), list[tuple[int, float]](), 1.0
+        for number in range(most):
+            place = self._source + number
+            token = tokens[place] if place < count else found[place - count][0]
+            likely *= self._right.rate(self._matched + number)
+            found.append((token, likely))
+        return found
+
+    def _read_new(self) -> None:
+        """Reads the tokens that came since the last call, and compares guesses with them."""
+        if len(self._tokens) - self._read > READ_SINGLY:
+            self._read_together(len(self._tokens) - 1)
+        for place in range(self._read, len(self._tokens)):
+            self._read_one(place)
+        self._read = len(self._tokens)
+
+    def _read_one(self, place: int) -> None:
+        tokens = self._tokens
+        if self._source >= 0:
+            right = tokens[self._source] == tokens[place]
+            self._right.observe(self._matched, right=right)
+            # Behind a wrong guess the text may go on as if one token had been replaced.
+            self._source, self._matched = self._source + 1, min(self._matched + 1, MOST_MATCHED) if right else 0
+        if place + 1 < GRAM:
+            return
+        at = self._hash(*tokens[place + 1 - GRAM : place + 1])
+        if self._matched < GRAM and (earlier := self._place_at[at]):
+            matched = self._agreeing(earlier, place + 1)
+            if matched >= GRAM:
+                self._source, self._matched = earlier, matched
+        self._place_at[at] = place + 1
+
+    def _read_together(self, end: int) -> None:
+        """Remembers the places up to `end`, without guesses."""
+        first = max(self._read - GRAM + 1, 0)
+        new = np.frombuffer(self._tokens, np.int32)[first:end].astype(np.uint64)
+        hashes = np.zeros(len(new) - GRAM + 1, np.uint64)
+        for at, factor in enumerate(FACTORS):
+            hashes += new[at : at + len(hashes)] * np.uint64(factor)
+        rows = (hashes & np.uint64(LOW_BITS)) >> np.uint64(32 - self._bits)
+        self._places[rows] = np.arange(first + GRAM, end + 1)
+        self._source, self._matched, self._read = -1, 0, end
+
+    def _hash(self, first: int, second: int, third: int) -> int:
+        mixed = first * FACTORS[0] + second * FACTORS[1] + third * FACTORS[2]
+        return (mixed & LOW_BITS) >> (32 - self._bits)
+
+    def _agreeing(self, earlier: int, now: int) -> int:
+        """Tokens before two places that agree, one after the other."""
+        tokens = self._tokens
+        most = min(earlier, MOST_MATCHED)
+        return next((n for n in range(most) if tokens[earlier - 1 - n] != tokens[now - 1 - n]), most)
+
+
+class _ModelGuesses:
+    """Share of a small model's guesses that are right, and how much longer guesses take than the model's speeds say."""
+
+    def __init__(self) -> None:
+        self._guesses = self._right = 0.0
+        self.dearer = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Expected share of right guesses, each behind right guesses."""
+        return (self._right + FIRST_WEIGHT * FIRST_MODEL_RATE) / (self._guesses + FIRST_WEIGHT)
+
+    def observe(self, checked: int, right: int, dearer: float) -> None:
+        kept = KEPT_IN_COMMON**checked
+        self._guesses, self._right = self._guesses * kept + checked, self._right * kept + right
+        self.dearer += OVERHEAD_WEIGHT * (dearer - self.dearer)
+
+    def forget(self) -> None:
+        """A run goes without guesses."""
+        self._guesses, self._right = self._guesses * FORGOTTEN, self._right * FORGOTTEN
+
+
+@frozen
+class DraftingSequence:
+    """One sequence in a step, for `DraftPlanner`.
+
+    Attributes:
+        drafter: guesses for the sequence; None = no guesses.
+        context: tokens in the sequence.
+        most: guesses that the sequence has blocks for, and may take.
+    """
+
+    drafter: NgramDrafter | None
+    context: int
+    most: int
+
+
+class DraftPlanner:
+    """Decides which guesses a step checks: the number that makes tokens per second grow most, by the engine's speeds.
+
+    A guess costs as much as one more sequence. Steps that check guesses are ordered one by one; the planner learns what
+    ordering costs (`observe_overhead`).
+
+    Args:
+        most: most guesses for one sequence.
+        always: guesses are checked whatever they cost.
+        ngram: guesses are looked up in prompt and answer.
+        speeds: the engine's.
+    """
+
+    def __init__(self, most: int, speeds: Callable[[], Speeds], *, always: bool = False, ngram: bool = True) -> None:
+        self._most, self._speeds, self._always, self._ngram = most, speeds, always, ngram
+        self._overhead_s = 0.0
+        self._model = _ModelGuesses()
+        self._common = RightGuesses(KEPT_IN_COMMON)
+
+    def drafter(self, tokens: "array[int]", most_tokens: int) -> NgramDrafter:
+        """A drafter for one answer; see `NgramDrafter`."""
+        return NgramDrafter(tokens, most_tokens, self._common)
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learns how many seconds a step with guesses takes besides the engine's own seconds."""
+        self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
+
+    def model_guesses(self, sequences: int, context: int, draft: Speeds) -> int:
+        """How many guesses per sequence to ask a small model for; 0 = guesses would not pay.
+
+        Args:
+            sequences: number of sequences in the step.
+            context: tokens of all sequences together.
+            draft: the small model's speeds.
+        """
+        if self._always:
+            return self._most
+        speeds, rate = self._speeds(), self._model.rate
+        plain_s = decode_step_seconds(speeds, sequences, context)
+        each_s = plain_s - speeds.decode_base_s + self._model.dearer * decode_step_seconds(draft, sequences, context)
+        best, gain, right = 0, LEAST_GAIN, 1.0
+        tokens, seconds = 1.0, plain_s + self._overhead_s
+        for count in range(1, self._most + 1):
+            right *= rate
+            tokens, seconds = tokens + right, seconds + each_s
+            if tokens * plain_s >= gain * seconds:
+                best, gain = count, tokens * plain_s / seconds
+        if not best:
+            self._model.forget()
+        return best
+
+    def observe_model(self, checked: int, right: int, seconds: float, expected_s: float) -> None:
+        """Learns from a small model's guesses for a step.
+
+        Args:
+            checked: guesses up to each sequence's first wrong guess, that guess included.
+            right: checked guesses that were right.
+            seconds: time that the small model took.
+            expected_s: time predicted by the small model's speeds.
+        """
+        self._model.observe(checked, right, seconds / expected_s if expected_s > 0 else 1.0)
+
+    def may_pay(self, sequences: int, context: int) -> bool:
+        """Whether looked-up guesses would pay if all were right, in a step with so many sequences and tokens."""
+        if not self._ngram:
+            return False
+        speeds = self._speeds()
+        plain_s = decode_step_seconds(speeds, sequences, context)
+        rows_s = plain_s - speeds.decode_base_s
+        best = (1 + self._most) * plain_s
+        return self._always or best >= LEAST_GAIN * (plain_s + self._overhead_s + self._most * rows_s)
+
+    def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
+        """The guesses to check for each sequence in the next step; `most`: limit for all sequences together."""
+        speeds = self._speeds()
+        costs = [decode_step_seconds(speeds, 1, it.context) - speeds.decode_base_s for it in sequences]
+        plain_s = speeds.decode_base_s + sum(costs)
+        guesses = [
+            [] if it.drafter is None or it.most < 1 else it.drafter.guess(min(it.most, self._most)) for it in sequences
+        ]
+        counts = self._counts(guesses, costs, plain_s, most)
+        return [[token for token, _ in its[:count]] for its, count in zip(guesses, counts, strict=True)]
+
+    def _counts(
+        self, guesses: Sequence[Sequence[tuple[int, float]]], costs: Sequence[float], plain_s: float, most: int
+    ) -> list[int]:
+        """How many guesses are checked for each sequence."""
+        tokens, seconds, counts = float(len(guesses)), plain_s + self._overhead_s, [0] * len(guesses)
+        each = [(likely, index) for index, its in enumerate(guesses) for _, likely in its]
+        each.sort(key=lambda it: -it[0] / costs[it[1]] if costs[it[1]] else -it[0])
+        for likely, index in each[:most]:
+            if not self._always and likely * seconds <= tokens * costs[index]:
+                break
+            tokens, seconds = tokens + likely, seconds + costs[index]
+            counts[index] += 1
+        pays = tokens * plain_s >= LEAST_GAIN * len(guesses) * seconds
+        return counts if self._always or pays else [0] * len(guesses)

@@ -1,0 +1,233 @@
+"""Every operation in plain torch, in float32 (float64 for float64): what all implementations are compared with.
+
+This module is also the contract between the dispatch (`moonpool.engine.kernels.attention`,
+`moonpool.engine.kernels.ops`) and the implementations: each of `moonpool.engine.kernels.torch_ops`,
+`moonpool.engine.kernels.native` and `moonpool.engine.kernels.triton.ops` has functions with these names and signatures,
+as far as implemented. Arguments have been checked by the dispatch. Every element in `out` is written. The code stays
+simple, so that reading the code shows correctness.
+
+Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G. `kv`
+is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, latent vectors that are K
+and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
+`scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_tokens] float32 holds
+each token's factors (see `moonpool.engine.kernels.kv_quantization`): then planes are dense, and equally far apart. A
+sequence's token t is slot t % block_tokens in block block_tables[s, t // block_tokens]; entries past a sequence's
+blocks are never read, slots past the context never reach the result.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moonpool.engine.kernels.experts import ExpertMatrices
+from moonpool.engine.kernels.kind import PLAIN, AttentionKind, first_seen
+
+#: Largest magnitude of a stored value, per type of quantised KV.
+QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def decode_attention(
+    q: Tensor,  # [S, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    context_lens: Tensor,  # [S] int32, each at least 1: the query is the last of so many tokens
+    scale: float,
+    out: Tensor,  # [S, heads, D], rows dense, stride(0) free
+) -> None:
+    """Write softmax(q k^T * scale) v for one query row per sequence to `out`."""
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    prefill_attention(q, kv, scales, block_tables, starts, context_lens, scale, out)
+
+
+def prefill_attention(
+    q: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    kv: Tensor,
+    scales: Tensor | None,
+    block_tables: Tensor,  # [S, max_blocks] int32
+    query_start: Tensor,  # [S + 1] int32, from 0 to T
+    context_lens: Tensor,  # [S] int32
+    scale: float,
+    out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    *,
+    kind: AttentionKind = PLAIN,
+) -> None:
+    """Write the causal attention of every query row to `out`.
+
+    Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
+    context_lens[s] - n + i and sees the keys up to that position. A sequence may have no rows.
+    """
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    precision = _precision(q)
+    starts, lengths = query_start.tolist(), context_lens.tolist()
+    for s, context in enumerate(lengths):
+        begin, end = starts[s], starts[s + 1]
+        if begin == end:
+            continue
+        used = block_tables[s, : -(-context // kv.shape[3])].long()
+        blocks = dequantize(kv[used], None if scales is None else scales[used], precision)
+        planes = blocks.permute(2, 1, 0, 3, 4).reshape(kv.shape[2], kv_heads, -1, head_dim)[:, :, :context]
+        keys, values = planes.expand(2, -1, -1, -1).repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, ...]
+        scores = torch.matmul(q[begin:end].transpose(0, 1).to(precision), keys.transpose(1, 2)) * scale
+        key_position = torch.arange(context, device=q.device)
+        query_position = torch.arange(context - (end - begin), context, device=q.device)
+        hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
+        if kind.window is not None:
+            hidden |= key_position[None, :] < first_seen(query_position[:, None], kind.window, chunked=kind.chunked)
+        if kind.soft_cap is not None:
+            scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if kind.sinks is not None:
+            sinks = kind.sinks.to(precision)[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :context]
+        out[begin:end] = torch.matmul(weights, values).transpose(0, 1).to(q.dtype)
+
+
+def write_kv(
+    k: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
+    v: Tensor | None,  # [T, kv_heads, D], rows dense, stride(0) free; None where kv has one plane
+    kv: Tensor,
+    scales: Tensor | None,
+    block_ids: Tensor,  # [T] int64
+    offsets: Tensor,  # [T] int64
+) -> None:
+    """Store T tokens' keys and values, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
+
+    A token with block -1 is not stored. Quantised, a token's D numbers in one head and plane have a separate scale,
+    their largest magnitude / QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest even; zeros have
+    scale 0. A token's stored values depend only on the token's numbers: they are the same whatever came before or
+    beside, and in which chunks.
+    """
+    stays = block_ids >= 0
+    if not bool(stays.all()):
+        k, v, block_ids, offsets = k[stays], None if v is None else v[stays], block_ids[stays], offsets[stays]
+    for plane, part in enumerate((k,) if v is None else (k, v)):
+        stored = part
+        if scales is not None:
+            stored, scales[block_ids, :, plane, offsets] = _quantize(part.float(), kv.dtype)
+        kv[block_ids, :, plane, offsets] = stored
+
+
+def _quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (`values` [T, kv_heads, D] as they are stored, their scales [T, kv_heads])."""
+    scales = values.abs().amax(-1) / QUANTIZED_MAX[dtype]
+    divisor = torch.where(scales > 0, scales, 1.0)[..., None]
+    return to_stored(values / divisor, dtype), scales
+
+
+def copy_blocks(
+    pool: Tensor,  # [layers, blocks, ...], a block dense, strides of layers and blocks free
+    source: Tensor,  # [n] int64
+    target: Tensor,  # [n] int64, none twice and none in `source`
+) -> None:
+    """Copy block source[i] to block target[i] in every layer."""
+    pool[:, target] = pool[:, source]
+
+
+def rms_norm(
+    x: Tensor,  # [T, n], rows dense, stride(0) free
+    residual: Tensor | None,  # [T, n], contiguous
+    weight: Tensor,  # [n]
+    eps: float,
+    out: Tensor,  # [T, n], contiguous; may be x
+) -> None:
+    """Write x / sqrt(mean(x^2) + eps) * weight; with `residual`, `residual` becomes x + residual first and is normed.
+
+    Source: Zhang and Sennrich 2019. Rounding as in transformers: float32 inside, rounded before `weight` multiplies.
+    """
+    if residual is not None:
+        residual.add_(x)
+        x = residual
+    precision = _precision(x)
+    normed = functional.rms_norm(x.to(precision), (x.shape[-1],), None, eps).to(x.dtype)
+    out.copy_(normed * weight)
+
+
+def rope(
+    x: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    cos: Tensor,  # [T, D], x's type
+    sin: Tensor,  # [T, D], x's type, first half negated
+    out: Tensor,  # [T, heads, D], rows dense, stride(0) free; may be x
+) -> None:
+    """Write x * cos + roll(x, D / 2) * sin. Source: Su et al. 2021, in the half-split form of `rotate_half`."""
+    precision = _precision(x)
+    wide, c, s = x.to(precision), cos[:, None].to(precision), sin[:, None].to(precision)
+    out.copy_(torch.addcmul(wide * c, wide.roll(x.shape[-1] // 2, dims=-1), s))
+
+
+def silu_mul(
+    gate_up: Tensor,  # [T, 2 * n], rows dense: gate, then up
+    out: Tensor,  # [T, n], contiguous
+) -> None:
+    """Write silu(gate) * up. Rounding as in transformers: silu's result is rounded before `up` multiplies."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(functional.silu(gate.to(_precision(gate))).to(gate.dtype) * up)
+
+
+def linear(
+    x: Tensor,  # [M, K], rows dense
+    weight: Tensor,  # [N, K], contiguous
+    bias: Tensor | None,  # [N]
+    out: Tensor,  # [M, N], contiguous
+) -> None:
+    """Write x @ weight.T + bias, summed in float32."""
+    precision = _precision(x)
+    result = torch.matmul(x.to(precision), weight.to(precision).t())
+    out.copy_(result if bias is None else result + bias.to(precision))
+
+
+def expert_linear(
+    x: Tensor,  # [T, K], rows dense, stride(0) free
+    tokens: Tensor | None,  # [N] int64
+    starts: Tensor,  # [experts + 1] int64, from 0 to N
+    weights: ExpertMatrices,  # [outputs, K] of each expert
+    out: Tensor,  # [N, outputs], contiguous
+    *,
+    deterministic: bool,
+) -> None:
+    """Write row tokens[i] of `x` (row i where `tokens` is None) by the matrix of the expert that row i of `out` has.
+
+    Expert e has the rows starts[e] up to starts[e + 1]. `deterministic`: a row's bits do not depend on other rows.
+    """
+    del deterministic
+    ends = starts.tolist()
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        if begin < end:
+            rows = x[begin:end] if tokens is None else x[tokens[begin:end]]
+            bias = None if weights.bias is None else weights.bias[expert]
+            linear(rows, weights.matrices[expert], bias, out[begin:end])
+
+
+def add_weighted(
+    results: Tensor,  # [N, n], contiguous
+    places: Tensor,  # [T, chosen] int64
+    weights: Tensor | None,  # [T, chosen] float32
+    out: Tensor,  # [T, n], contiguous
+) -> None:
+    """Write the sum of each token's rows places[t], in this order, times `weights`: rounded after each step."""
+    out.zero_()
+    for number, place in enumerate(places.unbind(1)):
+        part = results[place]
+        out += part if weights is None else (part * weights[:, number, None]).to(out.dtype)
+
+
+def dequantize(kv: Tensor, scales: Tensor | None, precision: torch.dtype) -> Tensor:
+    """Return the numbers that blocks [n, kv_heads, 2, block_tokens, D] stand for; `scales` have no last dimension."""
+    wide = kv.to(precision)
+    return wide if scales is None else wide * scales.to(precision)[..., None]
+
+
+def to_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values`, already divided by their scale, in a quantised type: rounded to nearest even, saturated."""
+    limit = QUANTIZED_MAX[dtype]
+    values = values.clamp(-limit, limit)
+    return (values.round() if dtype == torch.int8 else values).to(dtype)
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

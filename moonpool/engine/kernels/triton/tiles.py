@@ -1,0 +1,158 @@
+"""Tile shapes and launch parameters of the attention kernels, and how a launch is cut along the keys.
+
+A small table instead of an autotuner: the choice does not vary from run to run, the first request waits for no search,
+and a captured CUDA graph holds what every other process runs. The table was derived from what the compiler reports and
+has not been measured on a GPU.
+
+Why these shapes (Hopper first; registers and shared memory as compiled, without spills):
+- Decode reads every key and value once, so bytes in flight decide the speed. One key/value head's query heads are the
+  rows of one product, padded to the 16 rows that a tensor core's instruction has anyway. A step loads 32 KiB whatever
+  the head's size, two steps are under way while a third is computed, and 70 KiB of shared memory and 108 registers
+  leave three programs on a multiprocessor: over 100 KiB in flight, where latency times bandwidth asks for about 25.
+- Tensor cores decide prefill's speed: 128 rows halve the L2 traffic that 64 rows would need (6 TB/s at 400 TFLOP/s,
+  more than there is), 8 warps are two warpgroups with 64 rows, and 64 keys are one block in the default pool, so that a
+  step is one dense run of memory behind one block table entry. 128 keys would spill at two stages.
+- Products of float32 run on the plain units, exactly: they are there to be right. Fewer warps or more rows spill.
+- One-byte KV takes half the memory per step, and gets one stage more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from moonpool.engine.kernels.triton import is_gpu
+
+#: Keys per part in deterministic mode: a property of the arithmetic, so it may depend on nothing.
+EXACT_PART = 1024
+
+#: A part shorter than this costs more in starting and joining than it gains.
+MIN_PART = 256
+
+#: Parts that a program which joins loads together.
+JOINED_AHEAD = 4
+
+#: Programs per multiprocessor that a split launch aims at: some rounds, so that the last one costs little.
+PROGRAMS_PER_PROCESSOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One configuration: query rows, keys per step, warps, and load pipeline depth."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, dim: int, element: int, stored: int) -> int:
+        """Return an upper bound of the shared memory that this takes, from what the compiler was seen to take.
+
+        Args:
+            dim: Padded head_dim.
+            element: Bytes per query element.
+            stored: Bytes per pool element.
+        """
+        step = 2 * self.keys * dim
+        widened = step * element if stored < element else 0
+        return (self.stages - 1) * step * stored + 2 * self.rows * dim * element + widened
+
+
+#: Mode -> tiles for padded head_dim up to 64, 128, 256. "exact" is everything in deterministic mode: the same
+#: instructions on the same tiles give the same bits.
+_TILES = {
+    "decode": (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
+    "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
+    "prefill": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
+}
+#: Where a product is a warp's, with both factors in registers too: fewer keys or rows, which would spill.
+_TILES_OF_WARPS = _TILES | {
+    "small": (Tile(64, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
+    "prefill": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
+}
+_FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
+
+#: Rows of a sequence up to which "small" is chosen over "prefill".
+SMALL_ROWS = 64
+
+
+def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, group: int, limits: Limits) -> Tile:
+    """Return the tile for `mode`.
+
+    Args:
+        mode: "decode", one row per sequence; "small", up to SMALL_ROWS rows; "prefill"; or "exact".
+        dtype: Of the queries.
+        stored: Of the pool.
+        head_dim: Elements of a head.
+        group: Query heads per key/value head.
+        limits: Of the device.
+    """
+    dim = max(padded(head_dim), 16)
+    modes = _TILES if limits.warpgroups else _TILES_OF_WARPS
+    tiles = _FLOAT32_TILES if dtype == torch.float32 else modes[mode]
+    tile = tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
+    tile = replace(
+        tile,
+        rows=max(tile.rows, padded(group)),
+        stages=min(tile.stages + (stored.itemsize < dtype.itemsize), limits.stages),
+    )
+    # The pipeline's depth is no part of the arithmetic.
+    while tile.stages > 1 and tile.shared_bytes(dim, dtype.itemsize, stored.itemsize) > limits.shared_bytes:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def part_keys(programs: int, max_context: int, processors: int, step: int) -> int:
+    """Return how many keys one program in a launch should take, a multiple of `step`.
+
+    Args:
+        programs: Programs in the launch without a split.
+        max_context: Most keys that any sequence may have.
+        processors: Multiprocessors of the device.
+        step: Keys of a tile.
+    """
+    parts = -(-PROGRAMS_PER_PROCESSOR * processors // max(programs, 1))
+    keys = max(-(-max_context // parts), MIN_PART)
+    return -(-keys // step) * step
+
+
+def join_shape(rows: int, dim: int) -> tuple[int, int]:
+    """Return (warps, elements per head) for a program that joins parts with padded `rows` and `dim`.
+
+    A thread has 16 result numbers, and four times as many from the parts that are loaded ahead.
+    """
+    width = min(dim, max(8192 // rows, 16))
+    return min(max(rows * width // 512, 1), 16), width
+
+
+def padded(size: int) -> int:
+    """Return the power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A device's limits, as far as launches depend on them. The defaults are for interpreted kernels."""
+
+    processors: int = 4
+    shared_bytes: int = 227 << 10  # per program
+    stages: int = 8
+    float8: bool = False  # converts float8_e4m3fn natively; elsewhere bits are moved
+    warpgroups: bool = False  # multiplies by four warps together, from shared memory
+
+
+@cache
+def limits_of(device: torch.device) -> Limits:
+    """Return the limits of `device`."""
+    if not is_gpu(device):
+        return Limits()
+    properties = torch.cuda.get_device_properties(device)
+    processors = int(properties.multi_processor_count)
+    if torch.version.hip is not None:
+        return Limits(processors, int(properties.shared_memory_per_block), stages=2)  # the compiler's own depth
+    shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    capability = properties.major, properties.minor
+    return Limits(processors, shared, float8=capability >= (8, 9), warpgroups=properties.major == 9)

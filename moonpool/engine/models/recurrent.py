@@ -1,0 +1,315 @@
+"""Layers with a recurrent state: short convolutions, Mamba-2, and delta rules with decay. In torch alone.
+
+A state lies in the pool as KV does: a block's slice holds the state behind the block's last token so far. A step reads
+the state behind the token before the step's first token, and writes one state for each block with computed tokens that
+has a window slot. So the border of a full block with a slot is a place where a prefix can be continued.
+
+Sources: Liquid AI's LFM2; Dao and Gu 2024 (Mamba-2); Yang et al. 2024 (Gated DeltaNet, computed chunk by chunk with one
+triangular system each); Kimi Linear, 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moonpool.base.families.spec import RecurrentSpec
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.layers import Linear
+
+_FINE = 16
+"""Tokens computed together where decays differ within a key: their products with each other are not one matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """One sequence's tokens in one block: the batch's rows `begin` to `end`.
+
+    `source`: slot with the state before them; None: not there yet, or in the span before. `target`: slot that takes the
+    state behind them; None: already there, or not kept.
+    """
+
+    sequence: int
+    begin: int
+    end: int
+    source: int | None
+    target: int | None
+
+
+def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
+    """Return each sequence's spans in a batch."""
+    size, found = batch.block_tokens, list[list[StateSpan]]()
+    starts, tables = batch.query_start.tolist(), batch.slot_tables.tolist()
+    positions, written = batch.positions.tolist(), batch.slot_ids.tolist()
+    for sequence, (first, last) in enumerate(pairwise(starts)):
+        spans, begin = list[StateSpan](), first
+        while begin < last:
+            at = positions[begin]
+            end = min(last, begin + size - at % size)
+            source = tables[sequence][(at - 1) // size] if begin == first and at else None
+            target = written[begin] if written[begin] >= 0 else None
+            spans.append(StateSpan(sequence, begin, end, source, target))
+            begin = end
+        found.append(spans)
+    return found
+
+
+class StateUndo:
+    """States that a step overwrote, of sequences that began within a block.
+
+    Such a state cannot be computed again from the block. If a step is given up, or a sequence gets no token, the
+    sequence takes the step again from the earlier state.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[Tensor, int, int, Tensor]] = []
+
+    def begin(self) -> None:
+        """Forget the states of the step before."""
+        self._states.clear()
+
+    def keep(self, pool: Tensor, spans: Collection[StateSpan], states: Tensor) -> None:
+        """Keep the states [spans, elements] that `spans` begin with, if the spans overwrite them in `pool`."""
+        for span, state in zip(spans, states, strict=True):
+            if span.source is not None and span.source == span.target:
+                self._states.append((pool, span.sequence, span.source, state))
+
+    def restore(self, sequences: Collection[int] | None = None) -> None:
+        """Write the states back: for some of the step's sequences, or for all."""
+        for pool, sequence, block, state in self._states:
+            if sequences is None or sequence in sequences:
+                pool[block, : len(state)] = state
+        self._states = [it for it in self._states if sequences is not None and it[1] not in sequences]
+
+
+@dataclass(slots=True)
+class RecurrentWeights:
+    """Weights of a layer's recurrent part. What a kind of layer lacks is None."""
+
+    spec: RecurrentSpec
+    inputs: Linear  # hidden to what `_Inputs.of` divides
+    conv: Tensor  # [channels, conv]
+    conv_bias: Tensor | None  # [channels]
+    output: Linear  # heads * value_dim, or width, to hidden
+    decay: Tensor | None = None  # [heads] float32: negative, per unit of a token's step
+    step_bias: Tensor | None = None  # [heads] or [heads * key_dim] float32
+    skip: Tensor | None = None  # [heads] float32: factor of the values added to the result ("mamba2")
+    norm: Tensor | None = None  # [value_dim], or [heads * value_dim] where the norm's input is gated
+    steps: Linear | None = None  # width to heads * key_dim ("kimi_delta")
+    gates: Linear | None = None  # width to heads * value_dim ("kimi_delta")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        parts = (self.inputs, self.conv, self.conv_bias, self.output, self.decay, self.step_bias, self.skip, self.norm)
+        return sum(part.nbytes for part in (*parts, self.steps, self.gates) if part is not None)
+
+    def __call__(
+        self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo, *, deterministic: bool
+    ) -> Tensor:
+        """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`.
+
+        `deterministic`: every sequence by itself, so that the sequence's bits do not depend on others.
+        """
+        batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
+        projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
+        if deterministic:
+            alone = [self._mixed(projected, [its], pool, undo, deterministic=True) for its in spans]
+            found = torch.cat(alone)
+        else:
+            found = self._mixed(projected, spans, pool, undo, deterministic=False)
+        return self.output(found, deterministic=deterministic)
+
+    def _mixed(
+        self,
+        projected: Tensor,
+        spans: Sequence[Sequence[StateSpan]],
+        pool: Tensor,
+        undo: StateUndo,
+        *,
+        deterministic: bool,
+    ) -> Tensor:
+        """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
+        first, last = spans[0][0].begin, spans[-1][-1].end
+        parts = _Inputs.of(self, projected[first:last], deterministic=deterministic)
+        spans = [[replace(span, begin=span.begin - first, end=span.end - first) for span in its] for its in spans]
+        found = projected.new_empty(last - first, parts.gate.shape[1])
+        single = [its[0] for its in spans if its[-1].end - its[0].begin == 1]
+        if single:
+            rows = torch.tensor([[span.begin] for span in single], device=projected.device)
+            states = self._states(pool, single)
+            undo.keep(pool, single, states)
+            result, states = self._advance(parts, rows, states)
+            found[rows[:, 0]] = result[:, 0]
+            _store(pool, single, states)
+        for its in spans:
+            if its[-1].end - its[0].begin == 1:
+                continue
+            states = self._states(pool, its[:1])
+            undo.keep(pool, its[:1], states)
+            for span in its:
+                rows = torch.arange(span.begin, span.end, device=projected.device)[None]
+                result, states = self._advance(parts, rows, states)
+                found[span.begin : span.end] = result[0]
+                _store(pool, [span], states)
+        return self._gated(found, parts.gate)
+
+    def _states(self, pool: Tensor, spans: Collection[StateSpan]) -> Tensor:
+        """Return the states [spans, elements] before some spans, float32."""
+        states = pool[[span.source or 0 for span in spans], : self.spec.state_elements]
+        fresh = [index for index, span in enumerate(spans) if span.source is None]
+        if fresh:
+            states[fresh] = 0.0
+        return states
+
+    def _advance(self, parts: _Inputs, rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the results [B, L, heads * value_dim] of rows [B, L] behind `states` [B, elements], and new states."""
+        spec, count, kept = self.spec, len(rows), self.spec.channels * (self.spec.conv - 1)
+        inputs = parts.mixed[rows].transpose(1, 2)
+        before = states[:, :kept].view(count, spec.channels, spec.conv - 1)
+        seen = torch.cat((before.to(inputs.dtype), inputs), dim=2)
+        mixed = functional.conv1d(seen, self.conv[:, None], self.conv_bias, groups=spec.channels).transpose(1, 2)
+        last = seen[:, :, seen.shape[2] - (spec.conv - 1) :].float().flatten(1)
+        if spec.kind == "short_conv":
+            return mixed, last
+        q, k, v = self._heads(functional.silu(mixed).float())
+        state = states[:, kept:].view(count, spec.heads, spec.key_dim, spec.value_dim)
+        decay, step = parts.decay[rows].transpose(1, 2), parts.step[rows].transpose(1, 2)
+        if spec.kind == "mamba2":
+            result, state = scan(q, k, v * step[..., None], decay, None, state)
+            assert self.skip is not None
+            result = result + v * self.skip[:, None, None]
+        else:
+            result, state = scan(_unit(q) * spec.key_dim**-0.5, _unit(k), v, decay, step, state)
+        return result.transpose(1, 2).flatten(2).to(inputs.dtype), torch.cat((last, state.flatten(1)), dim=1)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys [B, heads, L, key_dim] and values [B, heads, L, value_dim] of [B, L, channels]."""
+        spec = self.spec
+        keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
+        if spec.kind == "mamba2":  # values, then keys, then queries
+            v, k, q = torch.split(mixed, [values, keys, keys], dim=2)
+        else:
+            q, k, v = torch.split(mixed, [keys, keys, values], dim=2)
+        each = spec.heads // spec.key_heads
+        heads = torch.unflatten(torch.cat((q, k), dim=2), 2, (-1, spec.key_dim)).repeat_interleave(each, 2)
+        q, k = heads.transpose(1, 2).chunk(2, dim=1)
+        return q, k, torch.unflatten(v, 2, (-1, spec.value_dim)).transpose(1, 2)
+
+    def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
+        """Return results [T, n] with their gates and the norm."""
+        spec = self.spec
+        if self.norm is None:
+            return gate * found
+        if spec.gate_first:
+            wide = found.float() * functional.silu(gate.float())
+            groups = torch.unflatten(wide, 1, (spec.key_heads, -1))
+            normed = functional.rms_norm(groups, groups.shape[2:], None, spec.norm_eps).flatten(1)
+            return self.norm * normed.to(found.dtype)
+        wide = torch.unflatten(found.float(), 1, (spec.heads, -1))
+        normed = functional.rms_norm(wide, wide.shape[2:], None, spec.norm_eps)
+        gates = torch.unflatten(gate.float(), 1, (spec.heads, -1))
+        if spec.kind == "kimi_delta":
+            return (self.norm.float() * normed * torch.sigmoid(gates)).to(found.dtype).flatten(1)
+        return ((self.norm * normed.to(found.dtype)) * functional.silu(gates)).to(found.dtype).flatten(1)
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """What a step's tokens bring, before their convolution."""
+
+    mixed: Tensor  # [T, channels]
+    gate: Tensor  # [T, heads * value_dim], or width
+    decay: Tensor  # [T, heads] or [T, heads, key_dim] float32, logarithms
+    step: Tensor  # [T, heads] float32: how much of a token is taken in
+
+    @classmethod
+    def of(cls, weights: RecurrentWeights, projected: Tensor, *, deterministic: bool) -> _Inputs:
+        """Divide the projection of tokens."""
+        spec, none = weights.spec, projected.new_empty(0)
+        if spec.kind == "short_conv":
+            before, behind, x = projected.chunk(3, dim=1)
+            return cls(before * x, behind, none, none)
+        channels, values = spec.channels, spec.heads * spec.value_dim
+        assert weights.decay is not None
+        assert weights.step_bias is not None
+        if spec.kind == "mamba2":
+            gate, mixed, step = torch.split(projected, [values, channels, spec.heads], dim=1)
+            step = functional.softplus(step.float() + weights.step_bias)
+            return cls(mixed, gate, weights.decay * step, step)
+        if spec.kind == "gated_delta":
+            sizes = [channels, values, spec.heads, spec.heads]
+            mixed, gate, taken, step = torch.split(projected, sizes, dim=1)
+            step = functional.softplus(step.float() + weights.step_bias)
+            return cls(mixed, gate, weights.decay * step, taken.sigmoid().float())
+        sizes = [channels, spec.width, spec.width, spec.heads]
+        mixed, inner, inner_gate, taken = torch.split(projected, sizes, dim=1)
+        assert weights.steps is not None
+        assert weights.gates is not None
+        steps = weights.steps(inner.contiguous(), deterministic=deterministic).float() + weights.step_bias
+        decay = weights.decay[:, None] * torch.unflatten(functional.softplus(steps), 1, (spec.heads, -1))
+        gate = weights.gates(inner_gate.contiguous(), deterministic=deterministic)
+        return cls(mixed, gate, decay, taken.sigmoid().float())
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q_t @ S_t for each token, and the last S, of S_t = exp(decay_t) S_(t-1) + k_t^T u_t.
+
+    u_t is v_t without `step`; with `step`, the delta rule's step_t (v_t - k_t @ (exp(decay_t) S_(t-1))).
+
+    Args:
+        q: [B, heads, L, key_dim], float32, as all are.
+        k: As q.
+        v: [B, heads, L, value_dim].
+        decay: [B, heads, L] or [B, heads, L, key_dim].
+        step: [B, heads, L].
+        state: S before the first token, [B, heads, key_dim, value_dim].
+    """
+    fine, tokens = decay.dim() == 4, q.shape[2]
+    if not fine:
+        return _chunk(q, k, v, decay[..., None], step, state)
+    found = []
+    for begin in range(0, tokens, _FINE):
+        q_, k_, v_, decay_ = (it[:, :, begin : begin + _FINE] for it in (q, k, v, decay))
+        result, state = _chunk(q_, k_, v_, decay_, None if step is None else step[:, :, begin : begin + _FINE], state)
+        found.append(result)
+    return torch.cat(found, dim=2), state
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As `scan`, with decay [B, heads, L, key_dim or 1]: all tokens against the state, then against each other."""
+    tokens = q.shape[2]
+    past = decay.cumsum(dim=2)  # of each token, since before the first
+    faded = k * past.exp()
+    if step is not None:
+        v = (v - faded @ state) * step[..., None]
+    between = past[:, :, :, None] - past[:, :, None]  # [B, heads, L, L, key_dim or 1]: from the second to the first
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+    between = between.masked_fill(later[..., None], -torch.inf).exp()
+    if between.shape[-1] == 1:
+        by_key, by_query = ((it @ k.transpose(2, 3)) * between[..., 0] for it in (k, q))
+    else:
+        by_key, by_query = ((it[:, :, :, None] * k[:, :, None] * between).sum(-1) for it in (k, q))
+    if step is not None and tokens > 1:
+        v = torch.linalg.solve_triangular(by_key * step[..., None], v, upper=False, unitriangular=True)
+    result = (q * past.exp()) @ state + by_query @ v
+    end = past[:, :, -1:]
+    return result, state * end.exp().transpose(2, 3) + (k * (end - past).exp()).transpose(2, 3) @ v
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return vectors of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _store(pool: Tensor, spans: Collection[StateSpan], states: Tensor) -> None:
+    """Write the states [spans, elements] behind some spans to the spans' blocks."""
+    written = [(index, span.target) for index, span in enumerate(spans) if span.target is not None]
+    if written:
+        rows, blocks = zip(*written, strict=True)
+        pool[list(blocks), : states.shape[1]] = states[list(rows)]

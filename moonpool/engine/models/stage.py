@@ -1,0 +1,554 @@
+"""Consecutive transformer layers on one device, over a packed batch with KV in the pool.
+
+Call `embed`, `run` over some layers or all, and `logits`. Where native kernels run, consecutive layers of a kind that
+they know are one native call (`moonpool.engine.models.native_step`). Other layers, and all layers elsewhere and as the
+reference, run one by one in torch.
+
+Precision follows transformers: RMS norms and RoPE's angles in float32, the rest in the weights' type.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from moonpool.base.checkpoint.config import ModelConfig
+from moonpool.base.families.spec import AttentionSpec, LayerSpec
+from moonpool.engine.kernels import choice, ops
+from moonpool.engine.kernels.arranged_weights import ArrangedWeight
+from moonpool.engine.kernels.attention import AttentionKind, paged_attention, write_kv
+from moonpool.engine.kernels.int8_head import Int8Head
+from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
+from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
+from moonpool.engine.models.experts import DenseAndExperts
+from moonpool.engine.models.layers import Linear, Norm, RopeTable, activate, elementwise, in_tiles
+from moonpool.engine.models.lora import with_loras
+from moonpool.engine.models.native_step import (
+    NativeLayers,
+    NativeRun,
+    Progress,
+    RunInputs,
+    StepInputs,
+    StepSignals,
+    make_native_run,
+    native_layers,
+)
+from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
+from moonpool.engine.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
+
+InferenceParameters = ParamSpec("InferenceParameters")
+InferenceResult = TypeVar("InferenceResult")
+
+
+def in_inference_mode(
+    function: Callable[InferenceParameters, InferenceResult],
+) -> Callable[InferenceParameters, InferenceResult]:
+    """Make `function` run in inference mode.
+
+    Entering the mode costs tens of microseconds with cold caches, as behind a step, so that the mode is not entered
+    again within.
+    """
+    entering: Callable[InferenceParameters, InferenceResult] = torch.inference_mode()(function)
+
+    @functools.wraps(function)
+    def call(*args: InferenceParameters.args, **kwargs: InferenceParameters.kwargs) -> InferenceResult:
+        return (function if torch.is_inference_mode_enabled() else entering)(*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNotes:
+    """What people are told about a stage's weights.
+
+    Attributes:
+        changed: which quantised weights are not held as the checkpoint has them; "" if all are.
+        mapped_bytes: of weights in a file that is mapped.
+    """
+
+    changed: str = ""
+    mapped_bytes: int = 0
+
+
+NO_NOTES = WeightNotes()
+"""All weights are in memory, as the checkpoint has them."""
+
+
+class StageModel:
+    """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
+
+    `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
+    `kernels`: what computes (`moonpool.engine.kernels.choice.prepare`). `not_native`: by layer, why torch computes it;
+    "": native code does. `by_layers`: whether some layers can be run without the others. `undo`: takes back what
+    the last `run` did to recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
+    """
+
+    by_layers = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_begin: int,
+        layers: Sequence[LayerWeights],
+        *,
+        embedding: Tensor | ArrangedWeight | None,
+        final_norm: Norm | None,
+        head: Linear | None,
+        positions: Tensor | None = None,
+        per_layer: PerLayerTable | None = None,
+        tail: Sequence[LayerWeights] = (),
+        int8_head: Int8Head | None = None,
+        deterministic: bool = False,
+        notes: WeightNotes = NO_NOTES,
+    ) -> None:
+        self.config = config
+        self.changed_weights, self.mapped_bytes = notes.changed, notes.mapped_bytes
+        self.layer_begin = layer_begin
+        self.layer_end = layer_begin + len(layers)
+        self.layers = list(layers)
+        self._tail, self._per_layer = list(tail), per_layer  # in one stage with all layers
+        self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
+        self.positions = positions  # [positions, hidden], learnt ones, first stage
+        self.final_norm = final_norm  # last stage
+        self.head = head  # hidden to vocab, last stage
+        self.int8_head = int8_head
+        first = self.layers[0].attention.output
+        self.dtype = first.dtype
+        self.device = first.device
+        positions_of_all = config.max_position_embeddings
+        self._ropes = [RopeTable(rope, positions_of_all, self.dtype, self.device) for rope in config.decoder.ropes]
+        self.deterministic = deterministic
+        self._whole_layer = config.decoder.whole_layer
+        self.undo = StateUndo()
+        self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
+        runs, self.not_native = native_layers(config, layer_begin, self.layers)
+        self._runs = {layer: run for run in runs for layer in range(run.index, run.end)}
+        whole = len(runs) == 1 and len(self._runs) == len(self.layers)
+        self._one_call = runs[0] if whole else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes tokens rather than hidden states."""
+        return self.layer_begin == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage gives logits."""
+        return self.layer_end == self.config.num_layers
+
+    @property
+    def native(self) -> bool:
+        """Whether all layers run in one native call."""
+        return self._one_call is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, bytes, with the int8 head; a tied head counts beside an embedding that is held."""
+        tied = self.head is not None and self.embedding is self.head.panels
+        parts: list[Any] = [
+            None if tied else self.embedding,
+            self.final_norm,
+            self.head,
+            self.int8_head,
+        ]
+        parts += [self.positions, self._per_layer, *self.layers, *self._tail]
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def progress(self, loras: BatchLoras | None = None) -> Progress | None:
+        """Return what another thread follows one step's `run` by; None if layers are not one native call.
+
+        `loras`: the batch's adapters.
+        """
+        whole = self._one_call
+        return None if whole is None or not whole.takes(loras) else whole.progress()
+
+    @in_inference_mode
+    def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only.
+
+        `positions` [T] (int64): of the tokens, for models that learn them.
+        """
+        assert self.is_first
+        assert self.embedding is not None
+        decoder = self.config.decoder
+        if isinstance(self.embedding, ArrangedWeight):
+            hidden = self.embedding.rows(token_ids)
+        else:
+            hidden = self.embedding.index_select(0, token_ids)  # torch's embedding takes three times as long for few
+        if decoder.embedding_factor != 1.0:
+            hidden *= torch.tensor(decoder.embedding_factor, dtype=self.dtype)
+        if self.positions is not None:
+            assert positions is not None
+            hidden += self.positions.index_select(0, positions)
+        return hidden
+
+    @in_inference_mode
+    def run(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        kv: LayersKV,
+        first: int,
+        last: int,
+        *,
+        scales: LayersScales | None = None,
+        last_rows: Sequence[int] | None = None,
+        signals: StepSignals | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[int, Tensor]:
+        """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
+
+        Writes the batch's keys and values into `kv`, the stage's pool, and attends to the pool's values: in quantised
+        KV, with `scales`, to what the stored values stand for, also for the batch's own tokens. So earlier presence in
+        the pool makes no difference. `hidden` may be overwritten. `last_rows`: number of each sequence's last rows
+        needed from layer `last` - 1. The other rows stay undefined; their keys and values are written all the same.
+        Another thread may follow the layers by `progress`, made by `self.progress`; several calls may belong to one
+        step.
+
+        Returns:
+            The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
+        """
+        assert progress is None or self._one_call is not None
+        if first == self.layer_begin:
+            self.undo.begin()
+            if self._per_layer is not None:
+                batch.per_layer = self._per_layer(batch.token_ids, hidden, deterministic=self.deterministic)
+        while first < last:
+            run = self._runs.get(first)
+            run = run if run is not None and run.takes(batch.loras) else None
+            # Layers of several shapes may lie anywhere: each is a call.
+            end = min(last, run.end) if run is not None and isinstance(kv, Tensor) else first + 1
+            if run is not None:
+                rows = last_rows if end == last else None
+                inputs = self._native_inputs(run, first, hidden.contiguous(), batch, kv, scales)
+                inputs = replace(inputs, last_rows=rows, signals=signals, progress=progress)
+                hidden, came = inputs.hidden, run.run(run.step(inputs, first, end))
+                if came != end:
+                    return came, hidden
+            elif signals is not None and signals.stopped(first):
+                return first, hidden
+            else:
+                row = first - self.layer_begin
+                its_scales = None if scales is None else scales[row]
+                hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], its_scales)
+            first = end
+        for index, weights in enumerate(self._tail if last == self.config.num_layers else (), last):
+            read = weights.spec.attention.kv_of
+            assert read is not None
+            hidden = self._layer(index, weights, hidden, batch, kv[read], None if scales is None else scales[read])
+        return last, hidden
+
+    def _native_inputs(
+        self,
+        run: NativeLayers,
+        layer: int,
+        hidden: Tensor,
+        batch: PackedBatch,
+        kv: LayersKV,
+        scales: LayersScales | None,
+    ) -> StepInputs:
+        """Return inputs of native layers from `layer` on, or of `layer` alone; `hidden` [T, hidden] is dense."""
+        assert self.dtype == hidden.dtype
+        its, its_scales = self._pool_of(run, layer, kv), None if scales is None else self._pool_of(run, layer, scales)
+        assert its_scales is not None or its.dtype == self.dtype
+        plan = self._plan(batch, its[0], self.layers[layer - self.layer_begin].spec.attention)
+        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, its, its_scales)
+
+    def _pool_of(self, run: NativeLayers, layer: int, stored: Tensor | Sequence[Tensor | None]) -> Tensor:
+        """Return native layers of the pool [layers, ...]; where each layer is a tensor, `layer` in place of all."""
+        if isinstance(stored, Tensor):
+            return stored[run.index - self.layer_begin : run.end - self.layer_begin]
+        its = stored[layer - self.layer_begin]
+        assert its is not None
+        return its.expand(run.end - run.index, *its.shape)
+
+    @in_inference_mode
+    def normed(self, rows: Tensor) -> Tensor:
+        """Return hidden states [R, hidden] after the last layer as the head takes them; last stage only."""
+        assert self.final_norm is not None
+        if self._one_call is None or not self._plain_end:
+            return self.final_norm(rows)
+        assert self.final_norm.weight is not None
+        return self._one_call.normed(rows, self.final_norm.weight)
+
+    @in_inference_mode
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only.
+
+        `out`: an earlier step's logits, whose memory may be used.
+        """
+        assert self.head is not None
+        logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
+        decoder = self.config.decoder
+        if decoder.logits_factor != 1.0:
+            logits *= decoder.logits_factor
+        if decoder.logits_soft_cap is not None:
+            logits = elementwise(torch.tanh, logits.div_(decoder.logits_soft_cap), deterministic=self.deterministic)
+            logits *= decoder.logits_soft_cap
+        return logits
+
+    @in_inference_mode
+    def native_run(
+        self,
+        batch: PackedBatch,
+        kv: LayersKV,
+        steps: int,
+        chosen: int,
+        *,
+        scales: LayersScales | None = None,
+        out: Tensor | None = None,
+        signals: StepSignals | None = None,
+    ) -> NativeRun | None:
+        """Return an object that computes a run's further steps, each in one call; None if by single operations.
+
+        Args:
+            batch: The step before, with one token per sequence; from now on the batch is changed in place.
+            kv: As for `run`.
+            scales: As for `run`.
+            signals: As for `run`.
+            steps: That are taken at most.
+            chosen: Address of each sequence's token in each step, int32.
+            out: The step before's logits, whose memory may be used.
+        """
+        whole, ends = self._one_call, self.is_first and self.is_last and self._plain_end
+        if whole is None or not ends or self._factors or not whole.takes(batch.loras):
+            return None
+        assert self.final_norm is not None
+        assert self.final_norm.weight is not None
+        assert self.head is not None
+        assert self.embedding is not None
+        hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
+        cos, sin, turns = self._ropes[whole.rope].ahead(batch.positions, steps)
+        angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
+        inputs = self._native_inputs(whole, self.layer_begin, hidden, batch, kv, scales)
+        inputs = replace(inputs, angles=(angles[0], angles[1]), signals=signals)
+        step = whole.step(inputs, self.layer_begin, self.layer_end)
+        parts = RunInputs(
+            step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm.weight, self.head, self.int8_head
+        )
+        return make_native_run(whole, batch, parts, inputs.kv.shape[1], steps, chosen, out)
+
+    def forward(
+        self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: LayersKV, *, scales: LayersScales | None = None
+    ) -> Tensor:
+        """Run all layers of this stage, `kv` and `scales` as for `run`. Embeds on the first stage."""
+        hidden = self.embed(hidden_or_tokens, batch.positions) if self.is_first else hidden_or_tokens
+        return self.run(hidden, batch, kv, self.layer_begin, self.layer_end, scales=scales)[1]
+
+    @property
+    def _plain_end(self) -> bool:
+        """Whether the last norm is that of the layers, which native code computes."""
+        return self.config.decoder.final_norm == self.layers[0].spec.norm
+
+    @property
+    def _factors(self) -> bool:
+        """Whether embeddings or logits are changed, which native runs do not do."""
+        decoder = self.config.decoder
+        return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
+
+    def _layer(
+        self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
+        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_tokens, head_dim], which it reads."""
+        if batch.loras is not None:
+            weights = with_loras(batch.loras, index, weights)
+        spec = weights.spec
+        if index == self._whole_layer:
+            batch = batch.without_slots()
+        normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
+        added = self._over_tokens(weights, normed, batch, kv, scales)
+        if weights.attention_out_norm is not None:
+            added = weights.attention_out_norm(added)
+        if spec.residual_factor != 1.0:
+            added = added * spec.residual_factor
+        if spec.parallel:
+            inner = normed if weights.feed_forward_norm is None else weights.feed_forward_norm(hidden)
+            hidden = hidden + added
+        elif weights.feed_forward_norm is not None:
+            inner = weights.feed_forward_norm(added, residual=hidden)  # hidden is the sum from here on
+        else:
+            inner = hidden.add_(added)
+        if isinstance(weights.feed_forward, DenseAndExperts):
+            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic)
+        else:
+            added = weights.feed_forward(inner, deterministic=self.deterministic)
+        if weights.feed_forward_out_norm is not None:
+            added = weights.feed_forward_out_norm(added)
+        if spec.residual_factor != 1.0:
+            added = added * spec.residual_factor
+        hidden = added.add_(hidden)
+        if weights.per_layer is not None:
+            hidden = self._with_own_embedding(weights.per_layer, spec, index, hidden, batch)
+        return hidden if weights.scalar is None else hidden.mul_(weights.scalar)
+
+    def _over_tokens(
+        self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
+        """Return attention's result, or that of what stands in its place, [T, hidden]."""
+        its, spec = weights.attention, weights.spec.attention
+        if isinstance(its, RecurrentWeights):
+            return its(normed, batch, kv, self.undo, deterministic=self.deterministic)
+        if isinstance(its, LatentWeights):
+            return self._latent_attention(its, spec, normed, batch, kv, scales)
+        return self._attention(its, spec, normed, batch, kv, scales)
+
+    def _with_own_embedding(
+        self, weights: PerLayerWeights, spec: LayerSpec, index: int, hidden: Tensor, batch: PackedBatch
+    ) -> Tensor:
+        """Add tokens' embeddings for layer `index` to [T, hidden], gated."""
+        assert batch.per_layer is not None
+        gate = replace(spec.feed_forward, gated=False, experts=None)
+        gates = activate(gate, weights.gate(hidden, deterministic=self.deterministic), deterministic=self.deterministic)
+        added = weights.output(gates * batch.per_layer[:, index], deterministic=self.deterministic)
+        return weights.norm(added).add_(hidden)
+
+    def _attention(
+        self,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> Tensor:
+        """Project, rotate, store keys and values, attend, project back: [T, hidden] to [T, hidden]."""
+        tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
+        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, -1, spec.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads : heads + 2 * kv_heads]
+        if weights.v_norm is not None:
+            v = weights.v_norm(v)
+        if not spec.qk_norm_last:
+            qk = _normed_heads(weights, spec, qk)
+        qk = self._rotated(spec, qk, batch)
+        if spec.qk_norm_last:
+            qk = _normed_heads(weights, spec, qk)
+        stored = (qk[:, heads:], v) if spec.kv_of is None else None
+        attended = self._attended(spec, qk[:, :heads], stored, batch, kv, scales, sinks=weights.sinks)
+        if spec.output_gate:
+            gates = qkv[:, heads + 2 * kv_heads :]
+            attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
+        return weights.output(attended.flatten(1), deterministic=self.deterministic)
+
+    def _latent_attention(
+        self,
+        weights: LatentWeights,
+        spec: AttentionSpec,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> Tensor:
+        """As `_attention`, over the latent vectors: the pool's one head holds them and the key's rotated part."""
+        latent, exact = spec.latent, self.deterministic
+        assert latent is not None
+        tokens = normed.shape[0]
+        narrow = normed if weights.q_a is None else weights.q_a(normed, deterministic=exact)
+        if weights.q_a_norm is not None:
+            narrow = weights.q_a_norm(narrow)
+        q = weights.q_b(narrow, deterministic=exact).view(tokens, spec.num_heads, -1)
+        stored = weights.kv_a(normed, deterministic=exact)
+        vector = weights.kv_a_norm(stored[:, : latent.kv_rank].contiguous())[:, None]
+        turned = torch.cat((q[..., latent.key_width :], stored[:, None, latent.kv_rank :]), dim=1)
+        turned = self._rotated(replace(spec, head_dim=latent.rope_width), turned, batch)
+        absorbed = _by_head(q[..., : latent.key_width], weights.to_latent, deterministic=exact)
+        q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
+        key = torch.cat((vector, turned[:, -1:]), dim=-1)
+        # A value is the key's first elements; the other elements are unused.
+        attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
+        attended = _by_head(attended, weights.from_latent, deterministic=exact)
+        return weights.output(attended.flatten(1), deterministic=exact)
+
+    def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
+        """Return `heads` [T, n, head_dim] with rotary embeddings."""
+        if spec.rope is None:
+            return heads
+        rope = self.config.decoder.ropes[spec.rope]
+        if not rope.width:
+            return heads
+        angles = self._angles(batch, spec.rope)
+        if rope.width == spec.head_dim:
+            turned = ops.rope(heads, *angles)
+        else:
+            turned = torch.cat(
+                (ops.rope(heads[..., : rope.width].contiguous(), *angles), heads[..., rope.width :]), dim=-1
+            )
+        return turned
+
+    def _attended(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor | None] | None,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store keys and values, latent vectors alone, or nothing, and attend: [T, heads, head_dim]."""
+        if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
+            q = q * factors
+        plan = self._plan(batch, kv, spec)
+        windowed = spec.window is not None
+        if stored is not None:
+            write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
+        tables = batch.slot_tables if windowed else batch.block_tables
+        starts, lengths = batch.query_start, batch.context_lens
+        kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
+        return paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
+
+    def _angles(self, batch: PackedBatch, rope: int) -> tuple[Tensor, Tensor]:
+        """Return RoPE's cos and sin of the batch's positions, computed once per batch and table."""
+        key = (self.dtype, self.device, rope)
+        if key not in batch.angles:
+            batch.angles[key] = self._ropes[rope].angles(batch.positions)
+        return batch.angles[key]
+
+    def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
+        """Return the batch's attention plan, made once per batch, pool shape and window."""
+        key = (kv.shape, spec.num_heads, spec.window, spec.chunked, kv.dtype, kv.device, self.deterministic)
+        if key not in batch.plans:
+            batch.plans[key] = self._planned(batch, kv, spec)
+        return batch.plans[key]
+
+    def _planned(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
+        # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
+        if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
+            shapes = kv, batch.num_tokens, batch.most_context
+            return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
+        tables = batch.block_tables if spec.window is None else batch.slot_tables
+        return make_plan(
+            kv, tables, batch.query_start, batch.context_lens,
+            deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
+        )  # fmt: skip
+
+
+def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
+    """Return queries and keys [T, heads + kv_heads, head_dim] with their norms."""
+    if weights.q_norm is None:
+        return qk
+    parts = []
+    for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
+        if norm is None:  # keys are another layer's
+            continue
+        if spec.qk_norm_over == "all":
+            parts.append(norm(part.flatten(1)).view(part.shape))
+        elif spec.qk_norm_over == "heads":
+            parts.append(norm(part))
+        else:
+            parts.append(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
+    return torch.cat(parts, dim=1)
+
+
+def _by_head(rows: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
+    """Return rows [T, heads, n] by weight [heads, n, m]: [T, heads, m]."""
+
+    def product(tile: Tensor) -> Tensor:
+        return torch.bmm(tile.transpose(0, 1), weight).transpose(0, 1)
+
+    return in_tiles(product, rows) if deterministic else product(rows)

@@ -1,0 +1,79 @@
+"""A plain CPU: work is done at once, and steps compute in the pool itself."""
+
+from collections.abc import Callable, Sequence
+
+from moonpool.base.kv.pool import PoolPart
+from moonpool.base.scheduling.steps import Step, finished_blocks
+from moonpool.engine.platforms.base import DeviceEvent
+from moonpool.engine.platforms.kv_memory import OnDone, StageSlices, pool_bytes, slot_table
+
+
+class _CompletedEvent:
+    """An event of work that is done already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class CpuStream:
+    """A plain CPU's stream: work is done at once."""
+
+    _NOW = _CompletedEvent()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See `DeviceStream.run`."""
+        work()
+
+    def record(self) -> DeviceEvent:
+        """See `DeviceStream.record`."""
+        return self._NOW
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        """All work is done already."""
+
+
+class CpuKVMemory:
+    """See `KVMemory`. Steps compute in the pool itself, and all work is done at once."""
+
+    def __init__(self, part: PoolPart) -> None:
+        self.kv, self.scales = StageSlices.of_pool(part, pool_bytes(part)).typed()
+        self.blocks, self.block_tokens, self.slot_of = part.blocks, part.layout.block_tokens, slot_table(part)
+        self.host_bytes = part.nbytes
+        self._part = part
+        self._finished: Sequence[tuple[int, int]] = ()
+
+    def begin(self, step: Step) -> None:
+        """See `KVMemory.begin`."""
+        for source, block in step.copies:
+            self._part.copy(source, block)
+        self._finished = finished_blocks(step, self._part.layout.block_tokens)
+
+    def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.advance`."""
+        self._finished = [(block, self._part.layout.block_tokens) for block in full]
+
+    def prepare_layer(self, layer: int) -> None:
+        """The pool has the layer already."""
+
+    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+        """See `KVMemory.finish_layer`."""
+        for block, valid_tokens in self._finished:
+            self._part.seal(layer, block, valid_tokens)
+        if then is not None:
+            then()
+
+    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+        """See `KVMemory.finish_step`."""
+        then()
+
+    def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
+        """The pool has the KV already."""
+        then()
+
+    def load(self, then: OnDone | None) -> None:
+        """The pool has the KV already."""
+        if then is not None:
+            then()
+
+    def close(self) -> None:
+        """There is no thread."""

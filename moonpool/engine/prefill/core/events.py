@@ -1,0 +1,188 @@
+"""Prefill scheduler events: requests and their end, I/O progress, and I/O results."""
+
+from moonpool.base.frozen import frozen
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.request import EngineRequest
+
+
+@frozen
+class KVSource:
+    """A kvstore, or another engine instance, that a prefix may be loaded from.
+
+    Attributes:
+        name: equal names mean the same instance in the same incarnation.
+        blocks: leading blocks that are believed to be there.
+        peer: the source is an engine instance, and blocks are read from the instance's pool.
+    """
+
+    name: str
+    blocks: int
+    peer: bool = False
+
+
+@frozen
+class WriteBackTarget:
+    """A kvstore that blocks are written to. `held`: leading blocks that are believed to be there; None = unknown."""
+
+    store: str
+    held: int | None
+
+
+@frozen
+class SubmitJob:
+    """Asks for a prompt to be computed. Answered by `AcceptJob`, `RefuseJob` or `RefuseStaleJob`.
+
+    An accepted job ends with one `EndJob`.
+
+    Attributes:
+        job: the job's number; never used twice.
+        request: what is asked for.
+        held_blocks: leading blocks that the decode instance holds; None = the KV is not sent.
+        sources: best first.
+        copies: kvstores that blocks are written to.
+        reuse: cached and stored blocks may be used; False = every token is computed.
+        max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
+            limit.
+        delay_s: seconds by which the job stands in the queue behind the place of arrival.
+    """
+
+    job: int
+    request: EngineRequest
+    held_blocks: int | None
+    sources: tuple[KVSource, ...] = ()
+    copies: tuple[WriteBackTarget, ...] = ()
+    reuse: bool = True
+    max_queue_s: float | None = None
+    delay_s: float = 0.0
+
+
+@frozen
+class CancelJob:
+    """Cancels a job; ignored if the job has ended."""
+
+    job: int
+
+
+@frozen
+class Drain:
+    """Refuses new jobs from now on."""
+
+
+@frozen
+class StopAllJobs:
+    """The engine has died, or the instance stops: every job ends, and no new job begins."""
+
+
+@frozen
+class LayerComputed:
+    """A step's KV in one layer is in the pool. Layers come in order."""
+
+    step: int
+    layer: int
+
+
+@frozen
+class LayerLoaded:
+    """All blocks in one layer of a load are in the pool, verified. Layers come in order."""
+
+    io: int
+    layer: int
+
+
+@frozen
+class ReplicateBlocks:
+    """Asks for a chain's blocks to be read from a peer and kept. Answered by one `EndReplication`.
+
+    Attributes:
+        number: never used twice.
+    """
+
+    number: int
+    keys: tuple[BlockKey, ...]
+    source: KVSource
+    tenant: str = ""
+
+
+@frozen
+class StopReplicating:
+    """Calls off the replication of the chain that ends with `tail`; ignored without such a replication."""
+
+    tail: BlockKey
+
+
+Event = (
+    SubmitJob
+    | CancelJob
+    | Drain
+    | StopAllJobs
+    | LayerComputed
+    | LayerLoaded
+    | ReplicateBlocks
+    | StopReplicating
+    | DeleteKV
+    | LendBlocks
+    | ReturnBlocks
+)
+
+
+# --- results of I/O: each comes in one `IoEnded` ------------------------------------------------------------------
+
+
+@frozen
+class StepEnded:
+    """A step has ended; no stage touches the step's blocks any more.
+
+    Attributes:
+        aborted: some layer was not computed, and no token was sampled.
+        share: part of the engine's cores that the step had; other processes on the host had the rest.
+    """
+
+    aborted: bool
+    seconds: float
+    share: float = 1.0
+
+
+@frozen
+class LoadEnded:
+    """A load has ended; no writes into the blocks follow.
+
+    Attributes:
+        blocks: leading blocks that are whole in all layers.
+        missing: first block that the source has lost or, if a peer, does not lend.
+        failed: the source did not answer properly, and is skipped for a while.
+        windowed: the source has lost only the missing block's slices of layers with a window.
+    """
+
+    blocks: int
+    missing: int | None = None
+    failed: bool = False
+    seconds: float = 0.0
+    windowed: bool = False
+
+
+@frozen
+class SlicesSent:
+    """Slices were sent; their memory is not read any more."""
+
+    nbytes: int
+    seconds: float
+
+
+@frozen
+class IoDone:
+    """A transfer is open, a verdict was good, or a write-back has ended in any way."""
+
+
+@frozen
+class IoFailed:
+    """Opening a transfer, sending or the verdict has failed, also by `CancelIo`; the executor knows the error.
+
+    Attributes:
+        damaged_block: index (in the sequence) of a block that arrived damaged at decode.
+    """
+
+    damaged_block: int | None = None
+
+
+IoResult = StepEnded | LoadEnded | SlicesSent | IoDone | IoFailed

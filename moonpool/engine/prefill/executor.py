@@ -1,0 +1,385 @@
+"""Carries out the prefill scheduler's actions.
+
+Steps, loads, transfers, write-back and answers; reports the results.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NoReturn
+
+from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.base.kv.keys import tokens_to_bytes
+from moonpool.base.kv_transfer.sender import DamagedInTransfer
+from moonpool.base.runtime.driver import Driver
+from moonpool.base.scheduling.block_manager import BlocksLent, DeleteKV, KVDeleted, LendBlocks, MoveSlots
+from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
+from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.engine.instance import ExecutorParts
+from moonpool.engine.kv_service import PoolCalls
+from moonpool.engine.prefill.core import actions, events
+from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.kv_io import BlockLoader, BlockRead, KVSender, ReplicationOrders
+from moonpool.engine.prefill.live_requests import LivePrefill
+from moonpool.v1 import prefill_pb2
+
+log = get_logger(__name__)
+IoWork = Callable[[], Coroutine[Any, Any, events.IoResult]]
+"""Begins I/O. Takes no coroutine: a task that is cancelled before the first step would never await a coroutine."""
+_ABORTED_STEP = events.StepEnded(aborted=True, seconds=0.0)
+
+
+class PrefillExecutor:
+    """Drives one instance's core.
+
+    Args:
+        core: the scheduler.
+        parts: engine, write-back, journal and the like.
+        loading: reads prefixes.
+        sending: sends KV to decode.
+
+    Attributes:
+        copying: replication orders from the conductor.
+        pool: reads and deletions in the pool that others ask for.
+        empty: set while there is no request.
+    """
+
+    def __init__(
+        self,
+        core: PrefillScheduler,
+        parts: ExecutorParts,
+        loading: BlockLoader,
+        sending: KVSender,
+    ) -> None:
+        self._core = core
+        self._engine, self._write_back = parts.engine, parts.write_back
+        self._spans, self._notify = parts.spans, parts.notify
+        self._loading = loading
+        self._sending = sending
+        self._driver: Driver[events.Event | IoEnded[events.IoResult], actions.Action] = Driver(
+            core, self._perform, clock=parts.clock, journal=parts.journal
+        )
+        self.copying = ReplicationOrders(loading, self._order)
+        self._requests: dict[int, LivePrefill] = {}
+        self._tasks: dict[int, asyncio.Task[events.IoResult]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._died = asyncio.Event()
+        self._dead = "the engine is not running"
+        self.pool = PoolCalls(self._order, self.post)
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def submit(self, request: LivePrefill) -> None:
+        """Hands a request to the scheduler, which accepts or refuses the request."""
+        if self._group is None:
+            raise Unavailable(self._dead)
+        self._requests[request.number] = request
+        self.empty.clear()
+        try:
+            self._order(request.arrival())
+        except Exception:  # the error ends only the call
+            self.post(events.CancelJob(request.number))  # the core may have taken the job
+            if request.number in self._requests:
+                self._forget(request)
+            raise
+
+    def post(self, event: events.Event | IoEnded[events.IoResult]) -> None:
+        """Hands an event to the scheduler."""
+        self._driver.tell(event)
+        self._notify()
+
+    def _order(
+        self, event: events.SubmitJob | events.ReplicateBlocks | events.StopReplicating | DeleteKV | LendBlocks
+    ) -> None:
+        """Carries out a peer's order; an error ends the peer's call, replication or stream."""
+        self._driver.ask(event)
+        self._notify()
+
+    async def failure(self) -> NoReturn:
+        """Waits until the core fails where no request is to blame.
+
+        Raises:
+            Internal: then; every request has failed, as the core ends none any more.
+        """
+        try:
+            await self._driver.failure()
+        except Internal:
+            self._group, self._dead = None, "the instance has failed"
+            for request in self._requests.values():
+                request.end(Unavailable(self._dead))
+            raise
+
+    def loras(self) -> set[bytes]:
+        """LoRA adapters in use by requests that have not ended."""
+        return {request.incoming.lora for request in self._requests.values()}
+
+    def find(self, request_id: str) -> list[LivePrefill]:
+        """Requests with an id that have not ended."""
+        return [request for request in self._requests.values() if request.request_id == request_id]
+
+    async def run(self) -> None:
+        """Works until cancelled.
+
+        Raises:
+            Unavailable: the engine died; every request has failed.
+        """
+        async with asyncio.TaskGroup() as group:
+            self._group, self._dead = group, ""
+            try:
+                await self._died.wait()
+            finally:
+                self._group = None
+                self._dead = self._dead or "the instance stops"
+                self.post(events.StopAllJobs())
+        raise Unavailable(self._dead)
+
+    def close(self) -> None:
+        """Takes no more events."""
+        self._driver.close()
+
+    # --- actions ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.RunStep():
+                self._start_step(action)
+            case MoveSlots(moves):
+                self._engine.pool.move_slots(moves)
+            case actions.OpenKVGate() | actions.DropSequenceSlice() | actions.GiveUpStep():
+                self._steer(action)
+            case actions.WriteBackBlocks():
+                self._put(action)
+            case KVDeleted() | BlocksLent():
+                self.pool.answered(action)
+            case CancelIo():
+                if (task := self._tasks.get(action.io)) is not None:
+                    task.cancel()
+            case actions.ReadReplica():
+                self._begin(action.io, self.copying.work(action), events.LoadEnded(0))
+            case actions.EndReplication(number):
+                self.copying.ended(number)
+            case actions.CloseTransfer():
+                self._sending.close(action.job, aborted=action.aborted)
+            case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
+                self._move(action, self._requests[action.job])
+            case _:
+                self._answer(action, self._requests[action.job])
+
+    def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
+        """Opens a gate in a step in flight, drops a slice, or gives the step up."""
+        match action:
+            case actions.OpenKVGate():
+                self._engine.open_gate(action.step, action.layer)
+            case actions.DropSequenceSlice():
+                self._engine.drop(action.step, action.index)
+            case actions.GiveUpStep():
+                self._engine.abort(action.step)
+
+    def _move(
+        self,
+        action: actions.LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
+        request: LivePrefill,
+    ) -> None:
+        """Loads or sends KV."""
+        match action:
+            case actions.LoadBlocks():
+                loaded = partial(self._layer_loaded, action.io)
+                work: IoWork = partial(self._loading.load, BlockRead.of_request(action, request), loaded)
+            case actions.OpenTransfer():
+                work = partial(self._sending.open, request)
+            case actions.SendSlices():
+                work = partial(self._sending.send, request, action.pieces)
+            case actions.AwaitVerdict():
+                work = partial(self._sending.verdict, request, action.timeout_s)
+        lost: events.IoResult = events.IoFailed()
+        failed: events.IoResult = events.IoFailed()
+        if isinstance(action, actions.LoadBlocks):
+            # The source of a load that was given up is fine.
+            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)
+        self._begin(action.io, partial(_result_of, request, work, failed), lost)
+
+    def _answer(self, action: actions.JobAnswer, request: LivePrefill) -> None:
+        """Reports to the conductor. An internal error ends this request only."""
+        try:
+            self._report(action, request)
+        except Exception as defect:
+            log.exception("an answer cannot be told: its request ends", request=request.request_id)
+            request.end(Internal(f"the prefill failed: {defect!r}"))  # the request's later events are not read
+            if not isinstance(action, actions.EndJob | actions.RefuseJob | actions.RefuseStaleJob):
+                self.post(events.CancelJob(request.number))
+            elif self._requests.get(request.number) is request:
+                self._forget(request)
+
+    def _report(self, action: actions.JobAnswer, request: LivePrefill) -> None:
+        match action:
+            case actions.AcceptJob():
+                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
+                request.report(prefill_pb2.PrefillResponse(accepted=accepted))
+            case actions.RefuseJob():
+                request.end(self._refusal(action, request))
+                self._forget(request)
+            case actions.RefuseStaleJob():
+                request.stale(action.drain_s, action.taken)
+                self._forget(request)
+            case actions.ReportFirstToken():
+                request.report(request.first_token(action))
+            case actions.EndJob():
+                self._end(action, request)
+
+    def _end(self, action: actions.EndJob, request: LivePrefill) -> None:
+        if action.outcome is actions.JobOutcome.DONE:
+            finished = prefill_pb2.PrefillFinished(transfer_tail_s=action.tail_s, sent_bytes=action.sent_bytes)
+            request.report(prefill_pb2.PrefillResponse(finished=finished))
+            request.end()
+        else:
+            request.end(self._reason(action.outcome, request))
+        self._forget(request)
+
+    def _forget(self, request: LivePrefill) -> None:
+        del self._requests[request.number]
+        if not self._requests:
+            self.empty.set()
+
+    def _reason(self, outcome: actions.JobOutcome, request: LivePrefill) -> MoonpoolError:
+        match outcome:
+            case actions.JobOutcome.IO_FAILED | actions.JobOutcome.LEFT if request.error is not None:
+                return request.error
+            case actions.JobOutcome.STEP_GIVEN_UP:
+                return Unavailable("the engine gave up a step")
+            case actions.JobOutcome.STOPPED:
+                return Unavailable(self._dead)
+        return Unavailable("the prefill was cancelled")
+
+    def _refusal(self, refused: actions.RefuseJob, request: LivePrefill) -> MoonpoolError:
+        match refused.why:
+            case actions.RefusalReason.DRAINING:
+                return Unavailable("the instance is draining")
+            case actions.RefusalReason.STOPPED:
+                return Unavailable(self._dead)
+            case actions.RefusalReason.TOO_LONG:
+                room = self._engine.blocks * self._engine.layout.block_tokens
+                tokens = len(request.incoming.token_ids)
+                return InvalidRequest("token_ids", f"{tokens} tokens do not fit this instance's {room}")
+        waiting = f"{len(self._core.state.jobs)} prompts wait"
+        return Overloaded(waiting, reason="queue_full", retry_after_s=refused.retry_after_s)
+
+    # --- I/O -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, io: int, work: IoWork, lost: events.IoResult) -> None:
+        """Starts I/O; `lost` is the result if the I/O is cancelled."""
+        if self._group is None:
+            self.post(IoEnded(io, lost))
+            return
+        task = self._tasks[io] = self._group.create_task(work())
+        # Not a `finally` in the task: a task cancelled before the first step never reaches a `finally`.
+        task.add_done_callback(lambda done: self._over(io, done, lost))
+
+    def _over(self, io: int, task: "asyncio.Task[events.IoResult]", lost: events.IoResult) -> None:
+        del self._tasks[io]
+        failed = task.cancelled() or task.exception() is not None
+        self.post(IoEnded(io, lost if failed else task.result()))
+
+    def _layer_loaded(self, io: int, layer: int) -> None:
+        self._driver.tell(events.LayerLoaded(io, layer))
+
+    def _put(self, order: actions.WriteBackBlocks) -> None:
+        """Hands blocks to the write-back, as many as the queue takes."""
+        incoming = self._requests[order.job].incoming
+        store = self._requests[order.job].copies[order.copy]
+        end = order.first + self._write_back.room(store, len(order.blocks))
+        if end == order.first:
+            self.post(IoEnded(order.io, events.IoDone()))
+            return
+        blocks = order.blocks[: end - order.first]
+        keys, parents = incoming.spec.keys[order.first : end], incoming.parents()[order.first : end]
+        over: IoEnded[events.IoResult] = IoEnded(order.io, events.IoDone())
+        windowed = [index - order.first for index in order.windowed if index < end]
+        self._write_back.submit(store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over), windowed)
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def _start_step(self, order: actions.RunStep) -> None:
+        """Begins a step. If the step cannot be made into a message, only the step's requests end."""
+        try:
+            step = self._step(order)
+        except Exception as error:
+            log.exception("a step could not be made", step=order.io)
+            for request in (self._requests[chunk.job] for chunk in order.chunks if chunk.job in self._requests):
+                request.error = Internal(f"the step could not be made: {error!r}")
+                self.post(events.CancelJob(request.number))
+            self.post(IoEnded(order.io, _ABORTED_STEP))
+            return
+        self._begin(order.io, partial(self._run_step, order, step), _ABORTED_STEP)
+
+    def _step(self, order: actions.RunStep) -> Step:
+        sequences = tuple(self._sequence(chunk) for chunk in order.chunks)
+        return Step(order.io, sequences, order.gated, layer_events=True)
+
+    async def _run_step(self, order: actions.RunStep, step: Step) -> events.IoResult:
+        try:
+            result = await self._engine.run(step, on_layer=self._layer_done)
+        except MoonpoolError as error:
+            self._die(f"the engine died: {error}")
+            return _ABORTED_STEP
+        self._record(order, result)
+        if not result.aborted:
+            for index, chunk in enumerate(order.chunks):
+                if (request := self._requests.get(chunk.job)) is not None:
+                    request.computed(chunk, index, result)
+                    if request.error is not None:
+                        self.post(events.CancelJob(request.number))
+        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
+
+    def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
+        incoming = self._requests[chunk.job].incoming
+        return SequenceStep(
+            token_ids=tokens_to_bytes(incoming.token_ids[chunk.start : chunk.end]),
+            start=chunk.start,
+            block_table=chunk.blocks,
+            sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
+            scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
+            full_hit=chunk.full_hit,
+            lora=incoming.lora,
+            history=self._requests[chunk.job].history,
+        )
+
+    def _layer_done(self, done: LayerDone) -> None:
+        self._spans.add("engine.layer", done.start_ns, done.end_ns, step=done.step_id, layer=done.layer)
+        self._driver.tell(events.LayerComputed(done.step_id, done.layer))
+
+    def _record(self, order: actions.RunStep, result: StepResult) -> None:
+        if self._spans.enabled:
+            requests = [self._requests.get(chunk.job) for chunk in order.chunks]
+            self._spans.add(
+                "step",
+                result.start_ns,
+                result.end_ns,
+                step=order.io,
+                requests=[request.request_id if request is not None else "" for request in requests],
+                tokens=sum(chunk.end - chunk.start for chunk in order.chunks),
+                gated=order.gated,
+                aborted=result.aborted,
+            )
+
+    def _die(self, reason: str) -> None:
+        if not self._dead:
+            self._dead = reason
+            log.error("engine died", reason=reason)
+            self._died.set()
+            self.post(events.StopAllJobs())
+
+
+async def _result_of(request: LivePrefill, work: IoWork, failed: events.IoResult) -> events.IoResult:
+    """The I/O's result; notes an error with the request. A defect costs this request, not the instance."""
+    try:
+        return await work()
+    except DamagedInTransfer as error:
+        request.error = TransferFailed(str(error))
+        return events.IoFailed(error.block)
+    except MoonpoolError as error:
+        request.error = error
+    except Exception as error:
+        log.exception("a request failed", request=request.request_id)
+        request.error = Internal(f"the prefill failed: {error!r}")
+    return failed

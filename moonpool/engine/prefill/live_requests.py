@@ -1,0 +1,236 @@
+"""Prefill requests in progress: the message, the tokens, and a bounded queue of events for the conductor."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from math import inf
+
+from moonpool.base import world
+from moonpool.base.cluster.proto_conversion import check_instance
+from moonpool.base.contracts import logprobs_to_proto
+from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.scheduling.steps import SampledCandidates, StepResult, TokenHistory
+from moonpool.engine.prefill.core.actions import ChunkOrder, ReportFirstToken
+from moonpool.engine.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
+from moonpool.engine.request import IncomingRequest
+from moonpool.v1 import kv_pb2, prefill_pb2
+
+MAX_EVENTS = 8
+MAX_STORES = 16
+SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
+"""Kinds of instances that a prefix is loaded from."""
+MAX_CHUNKS = 256
+"""Most steps with reported times."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LivePrefill:
+    """One prompt: the order, the results, and a bounded queue with events for the conductor.
+
+    Attributes:
+        number: the scheduler job's number; an earlier attempt of the same request may still be ending.
+        incoming: the request's record.
+        asked: the conductor's message, checked.
+        history: the sequence's tokens, for engines that check blocks' content.
+        first: for each answer, the token after the prompt; for deferred answers, the most likely tokens.
+        logprobs: the tokens' log probabilities, if wanted.
+        scores: log probabilities of the prompt's tokens except the first, if wanted.
+        embedding: the prompt's embedding, if wanted.
+        error: why I/O for the prompt has failed.
+        forgotten: deletions of the prompt's blocks, carried out here before the request arrived.
+        loads, chunks: tokens that were loaded, and computed step by step, with their times.
+        transport: transport on which the KV goes to decode.
+    """
+
+    number: int
+    incoming: IncomingRequest
+    asked: prefill_pb2.PrefillRequest
+    history: TokenHistory = dataclasses.field(init=False)
+    first: SampledCandidates | None = None
+    logprobs: Logprobs | None = None
+    scores: Logprobs = dataclasses.field(default_factory=Logprobs)
+    embedding: bytes = b""
+    error: MoonpoolError | None = None
+    forgotten: Sequence[str] = ()
+    loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    _came: float = dataclasses.field(default_factory=world.monotonic)
+    transport: str = ""
+    _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(MAX_EVENTS)
+    )
+
+    def __post_init__(self) -> None:
+        self.history = self.incoming.history()
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.incoming.request_id
+
+    @property
+    def target(self) -> kv_pb2.TransferTarget | None:
+        """The decode instance's transfer that takes the KV; None = the KV is not sent."""
+        return self.asked.target if self.asked.HasField("target") else None
+
+    @property
+    def sources(self) -> list[prefill_pb2.PrefixSource]:
+        """Instances to load a prefix from, best first."""
+        return [*([self.asked.source] if self.asked.HasField("source") else []), *self.asked.other_sources]
+
+    @property
+    def copies(self) -> list[kv_pb2.Instance]:
+        """Kvstores to write blocks to."""
+        first = [self.asked.write_back] if self.asked.HasField("write_back") else []
+        return [*first, *(replica.instance for replica in self.asked.replicas)]
+
+    @property
+    def _held(self) -> list[int | None]:
+        """For each of `copies`, leading blocks that the kvstore is believed to hold; None = unknown."""
+        asked = self.asked
+        first = [asked.write_back_held if asked.HasField("write_back_held") else None]
+        return [*(first if asked.HasField("write_back") else ()), *(replica.held_blocks for replica in asked.replicas)]
+
+    def arrival(self) -> SubmitJob:
+        """The event for the scheduler."""
+        asked, held = self.asked, zip(self.copies, self._held, strict=True)
+        return SubmitJob(
+            self.number,
+            self.incoming.spec,
+            None if self.target is None else self.target.held_blocks,
+            tuple(kv_source(source.instance, source.blocks) for source in self.sources),
+            tuple(WriteBackTarget(_store_name(store), blocks) for store, blocks in held),
+            reuse=self.incoming.sampling.params.prompt_logprobs is None,
+            max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
+            delay_s=asked.delay_s,
+        )
+
+    def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
+        """Takes a step's results for this request, the step's sequence at `index`; chunks come in order."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
+        token = result.sampled[index]
+        if index in result.scores:
+            self.scores.extend(result.scores[index])
+        self.embedding = result.embeddings.get(index, b"")
+        if index in result.failed:
+            self.error = self._failure(result.failed[index])
+        if chunk.last and token is not None:
+            self.first, self.logprobs = (
+                result.several.get(index, SampledCandidates((token,))),
+                result.logprobs.get(index),
+            )
+
+    def _failure(self, why: str) -> MoonpoolError:
+        """Why no token was sampled."""
+        if self.incoming.sampling.params.response_format:
+            return InvalidRequest("sequence.sampling.grammar", why)
+        return Internal(why)
+
+    def first_token(self, told: ReportFirstToken) -> prefill_pb2.PrefillResponse:
+        """The event for the conductor when the prompt's next tokens are known."""
+        found = self.first
+        assert found is not None, "the last chunk samples"
+        sources = [source.instance for source in self.sources]
+        first = prefill_pb2.FirstToken(
+            token_id=found.tokens[0],
+            further_token_ids=found.tokens[1:],
+            log_probabilities=found.log_probabilities,
+            logprobs=None if self.logprobs is None else logprobs_to_proto(self.logprobs),
+            prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
+            embedding=self.embedding,
+            local_tokens=told.cached_tokens,
+            loaded_tokens=told.loaded_tokens,
+            computed_tokens=told.computed_tokens,
+            overtaken_tokens=told.overtaken_tokens,
+            queue_s=told.queue_s,
+            prefill_s=told.prefill_s,
+            loads=self.loads,
+            chunks=self.chunks,
+            lane=self.transport,
+            misses=[
+                prefill_pb2.StoreMiss(store=sources[it.source], block=it.block, windowed=it.windowed)
+                for it in told.misses
+            ],
+            reads=[
+                prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)
+                for it in told.loads
+            ],
+        )
+        return prefill_pb2.PrefillResponse(first_token=first)
+
+    def note_load(self, tokens: int, began: float, ended: float) -> None:
+        """Records loaded tokens; begin and end in seconds of `time.monotonic()`."""
+        self.loads.append(self._timed(tokens, began, ended))
+
+    def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
+        return prefill_pb2.TimedTokens(tokens=tokens, begin_s=began - self._came, end_s=ended - self._came)
+
+    def report(self, event: prefill_pb2.PrefillResponse) -> None:
+        """Queues an event for the conductor."""
+        self._events.put_nowait(event)
+
+    def stale(self, drain_s: float, taken: int) -> None:
+        """Refuses the prompt: the queue is longer than the conductor assumed."""
+        self.report(prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)))
+        self.end()
+
+    def end(self, error: MoonpoolError | None = None) -> None:
+        """Ends the events, with an error if one is given."""
+        self._events.put_nowait(error)
+
+    async def next(self) -> prefill_pb2.PrefillResponse | None:
+        """The next event, None after the last; raises the error given to `end`."""
+        event = await self._events.get()
+        if isinstance(event, MoonpoolError):
+            raise event
+        return event
+
+
+def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest) -> None:
+    """Checks a request except the sequence; `incoming` was read from the sequence.
+
+    Raises:
+        InvalidRequest: naming the field at fault.
+    """
+    if request.HasField("target"):
+        check_instance(request.target.decode, "target.decode")
+        if request.target.held_blocks > len(incoming.spec.keys):
+            raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.spec.keys)}")
+    if request.HasField("source"):
+        check_instance(request.source.instance, "source.instance")
+        _check_kind("source", request.source)
+    if request.HasField("write_back"):
+        check_instance(request.write_back, "write_back")
+    if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
+        raise InvalidRequest("max_queue_s", "must not be negative")
+    if not 0 <= request.delay_s < inf:
+        raise InvalidRequest("delay_s", f"must be a number of at least 0, is {request.delay_s}")
+    _check_stores("other_sources", request.other_sources)
+    for index, source in enumerate(request.other_sources):
+        _check_kind(f"other_sources[{index}]", source)
+    _check_stores("replicas", request.replicas)
+
+
+def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
+    if source.instance.kind not in SOURCE_KINDS:
+        raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
+
+
+def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
+    """An instance as a source for so many blocks. A restarted instance is a new source: past failures do not count."""
+    peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
+    return KVSource(f"{instance.id} {instance.incarnation}", blocks, peer)
+
+
+def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
+    if len(stores) > MAX_STORES:
+        raise InvalidRequest(field, f"at most {MAX_STORES}")
+    for index, store in enumerate(stores):
+        check_instance(store.instance, f"{field}[{index}].instance")
+
+
+def _store_name(store: kv_pb2.Instance) -> str:
+    """Names a store by id and address, whatever the incarnation."""
+    return f"{store.id} {store.address}"

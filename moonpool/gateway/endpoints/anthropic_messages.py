@@ -1,0 +1,511 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: bodies, handlers, response objects and error bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.base.checkpoint import ChatOptions
+from moonpool.base.checkpoint.past_calls import call_arguments
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
+from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
+from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.endpoints.openai_protocol import (
+    ContentPart,
+    joined_text,
+    part_text,
+    sdk_tool_call,
+    strict_parameters,
+)
+from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.errors import ErrorResponse
+from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter
+from moonpool.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
+from moonpool.gateway.serving.known_fields import (
+    ANTHROPIC_IGNORED,
+    ANTHROPIC_MESSAGE_IGNORED,
+    ANTHROPIC_REFUSED,
+    BLOCK_IGNORED,
+)
+from moonpool.gateway.serving.structured_outputs import OutputFormatBody
+from moonpool.gateway.serving.tool_calls import (
+    AnswerArgumentsDelta,
+    AnswerParser,
+    AnswerPart,
+    ToolSet,
+    WholePart,
+    checked_tools,
+    tool_definition,
+)
+
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+"""Seconds for which a prompt's KV is worth keeping, by the TTL of a breakpoint."""
+
+
+class CacheControl(Body):
+    """A cache breakpoint: the prompt up to here comes again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class CacheablePart(ContentPart):
+    """A part that may end with a breakpoint."""
+
+    cache_control: CacheControl | None = None
+
+    def shown_text(self) -> str:
+        """The text that stands in the prompt."""
+        return self.text or ""
+
+
+class MessagesContentBlock(CacheablePart):
+    """A message block: text, a tool call or thinking (assistant), or a tool call's result (user)."""
+
+    ignored = (*BLOCK_IGNORED, "signature")
+    kinds = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    thinking: str | None = None
+    tool_use_id: str | None = None
+    content: str | FailFastList[CacheablePart] | None = None
+
+    def shown_text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return self.content[-1].shown_text() if self.content else super().shown_text()
+
+    def breakpoint(self) -> CacheControl | None:
+        """The breakpoint of the block, or of a part within."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return self.cache_control or next((it.cache_control for it in reversed(parts) if it.cache_control), None)
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        return iter(()) if self.type == "thinking" else super().ignored_fields(place)
+
+
+class MessagesMessage(Body):
+    """One message."""
+
+    ignored = ANTHROPIC_MESSAGE_IGNORED
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_config": ({},)}
+
+    role: Literal["system", "user", "assistant"]
+    content: str | FailFastList[MessagesContentBlock]
+
+    def to_messages(self, field: str) -> Iterator[Message]:
+        """The message for the SDK. Each tool result becomes a message, before the message with the user's text.
+
+        Raises:
+            InvalidRequest: the role cannot have a block; names the block.
+        """
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        thinking: list[str] = []
+        for index, block in enumerate(self.content):
+            match self.role, block.type:
+                case "user", "tool_result":
+                    yield _tool_result(block, f"{field}.content.{index}")
+                case "assistant", "thinking" | "redacted_thinking":
+                    thinking.append(block.thinking or "")
+                case "assistant", "tool_use":
+                    calls.append(_tool_use(block, f"{field}.content.{index}"))
+                case _:
+                    texts.append(part_text(block, f"{field}.content.{index}"))
+        message: Message = {"role": self.role, "content": "\n".join(texts)}
+        if calls:
+            message["tool_calls"] = calls
+        if any(thinking):
+            message["reasoning_content"] = "\n".join(filter(None, thinking))
+        if texts or self.role != "user":
+            yield message
+
+
+class MessagesTool(Body):
+    """A function that the model may call. `strict` closes the objects of the schema."""
+
+    ignored = ("eager_input_streaming", "input_examples")
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesToolChoice(Body):
+    """Whether the model may or must call functions."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesOutputConfig(Body):
+    """Options of the answer."""
+
+    ignored = ("effort", "task_budget")
+
+    format: OutputFormatBody | None = None
+
+
+class MessagesThinking(Body):
+    """Whether the model may think before answering. The budget is not kept."""
+
+    ignored = ("block_binding", "budget_tokens", "display")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class MessagesPrompt(Body):
+    """The conversation: what both endpoints read. The text of `system` becomes the first message."""
+
+    ignored = ANTHROPIC_IGNORED
+    refused = ANTHROPIC_REFUSED
+    unknown_ignored = True
+
+    model: str | None = None
+    messages: FailFastList[MessagesMessage]
+    system: str | FailFastList[CacheablePart] | None = None
+    tools: FailFastList[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    output_config: MessagesOutputConfig | None = None
+    thinking: MessagesThinking | None = None
+    cache_control: CacheControl | None = None
+
+    def check(self) -> None:
+        if not self.messages:
+            raise InvalidRequest("messages", "must not be empty")
+
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt. The answer continues a last message of the assistant."""
+        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return ChatOptions(continue_final_message=self.messages[-1].role == "assistant", template_kwargs=thinks)
+
+    def cache_marks(self) -> list[tuple[str, CacheControl | None]]:
+        """The texts of the prompt in order, each with the breakpoint at the text's end.
+
+        Chat templates write the tools into the system prompt: a tool's breakpoint counts as the system prompt's.
+        """
+        tools = next((tool.cache_control for tool in reversed(self.tools or ()) if tool.cache_control), None)
+        system = [CacheablePart(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        marks = [(part.shown_text(), part.cache_control) for part in system] or [("", None)]
+        marks[-1] = marks[-1][0], marks[-1][1] or tools
+        for message in self.messages:
+            if isinstance(message.content, str):
+                marks.append((message.content, None))
+            else:
+                marks += [(block.shown_text(), block.breakpoint()) for block in message.content]
+        marks[-1] = marks[-1][0], marks[-1][1] or self.cache_control
+        return marks
+
+    def to_messages(self) -> list[Message]:
+        """The messages for the SDK.
+
+        Raises:
+            InvalidRequest: a block is not supported; names the block.
+        """
+        system = joined_text(self.system or "", "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for index, message in enumerate(self.messages):
+            messages += message.to_messages(f"messages.{index}")
+        return messages
+
+    def tool_set(self) -> ToolSet | None:
+        """Functions that the model may call; None without tools, or if `tool_choice` is "none".
+
+        Raises:
+            InvalidRequest: a tool is wrong or not supported; names the field.
+        """
+        choice = self.tool_choice or MessagesToolChoice(type="auto")
+        forced = {"any": "", "tool": choice.name or "?"}.get(choice.type)
+        tools = [] if choice.type == "none" else self.tools or []
+        definitions = [
+            tool_definition(
+                f"tools.{index}",
+                tool.name,
+                tool.description,
+                strict_parameters(tool.input_schema, tool.strict),
+                strict=bool(tool.strict),
+            )
+            for index, tool in enumerate(tools)
+        ]
+        return checked_tools(definitions, forced, parallel=not choice.disable_parallel_tool_use)
+
+
+class MessagesBody(MessagesPrompt, GenerateBody):
+    """Body of `/v1/messages`."""
+
+    max_tokens: Integer
+    stop_sequences: FailFastList[str] | None = Field(None, max_length=ITEM_LIMITS["stop"])
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+
+    def keep_s(self) -> float | None:
+        return max((TTL_S[mark.ttl] for _, mark in self.cache_marks() if mark is not None), default=None)
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        if self.output_config is not None and self.output_config.format is not None:
+            self._format_field = "output_config.format"
+            fields["response_format"], fields["grammar"] = self.output_config.format.format_and_grammar(
+                self._format_field
+            )
+        return SamplingParams(max_tokens=max_tokens, stop=self.stop_sequences or (), **fields)
+
+
+class CountTokensBody(MessagesPrompt):
+    """Body of `/v1/messages/count_tokens`."""
+
+
+def _tool_result(block: MessagesContentBlock, field: str) -> Message:
+    if not block.tool_use_id:
+        raise InvalidRequest(f"{field}.tool_use_id", "is missing")
+    content = joined_text(block.content or "", f"{field}.content")
+    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+
+
+def _tool_use(block: MessagesContentBlock, field: str) -> Any:
+    for name in ("id", "name"):
+        if not getattr(block, name):
+            raise InvalidRequest(f"{field}.{name}", "is missing")
+    return sdk_tool_call(block.id or "", block.name or "", block.input)
+
+
+async def messages(gateway: GatewayContext, request: Request) -> GenerationResponse:
+    """Answer a conversation."""
+    checked = await gateway.auth.read_body(request, MessagesBody)
+    body, state = checked.body, await gateway.cluster.state()
+    job = gateway.builder.prepare(checked, state, body.max_tokens)
+    job.prompts = [{"messages": body.to_messages()}]
+    job.set_chat_options(body.chat_options())
+    tools = body.tool_set()
+    parser = gateway.builder.offer_tools(job, tools)
+    cache = await _cache_breakpoints(gateway, body, tools)
+    decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
+    return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode, cache))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBreakpoints:
+    """Prompt tokens behind the last breakpoint, and behind the last with a TTL of an hour; None: there is none."""
+
+    behind: int | None = None
+    behind_hour: int | None = None
+
+    def created_tokens(self, usage: Usage) -> tuple[int, int]:
+        """Tokens up to the breakpoints whose KV was computed anew: for five minutes, and for an hour."""
+        hour = 0 if self.behind_hour is None else max(0, usage.prompt_tokens - self.behind_hour - usage.cached_tokens)
+        known = usage.cached_tokens + hour
+        return 0 if self.behind is None else max(0, usage.prompt_tokens - self.behind - known), hour
+
+
+async def _cache_breakpoints(gateway: GatewayContext, body: MessagesBody, tools: ToolSet | None) -> CacheBreakpoints:
+    marks = body.cache_marks()
+    ends = [index for index, (_, mark) in enumerate(marks) if mark is not None]
+    if not ends:
+        return CacheBreakpoints()
+    hours = [index for index in ends if (mark := marks[index][1]) is not None and mark.ttl == "1h"]
+    wanted, texts = [ends[-1], *hours[-1:]], [text for text, _ in marks]
+    if min(wanted) == len(marks) - 1:
+        behind = [0] * len(wanted)  # the prompt's end: nothing is counted
+    else:
+        definitions = tools.definitions if tools else ()
+        behind = await gateway.tokenizer.tokens_behind(
+            body.to_messages(), definitions, body.chat_options(), texts, wanted
+        )
+    return CacheBreakpoints(*behind)
+
+
+async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
+    """Number of tokens in a conversation."""
+    checked = await gateway.auth.read_body(request, CountTokensBody)
+    max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
+    tokens = await gateway.tokenizer.encode_chat(
+        checked.body.to_messages(),
+        tools.definitions if tools else (),
+        max_tokens,
+        checked.body.chat_options(),
+    )
+    checked.caller.budget.charge_work(len(tokens))
+    return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
+
+
+_ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+class MessagesFormatter(ResponseFormatter):
+    """Writes a message, or the events of a message."""
+
+    def __init__(
+        self,
+        model: str,
+        parser: AnswerParser,
+        stops: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        cache: CacheBreakpoints,
+    ) -> None:
+        """Write answers of `model`.
+
+        Args:
+            model: name of the model in the response.
+            parser: finds the tool calls in the answer.
+            stops: stop texts of the request.
+            decode: returns the text of tokens, to find the stop text that ended the answer.
+            cache: the prompt's breakpoints.
+        """
+        self._cache = cache
+        self._model = model
+        self._parser = parser
+        self._stops = stops
+        self._decode = decode
+        self._head: dict[str, Any] = {}
+        self._blocks = 0  # content blocks that have started
+        self._open = ""  # kind of the open block: "text", "thinking", "call", or "" for none
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        self._parser.start(request_id)
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": self._model}
+        if emulated:
+            self._head["emulated"] = True
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        content = [_content_block(part) for part in self._parser.parse_full(result.text, 0)]
+        return {**self._head, "content": content, **self._end(result), "usage": self._usage(result)}
+
+    def first_events(self) -> Iterator[bytes]:
+        # The usage is known at the end only.
+        empty: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": messages_usage(Usage(), 0, self._cache),
+        }
+        yield _messages_event("message_start", {"message": {**self._head, **empty}})
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b"".join(map(self._block, self._parser.push(text, choice)))
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        """Anthropic's API has no log probabilities and no token ids."""
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        yield from map(self._block, self._parser.end(0))
+        yield self._close_block()
+        yield _messages_event("message_delta", {"delta": self._end(result), "usage": self._usage(result)})
+        yield _messages_event("message_stop", {})
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        return _messages_event("error", anthropic_error_body(error))
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return anthropic_error_body(error)
+
+    def _block(self, part: AnswerPart) -> bytes:
+        """Events for a part of the answer. Consecutive texts share a block, and so do the parts of a tool call."""
+        match part:
+            case str():
+                before = b"" if self._open == "text" else self._open_block("text", {"type": "text", "text": ""})
+                return before + self._delta({"type": "text_delta", "text": part})
+            case ReasoningText(text):
+                start = b"" if self._open == "thinking" else self._open_block("thinking", _thinking_block(""))
+                return start + self._delta({"type": "thinking_delta", "thinking": text})
+            case AnswerArgumentsDelta():
+                return self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        start = self._open_block("call", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        whole = {"type": "input_json_delta", "partial_json": part.arguments}
+        return start + (self._delta(whole) if part.arguments else b"")
+
+    def _open_block(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Events that close the open block, if any, and open the next."""
+        before = self._close_block()
+        self._open = kind
+        self._blocks += 1
+        return before + _messages_event("content_block_start", {"index": self._blocks - 1, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _messages_event("content_block_delta", {"index": self._blocks - 1, "delta": delta})
+
+    def _close_block(self) -> bytes:
+        """The event that closes the open block, if any."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return _messages_event("content_block_stop", {"index": self._blocks - 1})
+
+    def _usage(self, result: GenerateResult) -> dict[str, Any]:
+        return messages_usage(result.usage, self._parser.reasoning_tokens(result.choices), self._cache)
+
+    def _end(self, result: GenerateResult) -> dict[str, str | None]:
+        stop = self._stopped_by(result)
+        ended = "stop_sequence" if stop is not None else "tool_use" if self._parser.has_tool_calls(0) else "end_turn"
+        return {"stop_reason": "max_tokens" if result.finish_reason == "length" else ended, "stop_sequence": stop}
+
+    def _stopped_by(self, result: GenerateResult) -> str | None:
+        """The stop text that ended the answer: the tokens continue beyond the answer's text."""
+        if result.finish_reason != "stop" or not self._stops:
+            return None
+        # Without the prompt before them, some tokenizers drop the first token's leading space.
+        rest = self._decode(result.token_ids)[max(0, len(result.text) - 1) :]
+        found = {rest.find(stop): stop for stop in self._stops if stop in rest}
+        return found[min(found)] if found else None
+
+
+def _content_block(part: WholePart) -> dict[str, Any]:
+    match part:
+        case str():
+            return {"type": "text", "text": part}
+        case ReasoningText(text):
+            return _thinking_block(text)
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": call_arguments(part.arguments)}
+
+
+def _thinking_block(text: str) -> dict[str, str]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def anthropic_error_body(error: ErrorResponse) -> dict[str, Any]:
+    """Anthropic's error body, with the details of the error."""
+    default = "api_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    fields = {"type": _ERROR_TYPES.get(error.status, default), "message": error.message}
+    return {"type": "error", "error": fields | error.detail}
+
+
+def messages_usage(usage: Usage, thinking_tokens: int, cache: CacheBreakpoints) -> dict[str, Any]:
+    """Anthropic's usage: `input_tokens` has neither cached tokens nor those computed up to a breakpoint."""
+    minutes, hour = cache.created_tokens(usage)
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - minutes - hour,
+        "cache_creation_input_tokens": minutes + hour,
+        "cache_creation": {"ephemeral_5m_input_tokens": minutes, "ephemeral_1h_input_tokens": hour},
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking_tokens},
+    }
+
+
+def _messages_event(kind: str, content: Mapping[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), to_json_bytes({"type": kind, **content}))

@@ -1,0 +1,142 @@
+"""OpenAI's `/v1/embeddings`, and what every endpoint with embeddings shares."""
+
+from __future__ import annotations
+
+import array
+import base64
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from starlette.requests import Request
+
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.client import GenerateResult, TokenEvent
+from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.errors import ErrorResponse
+from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter, results_of
+from moonpool.gateway.serving.json_body import FailFastList, GenerateBody
+
+MAX_INPUTS = 2048
+"""Inputs per request, as OpenAI's limit."""
+
+
+_IGNORED = ("keep_alive", "metadata", "request_id", "rid", "user")
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "bytes_only": (False,),
+    "chat_template": (),
+    "dimensions": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "input_type": (),
+    "lora_path": (),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "normalize": (True,),
+    "options": ({},),
+    "truncate": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_activation": (True,),
+}
+
+
+class EmbeddingBody(GenerateBody):
+    """A body with texts that are embedded."""
+
+    ignored: ClassVar[Collection[str]] = _IGNORED
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, temperature=0.0, embedding=True)
+
+
+class EmbeddingsBody(EmbeddingBody):
+    """Body of `/v1/embeddings`."""
+
+    input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if self.stream:
+            raise InvalidRequest("stream", "embeddings are not streamed")
+        inputs = self.inputs()
+        if not 1 <= len(inputs) <= MAX_INPUTS:
+            raise InvalidRequest("input", f"must be 1 to {MAX_INPUTS} inputs")
+        if not all(inputs):
+            raise InvalidRequest("input", "an input must not be empty")
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs, each as text or as token ids."""
+        match self.input:
+            case str() | [int(), *_]:
+                return [self.input]  # type: ignore[list-item]
+        return list(self.input)  # type: ignore[arg-type]
+
+
+async def embeddings(gateway: GatewayContext, request: Request) -> GenerationResponse:
+    """Embed one or more inputs."""
+    checked = await gateway.auth.read_body(request, EmbeddingsBody)
+    body, state = checked.body, await gateway.cluster.state()
+    job = gateway.builder.prepare(checked, state, max_tokens=1)  # engines compute at least one token
+    job.prompts = [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in body.inputs()]
+    job.prompt_field = "input"
+    if body.add_special_tokens is False:
+        job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=False))
+    return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=body.encoding_format == "base64"))
+
+
+class EmbeddingFormatter(ResponseFormatter):
+    """Writes a response from embeddings, which is never streamed."""
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        del request_id, emulated
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        del event
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b""
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        return iter(())
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        return b""
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return error.body()
+
+
+class EmbeddingsFormatter(EmbeddingFormatter):
+    """Writes the list of embeddings."""
+
+    def __init__(self, model: str, *, as_text: bool) -> None:
+        """`model` is the name in the response; `as_text`: embeddings are base64 of little-endian float32."""
+        self._model = model
+        self._as_text = as_text
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        tokens = result.usage.prompt_tokens
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": self._written(each.embedding)}
+                for index, each in enumerate(results_of(result))
+            ],
+            "model": self._model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    def _written(self, embedding: Sequence[float]) -> list[float] | str:
+        if not self._as_text:
+            return list(embedding)
+        numbers = array.array("f", embedding)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return base64.b64encode(numbers.tobytes()).decode()

@@ -1,0 +1,202 @@
+"""Builds a gateway from settings, runs the gateway, and finally drains the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+from starlette.applications import Starlette
+
+from moonpool.base import world
+from moonpool.base.checkpoint import Tokenizer, model_name, resolve
+from moonpool.base.config import parse_address
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc.auth import ApiKeys
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.tls import Security
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
+from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
+from moonpool.client import AsyncClient, ClusterState
+from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.http_server import HttpServer, http_serving
+from moonpool.gateway.routes import make_app
+from moonpool.gateway.serving.auth import Authenticator
+from moonpool.gateway.serving.background_responses import BackgroundResponses
+from moonpool.gateway.serving.cluster_state import ClusterStateCache
+from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.generation import RequestBuilder
+from moonpool.gateway.serving.json_body import BodyMemory, BodyPace, BodyReader
+from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
+from moonpool.gateway.serving.response_pins import ResponsePins
+from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
+
+CONNECT_TIMEOUT_S = 2.0
+"""Seconds for which the gateway retries a conductor that cannot be reached, before the request fails."""
+
+SERVER_METRICS: tuple[Metric[HttpServer], ...] = (
+    Metric("connections", "Open connections of HTTP clients.", lambda server: server.open_connections),
+)
+BODY_METRICS: tuple[Metric[BodyMemory], ...] = (
+    Metric("body_bytes", "Memory held for the bodies of requests in progress.", lambda memory: memory.held_bytes),
+)
+RESPONSE_METRICS: tuple[Metric[ResponseStore], ...] = (
+    Metric("stored_bytes", "Size of the stored responses and conversations.", lambda store: store.num_bytes),
+)
+
+log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def application(
+    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics
+) -> AsyncIterator[tuple[Starlette, MetricSet]]:
+    """Run a gateway without an HTTP server while the body of the `async with` runs.
+
+    Yields the ASGI application, and the metrics for the stored responses and the process.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
+        parsing = stack.enter_context(world.thread_pool(1, "bodies"))
+        client = await stack.enter_async_context(
+            AsyncClient(
+                config.conductor,
+                timeout_s=config.request_timeout_s,
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                tls=Security.tls_of(Security.of(config)),
+            )
+        )
+        parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
+        responses = stack.enter_context(response_store(config))
+        bodies = body_reader(config, parsing)
+        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies)
+        stack.push_async_callback(handlers.pins.close)
+        stack.push_async_callback(handlers.background.close)
+        app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
+        watched = MetricSet().add(RESPONSE_METRICS, responses).add(BODY_METRICS, bodies.memory)
+        yield app, watched.add(PROCESS_METRICS, None)
+
+
+@asynccontextmanager
+async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
+    """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    metrics = PrometheusMetrics(config.service())
+    async with (
+        application(config, checkpoint_tokenizer, metrics) as (app, watched),
+        http_serving(app, config) as (server, port),
+    ):
+        metrics.watch(watched.add(SERVER_METRICS, server))
+        async with metrics.served(config.metrics_listen):
+            yield config.advertised(port)
+
+
+@contextmanager
+def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
+    """The response store for a gateway with these settings, open while the body of the `with` runs.
+
+    Raises:
+        ConfigError: the file of the store is wrong.
+    """
+    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
+    with world.thread_pool(1, "responses") as threads:
+        store = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
+        try:
+            yield store
+        finally:
+            threads.submit(store.close).result()
+
+
+def state_reader(cluster: ClusterStateCache) -> Callable[[], ClusterState | None]:
+    """The cluster now, or None if the cluster cannot be asked; for other threads than that of the running loop."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> ClusterState | None:
+        try:
+            return asyncio.run_coroutine_threadsafe(cluster.state(), loop).result(SCRAPE_TIMEOUT_S)
+        except (MoonpoolError, TimeoutError):
+            return None
+
+    return read
+
+
+def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
+    """The hosts under which a gateway with these settings answers."""
+    if config.allowed_hosts or config.api_keys is not None:
+        return AllowedHosts(config.allowed_hosts or ("*",))
+    own = {parse_address(config.listen)[0], parse_address(config.advertised(1))[0], socket.gethostname()}
+    return AllowedHosts([*own, "localhost"], config.allowed_origins, addresses=True)
+
+
+def body_reader(config: GatewayConfig, threads: Executor) -> BodyReader:
+    """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
+    memory = BodyMemory(config.body_memory_bytes)
+    return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads, BodyPace())
+
+
+def gateway_context(
+    config: GatewayConfig,
+    client: AsyncClient,
+    tokenizer: GatewayTokenizer,
+    metrics: PrometheusMetrics,
+    responses: ResponseStore,
+    bodies: BodyReader,
+    keys: ApiKeys | None = None,
+) -> GatewayContext:
+    """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
+
+    Raises:
+        ConfigError: the file of API keys is wrong.
+    """
+    if keys is None and config.api_keys is not None:
+        keys = ApiKeys(config.api_keys)
+    request_metrics = GatewayMetrics(metrics, world.monotonic)
+    context = GatewayContext(
+        client=client,
+        auth=Authenticator(
+            keys,
+            request_metrics.clock,
+            operator_tenants=config.operator_tenants,
+            bodies=bodies,
+        ),
+        cluster=ClusterStateCache(client, request_metrics.clock),
+        tokenizer=tokenizer,
+        builder=RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name),
+        responses=responses,
+        pins=ResponsePins(client, config.response_pin_s),
+        background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),
+        metrics=request_metrics,
+        registry=metrics.registry,
+        wall_clock=world.unix_time,
+        aside=bodies.threads,
+        started_at=int(world.unix_time()),
+        served_names=config.served_model_name,
+    )
+    metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
+    return context
+
+
+async def serve(context: ProcessContext, config: GatewayConfig) -> None:
+    """Run the gateway of this process until the process is asked to stop.
+
+    Raises:
+        ConfigError: a setting is refused.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model), config.chat_template))
+    async with gateway(config, tokenizer) as address:
+        log.info("serving", address=address, conductor=config.conductor)
+        context.announce(address)
+        await context.stopping.wait()

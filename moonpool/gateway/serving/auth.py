@@ -1,0 +1,268 @@
+"""Authentication and budgets: an API key's tenant, requests per minute and tokens per minute.
+
+A budget is a token bucket. Requests are charged on arrival. Tokens are charged when they are generated, so running
+requests may overdraw a token budget. New requests are refused until the budget has recovered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from starlette.requests import Request
+
+from moonpool.base import world
+from moonpool.base.errors import PermissionDenied
+from moonpool.base.rpc.auth import ApiKeys, BudgetOwner
+from moonpool.base.scheduling.budgets import TokenBucket
+from moonpool.client.tracing import TRACEPARENT, is_traceparent
+from moonpool.gateway.serving.envelope import request_id_of
+from moonpool.gateway.serving.errors import BudgetSpentError
+from moonpool.gateway.serving.json_body import Body, BodyReader, BodyT
+
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
+"""Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
+
+
+class BudgetCharge:
+    """Charges one request to every budget that the request counts against."""
+
+    def __init__(
+        self,
+        buckets: Sequence[TokenBucket] = (),
+        requests: Sequence[TokenBucket] = (),
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`buckets` are the token budgets, `requests` those of requests; `clock` returns seconds."""
+        self._buckets = buckets
+        self._requests = requests
+        self._clock = clock
+        self._prompt_tokens = 0
+        self.prompt_weight = 1
+        """Tokens that each prompt token counts as."""
+
+    def charge_answers(self, answers: int) -> None:
+        """Charge a request that runs as so many: each answer after the first counts as one more request."""
+        for bucket in self._requests:
+            bucket.take(answers - 1, self._clock())
+
+    def charge_work(self, tokens: int) -> None:
+        """Charge work that takes as long as so many tokens."""
+        for bucket in self._buckets:
+            bucket.take(tokens, self._clock())
+
+    def charge(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Charge `new_tokens` generated tokens, and the prompt tokens that were not charged before.
+
+        `prompt_tokens` is the number of prompt tokens so far.
+        """
+        amount = new_tokens + (prompt_tokens - self._prompt_tokens) * self.prompt_weight
+        self._prompt_tokens = prompt_tokens
+        self.charge_work(amount)
+
+
+class Budgets:
+    """Budgets of all keys and tenants in this gateway. Other gateways have budgets of their own."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+
+    def admit(self, owners: Sequence[BudgetOwner]) -> BudgetCharge:
+        """Count a request against the owners' budgets.
+
+        Raises:
+            BudgetSpentError: a budget is used up; says when to retry.
+        """
+        now = self._clock()
+        requests = self._buckets_of("requests", owners, now)
+        tokens = self._buckets_of("tokens", owners, now)
+        for what, buckets in (("requests", requests), ("tokens", tokens)):
+            for owner, bucket in buckets:
+                if (wait_s := bucket.wait_s(now)) > 0:
+                    raise BudgetSpentError(what, owner.told, bucket.per_minute, wait_s)
+        for _, bucket in requests:
+            bucket.take(1, now)
+        charged, counted = ([bucket for _, bucket in buckets] for buckets in (tokens, requests))
+        return BudgetCharge(charged, counted, self._clock)
+
+    def _buckets_of(
+        self, what: str, owners: Sequence[BudgetOwner], now: float
+    ) -> list[tuple[BudgetOwner, TokenBucket]]:
+        limited = [(owner, getattr(owner.limits, what)) for owner in owners]
+        return [(owner, self._bucket((owner.name, what), limit, now)) for owner, limit in limited if limit is not None]
+
+    def _bucket(self, key: tuple[str, str], per_minute: int, now: float) -> TokenBucket:
+        bucket = self._buckets.setdefault(key, TokenBucket(per_minute, now))
+        if bucket.per_minute != per_minute:
+            bucket.change(per_minute, now)
+        return bucket
+
+
+MAX_REMEMBERED_IDS = 4096
+"""Ids that clients gave their requests, by which a request can be asked for."""
+MAX_WARNED_FIELDS = 16
+"""Ignored fields that the warning header names."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class AuthenticatedCaller:
+    """The caller of a request: the tenant, and the budgets that the request's tokens are charged to."""
+
+    tenant: str = ""
+    budget: BudgetCharge = field(default_factory=BudgetCharge)
+
+
+CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest(Generic[CheckedBodyT]):
+    """A request with a checked API key and body.
+
+    Attributes:
+        caller: tenant and budgets.
+        body: the body, checked.
+        warning_headers: response headers that name ignored fields of the body.
+        traceparent: W3C trace context of the client; "" for none.
+        request_id: unique id of the request.
+        client_id: the client's own id of the request, with which `request_id` begins; "" for none.
+        session_id: the session that the request's head names; "" for none.
+    """
+
+    caller: AuthenticatedCaller
+    body: CheckedBodyT
+    warning_headers: dict[str, str]
+    traceparent: str
+    request_id: str
+    client_id: str
+    session_id: str
+
+
+class Authenticator:
+    """Checks API keys and budgets."""
+
+    def __init__(
+        self,
+        keys: ApiKeys | None,
+        clock: Callable[[], float],
+        operator_tenants: Collection[str],
+        bodies: BodyReader,
+    ) -> None:
+        """Check requests.
+
+        Args:
+            keys: the API keys; None if no key is needed.
+            clock: returns seconds.
+            operator_tenants: tenants that see the whole cluster.
+            bodies: reads and parses bodies.
+        """
+        self._keys = keys
+        self._budgets = Budgets(clock)
+        self._operator_tenants = operator_tenants
+        self._bodies = bodies
+        self._request_ids: dict[tuple[str, str], str] = {}  # by tenant and the client's own id, the oldest first
+
+    def tenant(self, request: Request) -> str:
+        """Tenant of a request that uses no budget.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        return "" if self._keys is None else self._keys.tenant(_api_key(request))
+
+    def visible_tenants(self, request: Request) -> Callable[[str], bool]:
+        """A function that says whether the caller may see a tenant. An operator sees every tenant.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        own = self.tenant(request)
+        return lambda tenant: self._is_operator(own) or tenant == own
+
+    def is_operator(self, request: Request) -> bool:
+        """Whether the caller is an operator. Without API keys, every caller is an operator.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        return self._is_operator(self.tenant(request))
+
+    def require_operator(self, request: Request) -> None:
+        """Refuse callers that are not operators.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+            PermissionDenied: the tenant of the key is not an operator.
+        """
+        if not self.is_operator(request):
+            raise PermissionDenied("this key's tenant is not among the gateway's operator_tenants")
+
+    def _is_operator(self, tenant: str) -> bool:
+        return self._keys is None or tenant in self._operator_tenants
+
+    async def read_body(self, request: Request, cls: type[BodyT], *, uses_budget: bool = True) -> CheckedRequest[BodyT]:
+        """Check the API key and, with `uses_budget`, the budgets. Then read and check the body.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+            BudgetSpentError: the key or the tenant has used up a budget.
+            HttpError: the body is too large, too slow or not JSON.
+            Unavailable: the bodies of all requests in progress take too much memory.
+            InvalidRequest: a field is wrong; names the field.
+        """
+        if self._keys is None or not uses_budget:
+            caller = AuthenticatedCaller(self.tenant(request))
+        else:
+            caller = self._admit(self._keys, _api_key(request))
+        body = await self._bodies.read(request, cls, caller.tenant)
+        given = request.headers.get(TRACEPARENT, "")
+        name, own = request_id_of(request.scope)
+        # Clients and proxies may send an id again while the first request runs.
+        request_id = f"{name}-{world.random_hex(4)}" if own else name
+        if own:
+            self._remember_id(caller.tenant, name, request_id)
+        trace = given if is_traceparent(given) else ""
+        warning, session = _ignored_fields_warning(body), _session_id(request)
+        return CheckedRequest(caller, body, warning, trace, request_id, name if own else "", session)
+
+    def _remember_id(self, tenant: str, client_id: str, request_id: str) -> None:
+        self._request_ids.pop((tenant, client_id), None)
+        self._request_ids[tenant, client_id] = request_id
+        if len(self._request_ids) > MAX_REMEMBERED_IDS:
+            del self._request_ids[next(iter(self._request_ids))]
+
+    def full_request_id(self, request: Request, name: str) -> str:
+        """The id of the caller's last request with the caller's own `x-request-id` `name`; `name` if there is none.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        return self._request_ids.get((self.tenant(request), name), name)
+
+    def _admit(self, keys: ApiKeys, key: str) -> AuthenticatedCaller:
+        return AuthenticatedCaller(keys.tenant(key), self._budgets.admit(keys.owners(key)))
+
+
+def _api_key(request: Request) -> str:
+    """The API key, from OpenAI's header or from Anthropic's; "" without a key."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _session_id(request: Request) -> str:
+    """The session that the head names; "" for none."""
+    return next((found for name in SESSION_HEADERS if (found := request.headers.get(name))), "")
+
+
+def _ignored_fields_warning(body: Body) -> dict[str, str]:
+    """A warning header with the names of ignored fields. A name with other than plain characters becomes "?"."""
+    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored_fields()))
+    if not names:
+        return {}
+    listed = ", ".join(names[:MAX_WARNED_FIELDS]) + (", ..." if len(names) > MAX_WARNED_FIELDS else "")
+    return {"warning": f'299 moonpool "ignored fields: {listed}"'}

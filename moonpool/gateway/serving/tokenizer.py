@@ -1,0 +1,216 @@
+"""The tokenizer and chat template of the served model, run on threads."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moonpool.base.checkpoint import ChatOptions, Tokenizer
+from moonpool.base.errors import InvalidRequest, Mismatch
+from moonpool.client import Message
+from moonpool.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
+from moonpool.gateway.reasoning_parsers.base import ReasoningFormat
+from moonpool.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
+from moonpool.gateway.tool_parsers.base import ToolParserFamily
+
+T = TypeVar("T")
+AUTO = "auto"
+GENERIC_TOOL_PARSER = "hermes"
+"""Parser of the calls that `moonpool.base.checkpoint.generic_tools` asks for."""
+MAX_TEMPLATE_VARIANTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """Which parsers read the answers: keys of `TOOL_PARSERS` and `REASONING_PARSERS`; "auto" = by the chat template."""
+
+    tool_call: str = AUTO
+    reasoning: str = AUTO
+
+
+class GatewayTokenizer:
+    """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, threads: Executor, parsers: ParserNames) -> None:
+        """Wrap the tokenizer of a checkpoint.
+
+        Args:
+            name: name of the checkpoint; the cluster must serve the model of this name.
+            tokenizer: the tokenizer of the checkpoint.
+            threads: threads that tokenise.
+            parsers: how answers are read.
+        """
+        self._name = name
+        self._tokenizer = tokenizer
+        self._threads = threads
+        template = tokenizer.chat_template
+        calls, thinking = parsers.tool_call, parsers.reasoning
+        if calls == AUTO:
+            # Templates that take no tools get them, and the format of calls, in a system message.
+            calls = tool_parser_of(template) if tokenizer.takes_tools else GENERIC_TOOL_PARSER
+        self._tool_parser = TOOL_PARSERS.get(calls)
+        self._reasoning = REASONING_PARSERS.get(reasoning_parser_of(template) if thinking == AUTO else thinking)
+        self._thinks_at_once: dict[str, bool] = {}  # by the template's variables
+
+    async def encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        """Tokens of a text; `special`: with the special tokens that begin a prompt.
+
+        Raises:
+            InvalidRequest: the text has more than `max_tokens` tokens.
+        """
+        return await self._run(lambda: self._encode("prompt", text, max_tokens, special=special))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        options: ChatOptions,
+        *,
+        special: bool = False,
+    ) -> list[int]:
+        """Tokens of messages after the chat template; `special`: with the special tokens that begin a text.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages, or there are more than `max_tokens` tokens.
+        """
+
+        def run() -> list[int]:
+            self._check_chars("messages", sum(len(message["content"]) for message in messages), max_tokens)
+            chat = self._tokenizer.render_chat(messages, tools, options)
+            self._check_longer("messages", chat.text, max_tokens)
+            return self._tokenizer.encode_chat(chat, special)
+
+        return await self._run(run)
+
+    async def tokens_behind(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: ChatOptions,
+        texts: Sequence[str],
+        ends: Sequence[int],
+    ) -> list[int]:
+        """For each of `ends`, a place in `texts`: tokens of the prompt behind that text.
+
+        Args:
+            messages: the conversation.
+            tools: functions that the template shows.
+            options: options of the template.
+            texts: texts of the messages, in the order of the prompt.
+            ends: places of texts.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages.
+        """
+
+        def run() -> list[int]:
+            chat = self._tokenizer.render_chat(messages, tools, options).text
+            places, at = [], 0
+            for text in texts:
+                found = chat.find(text, at)
+                at = at if found < 0 else found + len(text)
+                places.append(at)
+            return [len(self._tokenizer.encode(chat[places[end] :], add_special=False)) for end in ends]
+
+        return await self._run(run)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special tokens included.
+
+        Raises:
+            InvalidRequest: a token is outside the vocabulary.
+        """
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._tokenizer.vocab_size):
+            raise InvalidRequest("tokens", f"must be in [0, {self._tokenizer.vocab_size})")
+        return await self._run(lambda: self._tokenizer.decode(tokens, skip_special=False))
+
+    def decode_now(self, tokens: Sequence[int], skip_special: bool) -> str:
+        """Text of a few tokens, decoded on the calling thread."""
+        return self._tokenizer.decode(tokens, skip_special)
+
+    def tokens_through(self, text: str, tokens: Sequence[int]) -> int:
+        """Number of tokens up to the end of the first `text` in their text; all tokens if absent."""
+        ends = range(1, len(tokens))
+        return 1 + bisect.bisect_left(ends, True, key=lambda end: text in self.decode_now(tokens[:end], False))
+
+    async def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """Each token's text, separately."""
+        return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
+
+    def info(self) -> dict[str, Any]:
+        """VLLM's tokenizer description: special tokens by name, vocabulary size, chat template."""
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            **self._tokenizer.special_tokens,
+            "vocab_size": self._tokenizer.vocab_size,
+            "chat_template": self._tokenizer.chat_template or None,
+        }
+
+    def tool_parser(self, served: str) -> ToolParserFamily:
+        """How the model writes tool calls.
+
+        Raises:
+            Mismatch: the cluster serves another model.
+            InvalidRequest: the format is unknown; names `tools`.
+        """
+        self.check_model(served)
+        if self._tool_parser is None:
+            known = ", ".join(TOOL_PARSERS)
+            raise InvalidRequest(
+                "tools", f"the format of this model's tool calls is unknown; --tool-call-parser has {known}"
+            )
+        return self._tool_parser
+
+    def reasoning(self, served: str) -> ReasoningFormat | None:
+        """How the model marks thinking; None if the model does not think, or the cluster serves another model."""
+        return self._reasoning if served == self._name else None
+
+    def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether the chat template begins the thinking, so that answers begin within the thinking."""
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._thinks_at_once:
+            try:
+                options = ChatOptions(template_kwargs=template_kwargs)
+                prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text
+            except InvalidRequest:  # the conductor says what is wrong, if the request's own messages are refused, too
+                return False
+            if len(self._thinks_at_once) >= MAX_TEMPLATE_VARIANTS:
+                self._thinks_at_once.clear()
+            self._thinks_at_once[key] = self._reasoning is not None and self._reasoning.is_open(prompt)
+        return self._thinks_at_once[key]
+
+    def special_id(self, text: str) -> int | None:
+        """Id of a special token, which answers lack unless requested; None if the text is none."""
+        return self._tokenizer.special_id(text)
+
+    def check_model(self, served: str) -> None:
+        """Check that the cluster serves the model of this tokenizer.
+
+        Raises:
+            Mismatch: the cluster serves another model; names `model`.
+        """
+        if served != self._name:
+            raise Mismatch("model", f"this gateway has the tokenizer of {self._name!r}, the cluster serves {served!r}")
+
+    def _encode(self, field: str, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        self._check_longer(field, text, max_tokens)
+        return self._tokenizer.encode(text, add_special=special)
+
+    def _check_longer(self, field: str, text: str, max_tokens: int) -> None:
+        self._check_chars(field, len(text), max_tokens)
+        if self._tokenizer.is_longer(text, max_tokens):
+            raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
+
+    def _check_chars(self, field: str, chars: int, max_tokens: int) -> None:
+        """Refuse text that is too long for any tokenization, before tokenising."""
+        if chars > max_tokens * self._tokenizer.longest_token_chars:
+            raise InvalidRequest(field, f"{chars} characters make more than {max_tokens} tokens, the model's length")
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,0 +1,292 @@
+"""Tool calling and thinking: the tools that a request offers, and the parts of an answer, whole or streamed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import AnswerGrammar
+from moonpool.base.json_schema import SchemaWordError, close_objects, moved_schema
+from moonpool.client import Choice
+from moonpool.gateway.reasoning_parsers.base import ReasoningFormat, ReasoningParser, ReasoningText
+from moonpool.gateway.tool_parsers.base import (
+    DEFAULT_CALL_ID,
+    ArgumentsDelta,
+    ParsedToolCall,
+    ParserOutput,
+    ToolCallStart,
+    ToolParser,
+    ToolParserFamily,
+)
+from moonpool.gateway.tool_parsers.json_calls import ForcedToolParser
+
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_FORCED_CALLS = 16
+"""Calls of an answer that must call. Without a bound, a small model may add calls until the answer is cut."""
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """Functions that the model may call.
+
+    Attributes:
+        definitions: OpenAI's definitions, as chat templates take them.
+        parallel: an answer may have more than one call.
+        tool_choice: the function that an answer must call; "" for any function, None for no obligation.
+    """
+
+    definitions: Sequence[Mapping[str, Any]]
+    parallel: bool = True
+    tool_choice: str | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions."""
+        return frozenset(definition["function"]["name"] for definition in self.definitions)
+
+    @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """JSON schemas of the parameters by function."""
+        return {it["function"]["name"]: it["function"]["parameters"] for it in self.definitions}
+
+    @property
+    def strict(self) -> frozenset[str]:
+        """Names of functions whose calls must follow their schemas, also if no call is forced."""
+        return frozenset(it["function"]["name"] for it in self.definitions if it["function"].get("strict"))
+
+    def grammar(self, family: ToolParserFamily, answer: AnswerGrammar) -> str:
+        """Lark grammar for answers in which strict functions' calls follow their schemas; "" if no function is strict.
+
+        Raises:
+            InvalidRequest: the parameters of a strict function cannot be followed; names `tools`.
+        """
+        if not self.strict:
+            return ""
+        anything = {"type": "object"}
+        held = {name: schema if name in self.strict else anything for name, schema in self.parameters.items()}
+        try:
+            family.hold(answer, held)
+        except SchemaWordError as error:
+            raise InvalidRequest("tools", str(error)) from None
+        return answer.lark()
+
+    def schema(self) -> dict[str, Any]:
+        """JSON schema for an answer that must call: a function's arguments, or a list of calls.
+
+        Objects have only the named members, unless `additionalProperties` says otherwise: small models would continue
+        with further members until the answer is cut.
+        """
+        parameters = {name: close_objects(schema) for name, schema in self.parameters.items()}
+        if self.tool_choice:
+            return dict(parameters[self.tool_choice])
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name in parameters
+        ]
+        most = MAX_FORCED_CALLS if self.parallel else 1
+        definitions = {name: moved_schema(schema, f"/$defs/{name}") for name, schema in parameters.items()}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": definitions}
+
+
+def tool_definition(
+    field: str, name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool = False
+) -> dict[str, Any]:
+    """OpenAI's definition of a function, as chat templates take definitions.
+
+    `strict`: calls must follow the parameters.
+
+    Raises:
+        InvalidRequest: the name is wrong; names `field`.
+    """
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise InvalidRequest(f"{field}.name", "must have 1 to 64 letters, digits, _, . and -")
+    function: dict[str, Any] = {"name": name, **({} if description is None else {"description": description})}
+    function |= {"parameters": parameters or _NO_PARAMETERS, **({"strict": True} if strict else {})}
+    return {"type": "function", "function": function}
+
+
+def checked_tools(
+    definitions: Sequence[Mapping[str, Any]],
+    tool_choice: str | None,
+    *,
+    parallel: bool,
+) -> ToolSet | None:
+    """The functions of a request; None without functions.
+
+    Raises:
+        InvalidRequest: two functions have the same name, or `tool_choice` names none of them.
+    """
+    if tool_choice == "" and len(definitions) == 1:
+        tool_choice = str(definitions[0]["function"]["name"])
+    tools = ToolSet(definitions, parallel, tool_choice)
+    if len(tools.names) < len(definitions):
+        raise InvalidRequest("tools", "two functions have the same name")
+    if tool_choice is not None and tool_choice not in ({""} if definitions else set()) | tools.names:
+        raise InvalidRequest("tool_choice", "must name a function of tools")
+    return tools if definitions else None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerToolCall:
+    """A call in an answer. `number` counts the calls of the answer from 0; `arguments` is a JSON object as text."""
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerArgumentsDelta:
+    """The next characters in the arguments for the call with this number."""
+
+    number: int
+    arguments: str
+
+
+AnswerPart = str | ReasoningText | AnswerToolCall | AnswerArgumentsDelta
+"""A part of an answer: text, thinking, a call, or more call arguments."""
+WholePart = str | ReasoningText | AnswerToolCall
+"""A part of a whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """How the answers of a request are read.
+
+    Attributes:
+        tools: functions that may be called; None = none.
+        family: how the model writes calls; unused without tools and for forced calls.
+        reasoning: how the model marks thinking; None = the answers are text only.
+        thinks_at_once: the answers begin within the thinking, because the prompt has begun the thinking.
+        count_reasoning: returns how many of an answer's tokens are thinking and marks.
+    """
+
+    tools: ToolSet | None = None
+    family: ToolParserFamily | None = None
+    reasoning: ReasoningFormat | None = None
+    thinks_at_once: bool = False
+    count_reasoning: Callable[[Sequence[int]], int] = len
+
+
+class AnswerParser:
+    """Splits the answers of a request into thinking, text and tool calls, and gives numbers and ids to the calls.
+
+    In a stream (`push`, `end`), a call comes as a start, with all arguments or none, then as argument deltas. A whole
+    answer is read in the same way, and the parts are joined.
+    """
+
+    def __init__(self, reading: AnswerReading = AnswerReading()) -> None:  # frozen
+        self._reading = reading
+        self._request_id = ""
+        self._id_format = reading.family.id_format if reading.family is not None else DEFAULT_CALL_ID
+        self._thinking: dict[int, ReasoningParser] = {}  # by choice
+        self._parsers: dict[int, ToolParser] = {}  # by choice
+        self._num_calls: dict[int, int] = {}  # calls that have started, by choice
+        self._dropping: dict[int, bool] = {}  # the current call is one too many, by choice
+
+    def start(self, request_id: str) -> None:
+        """Take the request's id, which the ids of the calls are derived from."""
+        self._request_id = request_id
+
+    def has_tool_calls(self, choice: int) -> bool:
+        """Whether an answer has a tool call."""
+        return bool(self._num_calls.get(choice))
+
+    def reasoning_tokens(self, answers: Sequence[Choice]) -> int:
+        """Number of thinking tokens in the answers, all of which were parsed."""
+        thought = [it for index, it in enumerate(answers) if index in self._thinking and self._thinking[index].thought]
+        return sum(self._reading.count_reasoning(it.token_ids) for it in thought)
+
+    def push(self, text: str, choice: int) -> list[AnswerPart]:
+        """Take the next text of an answer. Returns the parts that are certain now."""
+        return list(self._called(self._thought(text, choice), choice))
+
+    def end(self, choice: int) -> list[AnswerPart]:
+        """The last parts of an answer."""
+        thinking = self._thinking.get(choice)
+        rest = list(self._called(thinking.end() if thinking is not None else (), choice))
+        parser = self._parser(choice)
+        return rest if parser is None else [*rest, *self._numbered(parser.end(), choice)]
+
+    def parse_full(self, text: str, choice: int) -> list[WholePart]:
+        """The parts of a whole answer, with whole calls. Consecutive texts are one part."""
+        parts: list[WholePart] = []
+        for part in [*self.push(text, choice), *self.end(choice)]:
+            match part, parts[-1] if parts else None:
+                case str(), str() as last:
+                    parts[-1] = last + part
+                case ReasoningText(more), ReasoningText(last):
+                    parts[-1] = ReasoningText(last + more)
+                case AnswerArgumentsDelta(), AnswerToolCall() as call:
+                    parts[-1] = replace(call, arguments=call.arguments + part.arguments)
+                case AnswerArgumentsDelta(), _:
+                    raise AssertionError("arguments follow the start of their call")
+                case _:
+                    parts.append(part)
+        return parts
+
+    def _thought(self, text: str, choice: int) -> Sequence[ReasoningText | str]:
+        """The thinking and the rest in the next text."""
+        if self._reading.reasoning is None:
+            return [text] if text else []
+        if choice not in self._thinking:
+            is_open = self._reading.thinks_at_once
+            self._thinking[choice] = ReasoningParser(self._reading.reasoning, is_open=is_open)
+        return self._thinking[choice].push(text)
+
+    def _called(self, parts: Sequence[ReasoningText | str], choice: int) -> Iterator[AnswerPart]:
+        """The thinking, and text and calls in the rest."""
+        parser = self._parser(choice)
+        for part in parts:
+            if parser is None or isinstance(part, ReasoningText):
+                yield part
+            else:
+                yield from self._numbered(parser.push(part), choice)
+
+    def _parser(self, choice: int) -> ToolParser | None:
+        tools = self._reading.tools
+        if tools is not None and choice not in self._parsers:
+            self._parsers[choice] = self._new_parser(tools)
+        return self._parsers.get(choice)
+
+    def _new_parser(self, tools: ToolSet) -> ToolParser:
+        if tools.tool_choice is not None:
+            return ForcedToolParser(tools.tool_choice, tools.names)
+        assert self._reading.family is not None, "checked when the tools were offered"
+        return self._reading.family.make(tools.parameters)
+
+    def _numbered(self, output: Sequence[ParserOutput], choice: int) -> Iterator[AnswerPart]:
+        for part in output:
+            match part:
+                case str():
+                    yield part
+                case ParsedToolCall(name, arguments):
+                    yield from self._start_call(choice, name, arguments)
+                case ToolCallStart(name):
+                    yield from self._start_call(choice, name, "")
+                case ArgumentsDelta(text):
+                    if not self._dropping.get(choice):
+                        yield AnswerArgumentsDelta(self._num_calls[choice] - 1, text)
+
+    def _start_call(self, choice: int, name: str, arguments: str) -> Iterator[AnswerToolCall]:
+        """The next call, unless the answer may have only one call and has that call."""
+        number = self._num_calls.get(choice, 0)
+        tools = self._reading.tools
+        self._dropping[choice] = bool(number) and tools is not None and not tools.parallel
+        if not self._dropping[choice]:
+            self._num_calls[choice] = number + 1
+            yield AnswerToolCall(number, self._call_id(choice, number), name, arguments)
+
+    def _call_id(self, choice: int, number: int) -> str:
+        return self._id_format.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())

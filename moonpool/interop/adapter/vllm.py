@@ -1,0 +1,247 @@
+"""Speaks to vLLM: HTTP, token ids in and out (`/inference/v1/generate`, which `--enable-scale-out` opens)."""
+
+import re
+from array import array
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.logprobs import Logprobs
+from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
+from moonpool.interop.adapter.http_session import HttpSession, endpoint_for
+from moonpool.interop.kv_events.stream import EventSource
+
+GENERATE = "/inference/v1/generate"
+MAX_SEED = (1 << 63) - 1
+UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
+"""Options that are not passed on. Grammars begin with the first token: an answer that moves would lose the grammar."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class VllmClient(EngineClient):
+    """One vLLM server; see `HttpSession`."""
+
+    def __init__(self, session: HttpSession) -> None:
+        self._http = session
+        self._block_tokens = 1
+
+    async def describe(self) -> EngineFacts:
+        """See `EngineClient`."""
+        models = await self._http.get_json("/v1/models")
+        version = (await self._http.get_json("/version"))["version"]
+        samples = read_samples(await self._http.get("/metrics"))
+        cache = _labels(samples, "vllm:cache_config_info")
+        if cache.get("enable_prefix_caching") == "False":
+            raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
+        if GENERATE not in (await self._http.get_json("/openapi.json"))["paths"]:
+            raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
+        self._block_tokens = int(cache["block_size"])
+        return EngineFacts(
+            version=f"vllm {version}",
+            life=_life(samples),
+            block_tokens=self._block_tokens,
+            blocks=int(cache["num_gpu_blocks"]),
+            max_tokens=int(models["data"][0]["max_model_len"]),
+            sources=self._sources(await self._http.get_json("/kv_event_sources")),
+            unsupported=UNSUPPORTED,
+            loras={one["id"]: one["root"] for one in models["data"] if one.get("parent")},
+            page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
+            if "moonpool_kv_info" in samples
+            else b"",
+        )
+
+    def _sources(self, told: Mapping[str, Mapping[str, Any]]) -> tuple[EventSource, ...]:
+        if not told or not all(one["enable_kv_cache_events"] and one["publisher"] == "zmq" for one in told.values()):
+            raise ConfigError(
+                "engine", "vLLM publishes no KV events; start it with --kv-events-config (docs/engines.md)"
+            )
+        host = urlsplit(self._http.url).hostname or ""
+        return tuple([
+            EventSource(
+                int(rank),
+                endpoint_for(one["endpoint"], int(rank), host),
+                endpoint_for(one.get("replay_endpoint") or "", int(rank), host),
+                one.get("topic") or "",
+            )
+            for rank, one in told.items()
+        ])  # fmt: skip
+
+    async def load(self) -> tuple[str, EngineLoad]:
+        """See `EngineClient`."""
+        samples = read_samples(await self._http.get("/metrics"))
+        usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
+        running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
+        waiting = sum([value for _, value in samples.get("vllm:num_requests_waiting", [])])
+        preemptions = sum([value for _, value in samples.get("vllm:num_preemptions_total", [])])
+        by_source = samples.get("vllm:prompt_tokens_by_source_total", [])
+        computed = [value for labels, value in by_source if labels.get("source") == "local_compute"]
+        return _life(samples), EngineLoad(
+            int(running), int(waiting), sum(usage) / len(usage), int(preemptions),
+            int(sum(computed)) if computed else None,
+        )  # fmt: skip
+
+    async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
+        """See `EngineClient`."""
+        if prompt.keep:
+            yield await self._prefill(prompt)
+            return
+        if prompt.transfer is not None and (len(prompt.token_ids) - 1) % self._block_tokens == 0:
+            async with aclosing(self._after_whole_blocks(prompt)) as outputs:
+                async for again in outputs:
+                    yield again
+            return
+        headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
+        finish, top = "", prompt.params.logprobs or 0
+        async for message in self._http.events(GENERATE, request_body(prompt), headers):
+            output = read_chunk(message, top)
+            if output is not None:
+                finish = output.finish or finish
+                yield output
+        if not finish:
+            raise Unavailable("vLLM ended an answer without a reason")
+
+    async def _after_whole_blocks(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
+        """An answer behind a prompt of whole blocks and a first token.
+
+        NIXL's connector asks the other engine for all blocks, also for the one of the first token, which is not there:
+        vLLM 0.32 then ends. So this engine draws the first token again, which must be the same.
+        """
+        *before, first = prompt.token_ids
+        again = replace(
+            prompt,
+            token_ids=array("i", before),
+            max_tokens=prompt.max_tokens + 1,
+            min_tokens=prompt.min_tokens + 1 if prompt.min_tokens else 0,
+        )
+        missing = True
+        async with aclosing(self.generate(again)) as outputs:
+            async for output in outputs:
+                if not missing or not output.token_ids:
+                    yield output
+                    continue
+                missing = False
+                if output.token_ids[0] != first:
+                    raise Unavailable("vLLM drew another first token than the engine that computed the prompt")
+                logprobs = output.logprobs and output.logprobs.part(1, len(output.token_ids))
+                yield replace(output, token_ids=output.token_ids[1:], logprobs=logprobs)
+
+    async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
+        """Computes a prompt that is kept: only whole answers tell where KV is."""
+        message = await self._http.post_json(GENERATE, request_body(prompt))
+        output = read_chunk(message, prompt.params.logprobs or 0)
+        if output is None:
+            raise Unavailable("vLLM gave no token")
+        details = (message.get("usage") or {}).get("prompt_tokens_details") or {}
+        return replace(output, cached_tokens=details.get("cached_tokens"), transfer=message.get("kv_transfer_params"))
+
+    async def clear_cache(self) -> bool:
+        """See `EngineClient`. vLLM can clear the cache if started with VLLM_SERVER_DEV_MODE=1."""
+        return await self._http.posted("/reset_prefix_cache")
+
+    async def aclose(self) -> None:
+        """See `EngineClient`."""
+        await self._http.aclose()
+
+
+def request_body(prompt: EnginePrompt) -> dict[str, Any]:
+    """An answer's request in vLLM's form."""
+    params = prompt.params
+    sampling: dict[str, Any] = {
+        "max_tokens": prompt.max_tokens,
+        "min_tokens": prompt.min_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "seed": prompt.seed & MAX_SEED,
+        "ignore_eos": True,  # the end tokens are told
+        "stop_token_ids": list(prompt.end_token_ids),
+        "detokenize": False,
+    }
+    if params.logprobs is not None:
+        sampling["logprobs"] = params.logprobs
+    if params.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    body: dict[str, Any] = {
+        "request_id": prompt.request_id,
+        "token_ids": prompt.token_ids.tolist(),
+        "sampling_params": sampling,
+        "stream": not prompt.keep,
+    }
+    if not prompt.keep:
+        body["stream_options"] = {"include_usage": True}
+    if prompt.lora:
+        body["model"] = prompt.lora
+    if prompt.salt:
+        body["cache_salt"] = prompt.salt
+    if prompt.priority:
+        body["priority"] = prompt.priority
+    transfer = dict(prompt.transfer or {})
+    if prompt.keep:
+        transfer |= {"do_remote_decode": True, "do_remote_prefill": False}
+    if prompt.tenant is not None:
+        transfer["moonpool_tenant"] = prompt.tenant
+    if transfer:
+        body["kv_transfer_params"] = transfer
+    return body
+
+
+def read_chunk(message: Mapping[str, Any], top: int = 0) -> EngineOutput | None:
+    """The output in a chunk of a stream, with `top` likely tokens at each position; None without output.
+
+    Raises:
+        Unavailable: the engine cannot go on.
+    """
+    if (error := message.get("error")) is not None:
+        raise Unavailable(f"vLLM: {error.get('message', error) if isinstance(error, Mapping) else error}")
+    details = (message.get("usage") or {}).get("prompt_tokens_details") or {}
+    choices = message.get("choices") or ()
+    if not choices:
+        cached = details.get("cached_tokens")
+        return None if cached is None else EngineOutput(cached_tokens=cached)
+    [choice] = choices
+    finish = choice.get("finish_reason") or ""
+    if finish not in ("", "stop", "length"):
+        raise Unavailable(f"vLLM ended an answer: {finish}")
+    return EngineOutput(tuple(choice.get("token_ids") or ()), _read_logprobs(choice.get("logprobs"), top), finish)
+
+
+def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | None:
+    """Log probabilities by position. vLLM lists the most likely tokens, and the sampled token."""
+    if message is None:
+        return None
+    found = Logprobs()
+    for one in message["content"] or ():
+        found.logprobs.append(one["logprob"])
+        found.ranks.append(one.get("rank") or 1)
+        ranked = sorted(one.get("top_logprobs") or (), key=lambda it: (-it["logprob"], it["token_id"]))[:top]
+        found.top_token_ids.extend([it["token_id"] for it in ranked])
+        found.top_logprobs.extend([it["logprob"] for it in ranked])
+    return found
+
+
+def read_samples(text: str) -> Samples:
+    """Prometheus samples, by name: labels and value."""
+    found: Samples = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        found.setdefault(name, []).append((dict(_LABEL.findall(labels)), float(value)))
+    return found
+
+
+def _labels(samples: Samples, name: str) -> dict[str, str]:
+    if name not in samples:
+        raise Unavailable(f"vLLM does not report {name} (yet)")
+    return samples[name][0][0]
+
+
+def _life(samples: Samples) -> str:
+    started = samples.get("process_start_time_seconds")
+    return str(started[0][1]) if started else ""

@@ -1,0 +1,672 @@
+"""Server halves of `Put` and `Get` streams.
+
+Put opens sessions when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
+blocks waits, and so do the frame's credits. Get reads a lease layer by layer and sends the layers.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from moonpool.base import world
+from moonpool.base.errors import DeadlineExceeded, FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken
+from moonpool.base.kv.blocks import BlockFormat, DramBlock, block_format
+from moonpool.base.kv.frames import (
+    FRAME_BYTES,
+    MAX_FRAME_SLICES,
+    DamagedSliceError,
+    FrameOpener,
+    OpenedRun,
+    Slice,
+    frame_shape,
+    shape_of,
+)
+from moonpool.base.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash, unpack_keys
+from moonpool.base.kv.layout import MAX_SLICE_BYTES, KVLayout
+from moonpool.base.kv.pool import BytesLike
+from moonpool.base.kv.values import check_owned
+from moonpool.base.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
+from moonpool.base.rpc.auth import check_tenant, own_tenant
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.base.transport.async_utils import WaiterQueue
+from moonpool.base.transport.flow_control import ByteCredits, CreditReturn, StreamTraffic
+from moonpool.base.transport.framing import (
+    GET,
+    ONE_SHOT_BYTES,
+    PUT,
+    STORED,
+    OneShotAnswer,
+    OneShotMessage,
+    found_answers,
+    parse_put_open,
+    split_trailing_hashes,
+)
+from moonpool.base.transport.handshake import TransportListener
+from moonpool.base.transport.streams import ServerStream
+from moonpool.kvstore.core.store import ReadLease, ReadLeases
+from moonpool.kvstore.core.writes import (
+    MAX_SESSION_BLOCKS,
+    DeletedBlocksError,
+    PutSession,
+    PutSpec,
+    WriteSessions,
+    split_portions,
+)
+from moonpool.kvstore.dram.arena import RETRY_AFTER_S
+from moonpool.kvstore.layer_reader import LayerReader, LostBlock
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+Req = TypeVar("Req", bound=Message)
+
+
+class KVStream(ServerStream[Req]):
+    """A Put or Get stream to a peer that speaks for one `tenant`, or for any. `format` is the hello's."""
+
+    format: BlockFormat
+    tenant: str | None
+
+    def welcome(self) -> Message:
+        raise NotImplementedError
+
+    async def on_hello(self, message: Any) -> None:
+        """Takes any KV whose layout can be kept; raises Mismatch for others."""
+        self.tenant = own_tenant()  # noted here: what comes on a transport beside gRPC comes outside of the call
+        self.format = block_format(message.hello.namespace, check_hello(message.hello))
+        answer: Any = self.welcome()
+        transport = self.offer_transport(message)
+        if transport is not None:
+            answer.welcome.lane.CopyFrom(transport)
+        self.send_queue.post(answer)
+
+
+T = TypeVar("T")
+_Attempt = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class MemoryWaitQueue:
+    """At most `max_waiting` attempts to get DRAM, in groups: no group waits for another."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._groups: dict[Hashable, WaiterQueue[_Attempt, Any]] = {}
+        self._room = False
+        self._serving = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def waits(self, group: Hashable = None) -> bool:
+        return group in self._groups
+
+    async def get(
+        self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, group: Hashable = None
+    ) -> T:
+        """Runs `attempt` until there is room, which is when the result is not None; returns the result.
+
+        `undo` takes back a result that came after the caller was cancelled.
+
+        Raises:
+            DeadlineExceeded: there was no room within `timeout_s`, or too many callers wait already.
+        """
+        if len(self) >= self._max_waiting:
+            raise DeadlineExceeded("no room, and many others wait for it")
+        queue = self._groups.setdefault(group, WaiterQueue(lambda wanted: wanted[0](), lambda wanted, r: wanted[1](r)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                result: T = await queue.get((attempt, undo))
+                return result
+        except TimeoutError:
+            raise DeadlineExceeded(f"no room within {timeout_s:g} s") from None
+        finally:
+            if not queue and self._groups.get(group) is queue:
+                del self._groups[group]
+
+    def notify(self) -> None:
+        """There may be room: the first attempts of all groups run again. An attempt may call this too."""
+        self._room = True
+        if self._serving:
+            return
+        self._serving = True
+        try:
+            while self._room:
+                self._room = False
+                for queue in list(self._groups.values()):
+                    queue.notify()
+        finally:
+            self._serving = False
+
+
+log = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GetResources:
+    """What all Get streams of a store use."""
+
+    reads: ReadLeases
+    pool: Executor  # reads the SSD tier
+    ahead: ByteCredits  # budget of the read-ahead
+    instance: kv_pb2.Instance
+    session_timeout_s: float  # longest wait for a reader's credits
+    lease_timeout_s: float  # longest life of a session, during which the session's blocks cannot be evicted
+    on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
+    carried_out: Container[str]  # names of deletions that were carried out here
+    together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
+
+
+@dataclasses.dataclass(slots=True)
+class _RequestedPart:
+    """The part of each block that a session wants: layers, and shares of heads (None for all heads).
+
+    The deletions `forgotten` of such blocks were carried out before.
+    """
+
+    layers: range
+    heads: range | None
+    forgotten: Sequence[str]
+
+    def wanted_of(self, nbytes: int, layout: KVLayout) -> int:
+        """Bytes that are wanted of slices with so many."""
+        return nbytes if self.heads is None else nbytes * len(self.heads) // layout.head_shares
+
+    def slices(self, whole: Iterable[Slice], keys: Sequence[BlockKey], layout: KVLayout) -> Iterable[Slice]:
+        return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
+
+    def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
+        """The wanted bytes and hashes in some (layer, block) cells."""
+        if self.heads is None:
+            return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
+        layout = blocks[0].info.format.layout
+        tokens = layout.block_tokens
+        whole = (Slice(layer, at, blocks[at].slice(layer), tokens, blocks[at].hashes[layer]) for layer, at in cells)
+        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
+        return [piece.data for piece in cut], [piece.hash for piece in cut]
+
+    def _cut(self, whole: Slice, key: bytes, layout: KVLayout) -> Slice:
+        """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
+        assert self.heads is not None
+        if bind(slice_hash(whole.data), key, whole.layer) != whole.hash:
+            raise DamagedSliceError(whole.layer, whole.block)
+        share = layout.share_bytes(whole.layer)
+        data = whole.data[self.heads.start * share : self.heads.stop * share]
+        value = bind(slice_hash(data), key, whole.layer)
+        return Slice(whole.layer, whole.block, data, layout.block_tokens, value, self.heads)
+
+
+def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPart:
+    """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
+    layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
+    layout.check_part(layers, heads)
+    return _RequestedPart(layers, None if len(heads) == layout.head_shares else heads, message.forgotten)
+
+
+class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
+    """One reader process' stream."""
+
+    one_shot_kind = GET
+
+    def __init__(
+        self, resources: GetResources, closing: asyncio.Event, listener: TransportListener | None = None
+    ) -> None:
+        super().__init__(
+            closing,
+            listener=listener,
+            response=kvstore_pb2.GetResponse,
+            carried_out=resources.carried_out,
+            suspect=self._suspect,
+            max_keys=MAX_SESSION_BLOCKS,
+        )
+        self._resources = resources
+
+    def welcome(self) -> Message:
+        """The answer to hello. The answer gives no credits: on this stream the reader does."""
+        self.writes(
+            FrameWriter(self.send_queue, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header))
+        )
+        return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
+
+    def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
+        check_owned(keys, self.tenant)
+        wanted = _requested_part(message, self.format.layout)
+        if message.takes_frame and self._sent_together(message.session, keys, wanted):
+            return
+        lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
+        self._begin(message.session, self._resources.reads.begin(lease), wanted)
+
+    def _suspect(self, key: BlockKey) -> None:
+        check_owned([key], self.tenant)
+        self._resources.reads.suspect(key)
+
+    def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart) -> None:
+        resources, layout, begin = self._resources, self.format.layout, world.monotonic()
+        try:
+            more = resources.reads.extend(lease)
+            where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
+            reader = LayerReader(*where, sent_bytes=wanted.wanted_of(layout.largest_slice_bytes, layout))
+            self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
+        except BaseException:
+            resources.reads.close(lease)
+            raise
+
+    def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _RequestedPart) -> bool:
+        """Whether a small read in DRAM could be sent whole with the opening, without waiting and without a lease."""
+        begin, layout = world.monotonic(), self.format.layout
+        blocks = self._resident(keys, wanted, self._resources.together_bytes)
+        if not blocks:
+            return False
+        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.head_shares), layout.block_tokens)
+        try:
+            pieces, hashes = wanted.parts(shape.cells, blocks)
+        except DamagedSliceError as error:
+            self._resources.reads.suspect(keys[error.block])
+            raise
+        wrap = self.opened_with(number, len(blocks), wanted.forgotten)
+        if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
+            return False
+        self._used(keys, blocks, begin)
+        return True
+
+    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
+        begin, keys, layout = world.monotonic(), unpack_keys(message.keys), self.format.layout
+        check_owned(keys, self.tenant)
+        wanted = _RequestedPart(range(layout.layers), None, ())
+        blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.send_queue.is_clear else None
+        if blocks is None:
+            return
+        shape = frame_shape(wanted.layers, len(blocks), range(layout.head_shares), layout.block_tokens)
+        pieces, hashes = wanted.parts(shape.cells, blocks)
+        yield from found_answers(message.number, len(blocks), pieces, hashes)
+        self._used(keys, blocks, begin)
+
+    def _resident(self, keys: Sequence[BlockKey], wanted: _RequestedPart, most_bytes: int) -> list[DramBlock] | None:
+        layout = self.format.layout
+        sent_bytes = wanted.wanted_of(layout.layers_bytes(wanted.layers), layout)
+        most = min(MAX_FRAME_SLICES // len(wanted.layers), most_bytes // sent_bytes)
+        return self._resources.reads.resident(keys, self.format, most)
+
+    def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
+        self._resources.reads.used(keys, blocks)
+        if blocks:
+            self._resources.on_read(False, world.monotonic() - begin)
+
+    async def _serve(self, number: int, reader: LayerReader, wanted: _RequestedPart, begin: float, more: bool) -> None:
+        resources, lease = self._resources, reader.lease
+        try:
+            while more:
+                await asyncio.sleep(0)
+                more = resources.reads.extend(lease)
+            self.opened(number, lease.blocks, wanted.forgotten)
+            async with asyncio.timeout(resources.lease_timeout_s):
+                async for group in reader.groups():
+                    if isinstance(group, LostBlock):
+                        missing = kv_pb2.ReadMissing(session=number, block=group.block)
+                        self.post(kvstore_pb2.GetResponse(missing=missing))
+                    else:
+                        slices = wanted.slices(group, lease.keys, lease.format.layout)
+                        await self.frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
+            if lease.blocks:
+                resources.on_read(lease.cold, world.monotonic() - begin)
+        except StreamBroken:
+            return  # the stream reports the error
+        except (MoonpoolError, TimeoutError) as error:
+            log.warning("read ended early", blocks=lease.blocks, error=str(error))
+            if isinstance(error, DamagedSliceError):  # the reader never sees the slice and cannot report damage
+                resources.reads.suspect(lease.keys[error.block])
+        self.done(number)
+
+
+MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
+"""Bytes in slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PutResources:
+    """What all Put streams of a store use."""
+
+    writes: WriteSessions
+    rooms: MemoryWaitQueue
+    instance: kv_pb2.Instance
+    window_bytes: int  # how far a writer may be ahead
+    session_timeout_s: float  # longest time without progress
+    room_timeout_s: float  # longest wait for DRAM
+
+
+class PutState(enum.Enum):
+    """A writing session's state on the stream.
+
+    A session whose blocks come whole with the opening, and for which there is room, has no state: the session ends at
+    once. `TRANSITIONS` has the changes that may happen.
+    """
+
+    WAITING = "waits for room to open"
+    OPEN = "takes frames"
+    CLOSING = "the writer has closed; the backlog or other writers bring the other blocks"
+    ENDED = "complete and closed, aborted, refused, or the stream has ended"
+
+
+TRANSITIONS: Mapping[PutState, frozenset[PutState]] = {
+    PutState.WAITING: frozenset({PutState.OPEN, PutState.ENDED}),
+    PutState.OPEN: frozenset({PutState.CLOSING, PutState.ENDED}),
+    PutState.CLOSING: frozenset({PutState.CLOSING, PutState.ENDED}),
+    PutState.ENDED: frozenset(),
+}
+"""For each state the ones that may follow. A session begins as WAITING."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _SessionEntry:
+    """One session on the stream.
+
+    Attributes:
+        number: given by the writer.
+        progress_at: when something of the session came or became durable, on the event loop's clock.
+        state: changes by `move` only.
+        session: the store's session; None in the state WAITING.
+        task: waits for room, to open the session or to write the backlog.
+        backlog: parts of opened frames that wait to be written, each with the payload bytes that are settled then.
+        timer: ends a session without progress.
+    """
+
+    number: int
+    progress_at: float
+    state: PutState = PutState.WAITING
+    session: PutSession | None = None
+    task: "asyncio.Task[None] | None" = None
+    backlog: collections.deque[tuple[list[OpenedRun], int]] = dataclasses.field(default_factory=collections.deque)
+    timer: asyncio.TimerHandle | None = None
+
+    def move(self, state: PutState) -> None:
+        """Changes the state."""
+        assert state in TRANSITIONS[self.state], f"session {self.number}: {self.state.name} to {state.name}"
+        self.state = state
+
+
+class PutStream(KVStream[kvstore_pb2.PutRequest]):
+    """One writer process' stream. Blocks are copied and verified straight from the writer's memory."""
+
+    borrows, one_shot_kind = True, PUT
+
+    def __init__(
+        self, resources: PutResources, closing: asyncio.Event, listener: TransportListener | None = None
+    ) -> None:
+        super().__init__(closing, listener=listener)
+        self._writes = resources.writes
+        self._rooms = resources.rooms
+        self._resources = resources
+        self._credits = CreditReturn(resources.window_bytes)
+        self._entries: dict[int, _SessionEntry] = {}
+        self._turn = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        return super().traffic + StreamTraffic(credits_kept=self._credits.pending)
+
+    def welcome(self) -> Message:
+        welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
+        return kvstore_pb2.PutResponse(welcome=welcome)
+
+    def on_message(self, message: kvstore_pb2.PutRequest, payload: BytesLike) -> None:
+        match message.WhichOneof("message"):
+            case "open":
+                self._open(message.open, payload)
+            case "frame":
+                self._frame(message.frame, payload)
+            case "close":
+                if (entry := self._entries.get(message.close.session)) is not None:
+                    self._close_requested(entry, message.close.aborted)
+            case other:
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
+        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
+        self.return_buffer()
+        credit = self._credits.consumed(nbytes, idle=not self._entries)
+        if answer is not None:
+            answer.credit_bytes = credit
+            self.post(answer)
+        elif credit:
+            self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
+
+    def _open(self, message: kvstore_pb2.PutOpen, payload: BytesLike) -> None:
+        answer, entry = None, self._entries.get(message.session)
+        if entry is not None:
+            self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
+        else:
+            entry = _SessionEntry(message.session, self._loop.time())
+            try:
+                answer = self._begin(entry, message, payload)
+            except MoonpoolError as error:
+                self._refuse(entry, error)
+        self._settle(payload.nbytes, answer)
+
+    def _begin(
+        self, entry: _SessionEntry, message: kvstore_pb2.PutOpen, payload: BytesLike
+    ) -> kvstore_pb2.PutResponse | None:
+        """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
+        layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
+        spec = self._spec(message, message.keys, message.parent_keys, layers, heads)
+        waits = self._waits(spec)
+        if message.HasField("frame"):
+            if message.frame.session != entry.number:
+                raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
+            hashes = _whole_block_hashes(spec, message.frame, payload)
+            present = self._writes.put_whole(spec, payload, hashes, entry.progress_at) if hashes and not waits else None
+            if present is not None:
+                opened = kvstore_pb2.PutOpened(session=entry.number, present=present, taken=True)
+                return kvstore_pb2.PutResponse(opened=opened)
+        self._entries[entry.number] = entry
+        session = None if waits else self._attempt_open(entry, spec)
+        if session is None:
+            entry.task = self.spawn(self._when_room(entry, spec))
+        else:
+            self._opened(entry, session)
+        return None
+
+    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
+        layout, end = self.format.layout, message.blocks * KEY_BYTES
+        whole = range(layout.layers), range(layout.head_shares)
+        spec = self._spec(parse_put_open(message.rest), message.keys[:end], message.keys[end:], *whole)
+        slices = len(spec.keys) * layout.layers
+        payload, hashes = split_trailing_hashes(message, payload, slices)
+        if len(hashes) != slices or payload.nbytes != len(spec.keys) * layout.block_bytes or self._waits(spec):
+            return
+        present = self._writes.put_whole(spec, payload, hashes, self._loop.time())
+        if present is not None:
+            yield OneShotAnswer(OneShotMessage(STORED, message.number, numbers=present), [])
+            self._writes.make_room(spec)
+
+    def _spec(self, message: kvstore_pb2.PutOpen, of: bytes, before: bytes, layers: range, heads: range) -> PutSpec:
+        keys = unpack_keys(of, max_keys=MAX_SESSION_BLOCKS)
+        check_owned(keys, self.tenant)
+        tenant = check_tenant(message.tenant, self.tenant)
+        parents = unpack_keys(before, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
+        now, forgotten = int(world.unix_time()), frozenset(message.forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
+
+    def _waits(self, spec: PutSpec) -> bool:
+        return bool(self._rooms) and self._rooms.waits(self._writes.wait_group(spec.tenant))
+
+    def _attempt_open(self, entry: _SessionEntry, spec: PutSpec) -> PutSession | None:
+        return self._writes.open(
+            spec,
+            lambda blocks: self._visible(entry, blocks),
+            lambda blocks: self._durable(entry, blocks),
+            lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted")),
+            now=self._loop.time(),
+        )
+
+    def _check_unfinished(self) -> None:
+        sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
+        if sum(session.opener.unfinished_bytes for session in sessions) > MAX_UNFINISHED_BYTES:
+            raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
+
+    async def _when_room(self, entry: _SessionEntry, spec: PutSpec) -> None:
+        """Opens an unopened session, then writes the backlog, as room appears."""
+        timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
+        try:
+            session = entry.session
+            if session is None:
+                session = await self._rooms.get(
+                    lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, group=group
+                )
+                self._opened(entry, session)
+            while entry.backlog:
+                await self._rooms.get(
+                    lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, group=group
+                )
+                async with self._turn:  # one part of one session, so that others get their turn on the event loop
+                    await asyncio.sleep(0)
+                    runs, nbytes = entry.backlog.popleft()
+                    entry.progress_at = self._loop.time()
+                    self._settle(nbytes)
+                    written = self._writes.write(session, runs, now=entry.progress_at)
+                    assert written  # the room is reserved
+            entry.task = None
+        except MoonpoolError as error:
+            self._refuse(entry, error)
+            return
+        if entry.state is PutState.CLOSING:
+            self._close_requested(entry, aborted=False)
+
+    def _reserve_first(self, entry: _SessionEntry, session: PutSession) -> bool | None:
+        entry.progress_at = self._loop.time()
+        return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
+
+    def _opened(self, entry: _SessionEntry, session: PutSession) -> None:
+        entry.session = session
+        entry.move(PutState.OPEN)
+        opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
+        self.post(kvstore_pb2.PutResponse(opened=opened))
+        if durable := self._writes.durable_of(session, session.present):
+            self._durable(entry, durable)
+        self._arm(entry)
+
+    def _frame(self, header: kv_pb2.FrameHeader, payload: BytesLike) -> None:
+        entry = self._entries.get(header.session)
+        try:
+            if entry is not None and not self._take_frame(entry, header, payload):
+                return  # the credit comes back with the session
+        except MoonpoolError as error:
+            assert entry is not None
+            self._refuse(entry, error)
+        self._settle(payload.nbytes)
+
+    def _take_frame(self, entry: _SessionEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
+        """Writes a frame; False if the frame has to wait, for room or because the frame is large."""
+        session = entry.session
+        if session is None:
+            raise InvalidRequest("session", f"{header.session} is not open yet")
+        entry.progress_at = self._loop.time()
+        runs = session.opener.parse(header, payload)
+        if session.opener.unfinished_bytes:
+            self._check_unfinished()
+        parts = split_portions(runs)  # nearly always one
+        if not (len(parts) > 1 or entry.backlog):
+            waits = self._waits(session.spec) and session.unreserved_of(parts[0])
+            if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
+                return True
+        if self.borrowed:  # the writer has the memory back before this is written
+            parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
+        entry.backlog += [(part, 0) for part in parts[:-1]]
+        entry.backlog.append((parts[-1], payload.nbytes))  # the credit is handed back with the last
+        if entry.task is None:
+            entry.task = self.spawn(self._when_room(entry, session.spec))
+        return False
+
+    def _visible(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
+        self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
+        if entry.state is PutState.CLOSING and entry.session is not None and entry.session.complete:
+            self._remove(entry)
+
+    def _durable(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
+        entry.progress_at = self._loop.time()
+        self._ack(entry, blocks, kvstore_pb2.DURABILITY_DURABLE)
+
+    def _ack(self, entry: _SessionEntry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
+        ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
+        self.post(kvstore_pb2.PutResponse(ack=ack))
+
+    def _close_requested(self, entry: _SessionEntry, aborted: bool) -> None:
+        session = entry.session
+        if session is None or aborted or session.complete:
+            self._remove(entry)
+        elif session.spec.whole_blocks and not entry.backlog:
+            self._refuse(entry, "closed before everything was sent")
+        else:
+            entry.move(PutState.CLOSING)
+
+    def _arm(self, entry: _SessionEntry) -> None:
+        entry.timer = self._loop.call_at(entry.progress_at + self._resources.session_timeout_s, self._expire, entry)
+
+    def _expire(self, entry: _SessionEntry) -> None:
+        timeout_s = self._resources.session_timeout_s
+        assert entry.session is not None
+        if entry.backlog:  # waits for room, with a separate deadline
+            entry.progress_at = self._loop.time()
+        if self._loop.time() < entry.progress_at + timeout_s:
+            self._arm(entry)
+        elif not entry.session.complete:
+            self._refuse(entry, f"no progress for {timeout_s:g} s")
+        elif self._writes.awaits(entry.session):
+            self._refuse(entry, f"some blocks have not become durable within {timeout_s:g} s")
+        else:
+            self._remove(entry)  # the writer forgot to close the session
+
+    def _refuse(self, entry: _SessionEntry, reason: str | MoonpoolError) -> None:
+        self._remove(entry)
+        refused = kvstore_pb2.PutRefused(session=entry.number, reason=str(reason))
+        if isinstance(reason, Overloaded):
+            refused.code = reason.reason
+            refused.retry_after_s = reason.retry_after_s
+        else:
+            codes = {DeletedBlocksError: "deleted", InvalidRequest: "invalid_request", FrameError: "bad_frame"}
+            refused.code = next((code for kind, code in codes.items() if isinstance(reason, kind)), "")
+        self.post(kvstore_pb2.PutResponse(refused=refused))
+
+    def _remove(self, entry: _SessionEntry) -> None:
+        if entry.state is not PutState.ENDED:
+            entry.move(PutState.ENDED)
+        if self._entries.get(entry.number) is entry:
+            del self._entries[entry.number]
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if entry.task is not None and entry.task is not asyncio.current_task():
+            entry.task.cancel()
+        unwritten = sum(nbytes for _, nbytes in entry.backlog)
+        entry.backlog.clear()
+        if entry.session is not None:
+            self._writes.close(entry.session)
+        self._settle(unwritten)
+
+    def end(self) -> None:
+        for entry in list(self._entries.values()):
+            with contextlib.suppress(MoonpoolError):
+                self._remove(entry)
+
+
+def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
+    """Hashes from a frame that holds all of a session's blocks whole; None if the frame needs a session.
+
+    Raises:
+        FrameError: the frame is bad.
+        InvalidRequest: the frame is not all of the session.
+    """
+    layout, count = spec.format.layout, len(spec.keys)
+    fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
+    if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:
+        return header.slice_hashes[:]
+    runs = FrameOpener(layout, spec.heads, spec.keys).parse(header, payload)
+    if spec.whole_blocks and sum(len(hashes) for _, _, hashes in runs) != layout.layers * count:
+        raise InvalidRequest("frame", "is not all of the session")
+    return None

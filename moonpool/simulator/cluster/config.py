@@ -1,0 +1,230 @@
+"""What a simulated cluster consists of, and the settings that the services' cores get."""
+
+from dataclasses import dataclass, field
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.latency import DEFAULT_BYTES_PER_S
+from moonpool.conductor.core.roles import RoleLimits
+from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
+from moonpool.conductor.placement.policies import DEFAULT_POLICY
+from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.emulated.profile import Profile
+from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.simulator.network import CallDelays
+from moonpool.simulator.traces.mooncake import BLOCK_TOKENS
+
+GB = 10**9
+
+
+@frozen
+class SloTargets:
+    """Limits for a good request, seconds. TBT is the mean over a request's longest 10 % of intervals (FAST'25)."""
+
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+
+
+@frozen
+class DecodeMemory:
+    """How a decode instance fills the pool; as the service's own flags.
+
+    Attributes:
+        watermark: pool share that is left free when a sequence is let in.
+        preemption: how sequences give their blocks up.
+        swap_bytes: DRAM for KV that is copied out of the pool.
+        step_tokens: most tokens computed again in one step.
+        assumed_answer_tokens: expected answer length until some answers have ended.
+        lease_s: seconds without news after which a promise or transfer ends.
+    """
+
+    watermark: float = 0.01
+    preemption: Preemption = Preemption.AUTO
+    swap_bytes: int = 256 * GB
+    step_tokens: int = 256
+    assumed_answer_tokens: int = 256
+    lease_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A cluster of equal instances.
+
+    Attributes:
+        profile: an instance's speeds and sizes.
+        prefill, decode, kvstore: numbers of instances.
+        conductors: number of conductors side by side.
+        widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
+        roles: when engines change between prefill and decode; as the conductor's flags.
+        role_change_s: seconds from an engine's leaving to its return in the other role.
+        host_slowdown: factor by which steps take longer while another instance computes, if all share one machine's
+            cores; 1 = separate cores.
+        policy: how prefill instances are chosen, as the conductor's flag.
+        decode_policy: how decode instances are chosen, likewise.
+        decode_prompt_tokens: longest prompt suffix that decode may compute, tokens; 0 = none.
+        threshold: Algorithm 1's balancing threshold.
+        peers: prefixes are loaded from other engine instances too.
+        copy_share: link share that copies of hot prefixes may take; 0 = no copies.
+        prefetch_share: link share that prefetches into instances may take; 0 = no prefetches.
+        block_tokens: tokens in a KV block.
+        step_tokens: most tokens in a prefill step.
+        max_queue: prompts at a prefill instance at most.
+        max_batch: most sequences in a decode step.
+        pool_blocks: blocks in an instance's KV pool; 0 = what the profile's memory holds.
+        store_bytes: a kvstore's DRAM.
+        disk_bytes: a kvstore's SSD; 0 = none.
+        disk_bytes_per_s: read rate.
+        eviction: the kvstores' policy.
+        rate: factor by which requests come faster than in the trace.
+        slo: for goodput, and for refusing.
+        admission: which requests are admitted, see `moonpool.simulator.cluster.admission`.
+        by_pool: the whole decode pool's load decides admission, see `moonpool.simulator.cluster.admission`.
+        keep_tbt: requests give decode the TBT limit even if no other check refuses them.
+        delays: delays for calls between services.
+        seed: for delays, and for the policy's draws.
+        report_s: least seconds between an instance's load reports. The services' agents wait 0.05; with 0.2 latencies
+            differ by a hundredth, and a run takes less time.
+        deadline_s: a request without an end after so long fails; 0 = never.
+        retries, recovery_s, room_wait_s, reserve_timeout_s, slow_factor: as the conductor's flags; room_wait_s 0 = any
+            time.
+    """
+
+    profile: Profile
+    prefill: int = 8
+    decode: int = 8
+    kvstore: int = 1
+    conductors: int = 1
+    widths: tuple[int, ...] = ()
+    roles: RoleLimits = field(default_factory=RoleLimits)
+    role_change_s: float = 15.0
+    host_slowdown: float = 1.0
+    policy: str = DEFAULT_POLICY
+    decode_policy: str = DEFAULT_DECODE_POLICY
+    decode_prompt_tokens: int = 0
+    threshold: float = 1.0
+    peers: bool = True
+    copy_share: float = 0.1
+    prefetch_share: float = 0.5
+    block_tokens: int = BLOCK_TOKENS
+    step_tokens: int = 4096
+    max_queue: int = 1024
+    max_batch: int = 256
+    pool_blocks: int = 0
+    store_bytes: int = 1000 * GB
+    disk_bytes: int = 0
+    disk_bytes_per_s: float = 6.0 * GB
+    eviction: str = "lru"
+    rate: float = 1.0
+    slo: SloTargets = field(default_factory=SloTargets)
+    admission: str = "all"
+    by_pool: bool = False
+    keep_tbt: bool = False
+    memory: DecodeMemory = field(default_factory=DecodeMemory)
+    delays: CallDelays = field(default_factory=CallDelays)
+    seed: int = 0
+    report_s: float = 0.2
+    deadline_s: float = 0.0
+    retries: int = 3
+    recovery_s: float = 15.0
+    room_wait_s: float = 0.0
+    reserve_timeout_s: float = 5.0
+    slow_factor: float = 6.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "conductors", "block_tokens", "step_tokens", "max_queue", "max_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
+        if self.widths and self.roles.swap:
+            raise ConfigError("widths", "machines of a pipeline do not change their roles")
+        if self.widths and (len(self.widths) != self.prefill or min(self.widths) < 1):
+            raise ConfigError("widths", f"must be {self.prefill} positive numbers, are {self.widths}")
+        if not self.host_slowdown >= 1.0:
+            raise ConfigError("host_slowdown", f"must be at least 1, is {self.host_slowdown}")
+        for name in ("rate", "disk_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, f"must be positive, is {getattr(self, name)}")
+
+    @property
+    def prefill_numbers(self) -> range:
+        """Numbers for prefill instances that exist or, if roles change, can exist: every machine can be prefill."""
+        return range(self.prefill + self.decode if self.roles.swap else self.prefill)
+
+    @property
+    def decode_numbers(self) -> range:
+        """Of the decode instances, likewise."""
+        return range(self.prefill + self.decode if self.roles.swap else self.decode)
+
+    def stages_of(self, prefill: str) -> int:
+        """A prefill instance's stages, given the instance's name, for example "p3"."""
+        return self.widths[int(prefill[1:])] if self.widths else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """KV bytes per block."""
+        return self.block_tokens * self.profile.token_bytes
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in an instance's pool."""
+        return self.pool_blocks or max(1, self.profile.pool_bytes // self.block_bytes)
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """Of the link from a kvstore to an instance."""
+        return self.profile.speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
+
+    @property
+    def transfer_bytes_per_s(self) -> float:
+        """Of the link from prefill to decode."""
+        return self.profile.speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+
+@frozen
+class Runs:
+    """Decode steps that an engine takes alone."""
+
+    longest: int = 1 << 40
+    """So many at once at most."""
+    ahead: int = 0
+    """Steps ahead for which sequences get blocks, if free; 0 = a run ends where a sequence needs a block."""
+
+
+LEAPS = Runs()
+"""As many steps at once as need no decision."""
+
+
+def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:
+    """Settings for a prefill instance's core. Each stage holds the stage's own layers from all blocks."""
+    return PrefillSettings(
+        blocks=stages * config.blocks,
+        block_tokens=config.block_tokens,
+        layers=config.profile.layers,
+        slice_bytes=config.block_bytes // config.profile.layers,
+        step_tokens=max(config.step_tokens, config.block_tokens),
+        stages=stages,
+        max_queue=config.max_queue,
+    )
+
+
+def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
+    """Settings for a decode instance's core."""
+    memory = config.memory
+    return DecodeSettings(
+        num_blocks=config.blocks,
+        block_tokens=config.block_tokens,
+        block_bytes=config.block_bytes,
+        max_batch=config.max_batch,
+        lease_s=memory.lease_s,
+        speeds=config.profile.speeds,
+        preemption=memory.preemption,
+        watermark_blocks=int(memory.watermark * config.blocks),
+        step_tokens=memory.step_tokens,
+        swap_blocks=memory.swap_bytes // config.block_bytes,
+        assumed_answer_tokens=memory.assumed_answer_tokens,
+        run_steps=runs.longest,
+        ahead_steps=runs.ahead,
+    )

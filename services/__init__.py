@@ -1,1 +1,0 @@
-"""The services. They never import each other."""

@@ -1,0 +1,189 @@
+"""Finding a model: folders, the hub through a local endpoint that imitates it, the cache, and being offline."""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from moonpool.base import bundled
+from moonpool.base.checkpoint import model_name, resolve
+from moonpool.base.errors import CheckpointError
+from tests.unit.base.checkpoint.folder import write_config, write_weights
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CODE = """
+import sys
+from moonpool.base.checkpoint import resolve
+from moonpool.base.errors import CheckpointError
+for model in sys.argv[1:]:
+    try:
+        print(resolve(model))
+    except CheckpointError as error:
+        print("error:", error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP interface as huggingface_hub asks for."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = unquote(self.path.split("?")[0])
+        self.asked.append(path)
+        if path.startswith("/api/models/owner/model/"):
+            if "/tree/" in path:
+                entries = [self.entry(name) for name in self.files]
+                return self.send(json.dumps(entries).encode(), body)
+            siblings = [{"rfilename": name} for name in self.files]
+            return self.send(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode(), body)
+        name = path.removeprefix(f"/owner/model/resolve/{COMMIT}/")
+        if name in self.files:
+            return self.send(self.files[name], body)
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        return self.end_headers()
+
+    def entry(self, name: str) -> dict[str, Any]:
+        content = self.files[name]
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def send(self, content: bytes, body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[str]:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_config(source)
+    write_weights(source / "model.safetensors", {"a": ("F32", [1], bytes(4))})
+    Hub.files = {file.name: file.read_bytes() for file in source.iterdir()} | {
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"x",
+        "pytorch_model.bin": b"pickle",
+        "modeling_custom.py": b"raise SystemExit",
+        "original/consolidated.safetensors": b"x",
+        "consolidated.safetensors": b"x",
+    }
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def resolve_apart(*models: str, home: Path, **environment: str) -> list[str]:
+    """Resolve in a process of its own: huggingface_hub reads its environment once, at import."""
+    run = subprocess.run(
+        [sys.executable, "-c", CODE, *models],
+        env={
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=Path(bundled.__file__).parents[2],
+    )
+    return run.stdout.splitlines()
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./no/such/folder", "a/b/c", ""])
+def test_no_such_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not model:
+        assert resolve(".") == tmp_path.resolve()
+        return
+    with pytest.raises(CheckpointError, match="no such folder"):
+        resolve(model)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="a model is a folder"):
+        resolve(str(file))
+
+
+def test_hub_then_cache(hub: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    [folder] = map(Path, resolve_apart("owner/model", home=home, HF_ENDPOINT=hub))
+    fetched = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+    assert fetched == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    # Nothing that is not allowed was asked for, and the second time nothing at all.
+    assert not [path for path in Hub.asked if path.endswith((".bin", ".py")) or "consolidated" in path]
+    asked = len(Hub.asked)
+    assert resolve_apart("owner/model", home=home, HF_ENDPOINT=hub) == [str(folder)]
+    assert resolve_apart("owner/model", home=home, HF_HUB_OFFLINE="1") == [str(folder)]
+    assert Hub.asked[asked:] == []
+
+
+def test_unknown_and_offline(hub: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    [unknown] = resolve_apart("owner/other", home=home, HF_ENDPOINT=hub)
+    assert f"neither a folder here nor a model on {hub}" in unknown
+    offline, misspelt = resolve_apart("owner/model", "smolm2", home=home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
+    assert offline.startswith("error: owner/model: no such folder, not in the local cache")
+    assert misspelt.endswith("; did you mean smollm2?")
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    with socket.socket() as unused:  # bound and not listening: connections are refused
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        [answer] = resolve_apart("owner/model", home=tmp_path, HF_ENDPOINT=endpoint)
+    assert answer.startswith(
+        f"error: owner/model: no such folder, not in the local cache, and not fetched from {endpoint}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("owner/Some-Model", "Some-Model"), ("owner/Some-Model@main", "Some-Model"), ("gpt", "gpt")],
+)
+def test_a_hub_id_is_served_under_its_last_part(model: str, name: str) -> None:
+    assert model_name(model) == name
+
+
+def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    assert model_name(f"{tmp_path}/here/") == "here"
+    assert model_name(f"{tmp_path}/here/../here") == "here"

@@ -1,0 +1,199 @@
+"""JSON schemas as clients write them: what is followed, what only annotates, and how what is not built is named."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import Grammar, check_grammar
+from moonpool.base.json_schema import WHITESPACE, close_objects, ignored_words
+from moonpool.base.sampling_params import SamplingParams
+
+FLAG = {"type": "boolean"}
+BYTES = LLTokenizer("byte")
+
+
+def check(schema: Any, kind: str = "json_schema") -> None:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    check_grammar(SamplingParams(response_format=kind, grammar=text))  # type: ignore[arg-type]
+
+
+def answer(schema: dict[str, Any], seed: int) -> str:
+    """An answer that follows a schema, drawn byte by byte; short texts are likelier."""
+    drawn, text = random.Random(seed), b""
+    matcher = LLMatcher(BYTES, Grammar("json_schema", json.dumps(schema)).compiled(), log_level=0)
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        choices = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+        ends = [byte for byte in choices if byte in b'"}],']
+        byte = drawn.choice(ends) if ends and drawn.random() < 0.3 else drawn.choice(choices)
+        assert matcher.consume_token(byte)
+        text += bytes([byte])
+    return text.decode()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uri-reference",
+        "regex",
+        "json-pointer",
+        "iri",
+        "password",
+        "binary",
+        "byte",
+        "path",
+        "decimal",
+        "int64",
+        "idn-email",
+    ],
+)
+def test_a_format_that_only_annotates_is_left_out_with_a_warning(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": name}, "b": {"type": "array"}}}
+    check(schema)
+    assert ignored_words(schema) == ["properties.a.format"]
+
+
+def test_formats_that_are_followed_are_no_annotations() -> None:
+    schema = {"anyOf": [{"type": "string", "format": "date"}, {"type": "integer", "format": "int64"}]}
+    assert ignored_words(schema) == []
+    check(schema)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"uniqueItems": False},
+        {"if": {"type": "string"}},
+        {"then": {"type": "string"}},
+        {"unevaluatedProperties": True},
+        {"unevaluatedProperties": False},
+        {"dependentRequired": {}},
+        {"minContains": 1},
+        {"propertyNames": {"type": "string"}},
+        {"title": "t", "description": "d", "examples": [1], "deprecated": True, "readOnly": True, "$comment": "c"},
+        {"contentMediaType": "text/plain", "contentEncoding": "base64", "discriminator": {"propertyName": "kind"}},
+        {"x-guidance": {"lenient": True}, "x-order": 3, "default": None},
+    ],
+    ids=lambda words: next(iter(words)),
+)
+def test_words_that_constrain_nothing_pass(words: dict[str, Any]) -> None:
+    check({"type": "object", "properties": {"a": {"type": "object", "properties": {"b": FLAG}, **words}}})
+
+
+OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ({"type": "array", "uniqueItems": True}, "properties.a.uniqueItems: is not supported yet"),
+        ({"not": {"type": "string"}}, "properties.a.not: is not supported yet"),
+        ({"type": "array", "items": {"if": FLAG, "then": FLAG}}, "properties.a.items.if: is not supported yet"),
+        ({"anyOf": [FLAG, {"contains": FLAG}]}, "properties.a.anyOf.1.contains: is not supported yet"),
+        ({"dependentRequired": {"a": ["b"]}}, "properties.a.dependentRequired: is not supported yet"),
+        ({"propertyNames": {"maxLength": 3}}, "properties.a.propertyNames: is not supported yet"),
+        ({"$ref": "https://example.com/x"}, "properties.a.$ref: refers to another document"),
+        ({"$ref": "#/$defs/x"}, "properties.a: $ref refers to a definition that does not exist"),
+        (OVERLAP, "properties.a: oneOf is supported only if no value can match two"),
+        ({"pattern": "(?=a)b", "type": "string"}, "properties.a: a pattern is no regular expression"),
+        ({"type": "text"}, "properties.a: type must be one of string"),
+        ({"enum": []}, "properties.a: no answer can satisfy this schema"),
+        ({"type": "object", "minProperties": 2, "properties": {"b": FLAG}}, "properties.a: minProperties and"),
+    ],
+    ids=lambda it: next(iter(it)) if isinstance(it, dict) else "",
+)
+def test_what_is_not_built_is_named_with_its_place(inner: dict[str, Any], says: str) -> None:
+    schema = {"type": "object", "properties": {"b": FLAG, "a": inner}, "required": ["a"]}
+    with pytest.raises(InvalidRequest) as refused:
+        check(schema)
+    assert refused.value.field == "sampling.grammar"
+    assert refused.value.message.startswith(says)
+
+
+@pytest.mark.parametrize("text", ["[1]", "1", "{", '{"$ref": "#"}', '{"x-whitespace-pattern": 5}'])
+def test_a_text_that_is_no_schema(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(text)
+    assert not any(word in refused.value.message for word in ("Bias", "verbose", "coerce", "Traceback"))
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of an object, none of which comes twice."""
+    found = dict(pairs)
+    assert len(found) == len(pairs), pairs
+    return found
+
+
+NAMED = {"additionalProperties": FLAG, "type": "object"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "patternProperties": {"^a[0-9]$": FLAG}, "additionalProperties": False, "required": ["a1"]},
+        {"type": "object", "patternProperties": {"^(x|y)$": FLAG, "^z$": {"const": 1}}, "additionalProperties": False},
+        {**NAMED, "propertyNames": {"enum": ["red", "green"]}},
+        {**NAMED, "propertyNames": {"pattern": "^k[12]$"}},
+        {**NAMED, "propertyNames": {"$ref": "#/$defs/K"}, "$defs": {"K": {"enum": ["a", "b"], "type": "string"}}},
+        {"type": "object", "properties": {"a": FLAG}, "unevaluatedProperties": False},
+    ],
+    ids=range(6),
+)
+def test_answers_follow_the_schema_and_have_no_member_twice(schema: dict[str, Any]) -> None:
+    check(schema)
+    for seed in range(40):
+        text = answer(schema, seed)
+        value = json.loads(text, object_pairs_hook=unique)
+        jsonschema.validate(value, schema)
+
+
+def test_whitespace_is_what_the_schema_says() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": FLAG, "b": FLAG},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    assert {answer({**schema, WHITESPACE: ""}, seed) for seed in range(20)} == {
+        json.dumps({"a": a, "b": b}, separators=(",", ":")) for a in (True, False) for b in (True, False)
+    }
+    assert all(" " in answer({**schema, WHITESPACE: " "}, seed) for seed in range(5))
+
+
+def test_closing_objects() -> None:
+    """Objects that name members, but not the parts of an `allOf`, nor objects that say what else they have."""
+    point = {"type": "object", "properties": {"x": FLAG}}
+    closed = {**point, "additionalProperties": False}
+    schema = {
+        "properties": {"a": {"items": point}, "b": {"type": "object"}, "c": {"allOf": [point, point]}},
+        "$defs": {"P": point, "Q": {**point, "additionalProperties": FLAG}},
+    }
+    assert close_objects(schema) == {
+        "properties": {"a": {"items": closed}, "b": {"type": "object"}, "c": {"allOf": [point, point]}},
+        "$defs": {"P": closed, "Q": {**point, "additionalProperties": FLAG}},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('root ::= "a" | digits\ndigits ::= [0-9]+', True),
+        ("root ::= (((", False),
+        ('x ::= "a"', False),
+        ('root ::= "\\', False),
+    ],
+)
+def test_a_grammar_may_be_in_llama_cpps_notation(text: str, fits: bool) -> None:
+    if fits:
+        check(text, "lark")
+        matcher = LLMatcher(BYTES, Grammar("lark", text).compiled(), log_level=0)
+        assert matcher.try_consume_tokens(list(b"42")) == 2
+        return
+    with pytest.raises(InvalidRequest, match="not GBNF"):
+        check(text, "lark")

@@ -1,0 +1,52 @@
+"""Log probabilities in columns: rows, parts, and the way through the contract."""
+
+from array import array
+
+import pytest
+
+from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
+from moonpool.base.logprobs import Logprobs, TokenLogprobs
+
+
+def scores(*values: float, top: int = 2) -> Logprobs:
+    """Of a token for each value; the likely ones are 100, 101, ... in each row."""
+    count = len(values)
+    likely = [100 + place for place in range(top)] * count
+    return Logprobs(
+        array("f", values),
+        array("I", range(1, count + 1)),
+        array("i", likely),
+        array("f", [-0.25 * token for token in likely]),
+    )
+
+
+def test_rows() -> None:
+    assert list(scores(-0.5, -1.5).of([7, 8])) == [
+        TokenLogprobs(7, -0.5, 1, ((100, -25.0), (101, -25.25))),
+        TokenLogprobs(8, -1.5, 2, ((100, -25.0), (101, -25.25))),
+    ]
+    with pytest.raises(ValueError, match="zip"):
+        list(scores(-0.5).of([7, 8]))
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_parts_put_together_are_the_whole(top: int) -> None:
+    whole, again = scores(-1.0, -2.0, -4.0, top=top), Logprobs()
+    for begin, end in ((0, 1), (1, 1), (1, None)):
+        again.extend(whole.part(begin, end))
+    assert again == whole
+    assert (len(whole.part(3)), whole.part(5).top, whole.part(1, 2).top) == (0, 0, top)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_through_the_contract(top: int) -> None:
+    whole = scores(-1.0, -2.0, top=top)
+    assert logprobs_from_proto(logprobs_to_proto(whole)) == whole
+    assert whole.consistent
+
+
+def test_columns_that_do_not_fit() -> None:
+    for column in ("ranks", "top_token_ids", "top_logprobs"):
+        message = logprobs_to_proto(scores(-1.0, -2.0))
+        del getattr(message, column)[-1]
+        assert not logprobs_from_proto(message).consistent

@@ -1,0 +1,506 @@
+"""A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
+
+Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
+with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window slot.
+"""
+
+import pickle
+from array import array
+from collections.abc import Callable
+
+from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.layout import NO_SLOT
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.state_machine import IoEnded, Tick, digest_of
+from moonpool.engine.decode.core.actions import (
+    Action,
+    AnswersRanked,
+    AppendBlock,
+    DropOutputLog,
+    FenceConductor,
+    FinishSequence,
+    ForkSequences,
+    LoadStoredBlocks,
+    RequestAborted,
+    RequestAdopted,
+    RequestFreed,
+    RequestParked,
+    ReservationGranted,
+    ReservationRefused,
+    SetBlockTable,
+    StartRun,
+    StopReceiving,
+    StopRun,
+    StoreBlock,
+    SwapDrop,
+    SwapIn,
+    SwapOut,
+)
+from moonpool.engine.decode.core.events import (
+    AdoptRequest,
+    Candidates,
+    CheckedDraft,
+    ComputePrompt,
+    Event,
+    LoadEnd,
+    ReceiveEnd,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    SearchRules,
+    StartDecoding,
+    StoreEnd,
+    StreamClosed,
+    StreamOpened,
+    SwapEnd,  # fmt: skip
+    TransferComplete,
+    TransferOpened,
+)
+from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
+from moonpool.engine.decode.core.scheduler import DecodeScheduler
+from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from tests.unit.engine.decode.core.plain_beams import candidates, plain_search
+from tests.unit.engine.decode.core.sequence import BT, Sequence, follow_beams
+
+STOP = 1
+SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
+
+
+def config(blocks: int, **settings: object) -> DecodeSettings:
+    usual: dict[str, object] = {"block_tokens": BT, "block_bytes": 1 << 10, "max_batch": 8, "lease_s": 10.0}
+    return DecodeSettings(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
+
+
+def preemptible(
+    number: int, rank: float = 0.0, preemptions: int = 0, *, tenant: str = "", weight: float = 1.0
+) -> DecodeRequest:
+    """A request for `choose_victim`."""
+    spec = EngineRequest((), 10, 10, tenant=tenant, weight=weight)
+    request = DecodeRequest.of(ReserveBlocks(number, spec, 20), rank, rank)
+    request.preemption.count = preemptions
+    return request
+
+
+class World:
+    """The core, a pool, an engine that ends its step when told to, and I/O that ends when told to."""
+
+    def __init__(
+        self, config: DecodeSettings, check: Callable[[DecodeScheduler], None] = DecodeScheduler.check_invariants
+    ) -> None:
+        self.core = DecodeScheduler(config)
+        self.now, self.begun = 0.0, pickle.dumps(self.core)
+        self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
+        self.with_slot: set[int] = set()
+        """Blocks that have a window slot."""
+        self.sequences: dict[int, Sequence] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.actions: list[Action] = []
+        self.events: list[tuple[float, Event, bytes]] = []
+        self.run: StartRun | None = None
+        self.left = 0  # steps of the run that are not over
+        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | LoadStoredBlocks | StopReceiving] = {}
+        self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
+        self.asked: dict[int, ReserveBlocks] = {}
+        self.held: dict[int, int] = {}  # leading blocks of promised requests that are here: nothing comes there
+        self.whole: dict[int, int] = {}  # leading blocks of torn transfers: nothing comes there any more
+        self.hypotheses: dict[int, dict[int, array[int]]] = {}
+        self.searched: dict[int, list[tuple[list[int], float]]] = {}
+        """Answers and scores of the searches that are over."""
+        self.refused: list[ReservationRefused] = []
+        self.failed: dict[int, str] = {}
+        self.started: set[int] = set()
+        self.followers: dict[int, int] = {}  # the stream that gets a started sequence's tokens
+        self.heard: dict[int, list[int]] = {}
+        """What each client has got, by whatever stream."""
+        self.logged: dict[int, dict[int, Sequence] | None] = {}
+        """What is kept; the request's sequences when they could go on."""
+        self.lost: list[int] = []
+        """Sequences that could have gone on, and nobody came."""
+        self.fenced: list[FenceConductor] = []
+        self._check = check
+        self._writing: dict[int, BlockKey] = {}
+        self._next = 1
+        self.post(StreamOpened(1, "conductor"))
+
+    def post(self, event: Event) -> list[Action]:
+        out: list[Action] = []
+        self.core.handle(self.now, event, out)
+        self.events.append((self.now, event, digest_of(*out)))
+        self._check(self.core)
+        for action in out:
+            self._perform(action)
+        self.actions += out
+        return out
+
+    def reserve(
+        self,
+        prompt: list[int],
+        answer: int | tuple[int, ...] = 4,
+        *,
+        total: int = 0,
+        slo: float = 0.0,
+        conductor: str = "",
+        stores: int = 0,
+        starts_in_s: float = 0.0,
+        search: SearchRules | None = None,
+        resumable: bool = False,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        logprob_bytes: int = 0,
+    ) -> int | None:
+        """Asks for room for one answer or several; the request's id, None when it was refused."""
+        answers = (answer,) if isinstance(answer, int) else answer
+        number, self._next = self._next, self._next + len(answers)
+        total_tokens = total or len(prompt) + max(answers)
+        for index, length in enumerate(answers):
+            self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
+        keys = tuple(self.sequences[number].keys())
+        spec = EngineRequest(
+            keys,
+            len(prompt),
+            len(prompt),
+            len(answers),
+            logprob_bytes,
+            tenant,
+            priority,
+            weight,
+        )
+        asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
+        self.asked[number] = ReserveBlocks(number, *asked)
+        self.post(self.asked[number])
+        if number not in self.core.requests:
+            for index in range(len(answers)):
+                del self.sequences[number + index]
+            return None
+        return number
+
+    def group(self, number: int) -> "list[tuple[int, Sequence]]":
+        """The sequences of a request, with their numbers."""
+        return [(other, it) for other, it in self.sequences.items() if it.request == number]
+
+    def arrive(self, number: int) -> None:
+        """The prompt's KV comes; prefill has written it to the kvstores as well."""
+        self.post(TransferOpened(number))
+        it = self.sequences[number]
+        self._receive(it, len(it.tokens))
+        for store in range(self.core.requests[number].stores):
+            for index, key in enumerate(it.keys()):
+                content = {at: it.content(index * BT + at) for at in range(BT)}
+                self.stored[store, key] = content | {~at: value for at, value in content.items()}
+        self.post(TransferComplete(number))
+
+    def start(self, number: int, stream: int = 1, known: int = 0) -> None:
+        """Tells the first tokens; perhaps so many more of each sequence, which it would have generated."""
+        self.started.add(number)
+        if self.core.requests[number].search is not None:
+            self.followers[number] = stream
+            self.post(StartDecoding(number, stream, 0, candidates=self._candidates(self.sequences[number])))
+            return
+        finishes, more, keys = [], [], []
+        for other, it in self.group(number):
+            self.answers[other] = it.go_on(1 + min(known, it.answer - 1))
+            self.followers[other], self.heard[other] = stream, list(self.answers[other])
+            finishes.append(STOP if len(self.answers[other]) == it.answer else 0)
+            more.append(len(self.answers[other]) - 1)
+            keys.append(tuple(it.keys()[len(self.asked[number].request.keys) : (len(it.tokens) - 1) // BT]))
+        finish, *others = finishes
+        behind = (tuple(more), tuple(keys)) if known else ((), ())
+        self.post(StartDecoding(number, stream, finish, tuple(others), (), *behind))
+
+    def compute(self, number: int, stream: int = 1) -> list[Action]:
+        self.answers[number], self.heard[number], self.followers[number] = [], [], stream
+        return self.post(ComputePrompt(number, stream))
+
+    def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
+        """A conductor resumes for a client that has what it has heard."""
+        return self.post(AdoptRequest(number, stream, fence, self.positions(number)))
+
+    def positions(self, number: int) -> tuple[int, ...]:
+        """Behind what a client has heard of each answer; of beams nothing comes before their end."""
+        asked = self.asked[number]
+        numbers = range(number, number + asked.request.width)
+        return tuple([0 if asked.search else len(self.heard[other]) for other in numbers])
+
+    def close(self, stream: int) -> None:
+        """A conductor's stream ends: nobody hears its sequences any more."""
+        self.followers = {number: it for number, it in self.followers.items() if it != stream}
+        self.post(StreamClosed(stream))
+
+    def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, stream: int = 1, **options: object) -> int:
+        """A request up to its start."""
+        number = self.reserve(prompt, answer, **options)  # type: ignore[arg-type]
+        assert number is not None, self.refused[-1]
+        self.arrive(number)
+        self.start(number, stream)
+        return number
+
+    def step(self) -> None:
+        """The running step is done, and the run with it if it was the last one or somebody has ended."""
+        assert self.run is not None
+        run = self.run
+        ended, filled, candidates, drafts = [], [], [], list[CheckedDraft]()
+        context = sum(len(self.sequences[number].tokens) for number in run.batch)
+        for source, block in run.copies:
+            self.pool[block] = dict(self.pool[source])
+        for number, start, count, sample, full_hit in [
+            *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
+            *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
+        ]:
+            it, ahead = self.sequences[number], self.core.settings.ahead_steps
+            assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
+            for position in range(start + count * full_hit):
+                held = self.pool[it.table[position // BT]].get(position % BT)
+                assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
+            self._check_window(it, start, start + count * full_hit)
+            for position in () if full_hit else range(start, start + count):
+                assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
+                self._write(it, position)
+            if not sample or self.core.requests[it.request].status is RequestStatus.FINISHING:
+                continue
+            assert start + count == len(it.tokens)
+            filled += self._filled(number)
+            if self.core.requests[it.request].search is not None:
+                candidates.append((number, self._candidates(it)))
+                continue
+            self._append(number)
+            if number in run.batch:
+                guesses = self._guesses(number, run.drafts - sum(draft.tokens for draft in drafts))
+                drafts += guesses
+                filled += self._check_guesses(number, *guesses)
+            if len(self.answers[number]) >= it.answer:
+                ended.append((number, STOP))
+        speeds = self.core.settings.speeds
+        seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
+        seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
+        self.left = 0 if drafts else self.left - 1
+        if self.left and not ended:
+            self.post(RunProgress(run.step, 1, seconds, tuple(filled)))
+            return
+        self.run = None
+        told = tuple(ended), tuple(filled), 1, tuple(candidates)
+        self.post(RunDone(run.step, False, seconds, *told, drafts=tuple(drafts)))
+
+    def _append(self, number: int) -> None:
+        """A sequence gets its next token."""
+        it = self.sequences[number]
+        it.tokens.append(it.token_after(len(it.tokens)))
+        self.answers[number].append(it.tokens[-1])
+        if number in self.followers:
+            self.heard[number].append(it.tokens[-1])
+
+    def _filled(self, number: int) -> list[tuple[int, BlockKey]]:
+        """The block that became full with a sequence's tokens so far, all computed."""
+        it = self.sequences[number]
+        member = self.core.requests[it.request].find(number)
+        assert member is not None
+        is_new = len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys)
+        return [(number, it.keys()[-1])] if is_new else []
+
+    def _guesses(self, number: int, most: int) -> list[CheckedDraft]:
+        """Guesses of a sequence that the step checks; how many, and how many are right, depends on its length."""
+        it = self.sequences[number]
+        room, left = len(it.table) * BT - len(it.tokens) + 1, it.answer - len(self.answers[number])
+        count = min(most, room, left, self.core.settings.draft_tokens, (len(it.tokens) + number) % 7)
+        return [CheckedDraft(number, count, len(it.tokens) % (count + 1))] if count > 0 else []
+
+    def _check_guesses(self, number: int, draft: CheckedDraft | None = None) -> list[tuple[int, BlockKey]]:
+        """The step has computed guesses behind a sequence's token; returns the blocks that became full."""
+        if draft is None:
+            return []
+        it, filled = self.sequences[number], list[tuple[int, BlockKey]]()
+        end = len(it.tokens) - 1 + draft.tokens
+        for block in it.table[(len(it.tokens) - 1) // BT : -(-end // BT)]:
+            assert self.core.blocks.ref_count(block) == 1, "guesses are written to a shared block"
+            assert self.core.blocks.key_of(block) is None, "guesses are written to a full block"
+            assert block in self.with_slot or not self.core.settings.window_blocks, "no slot for a guess"
+        for _ in range(draft.accepted):
+            self._write(it, len(it.tokens) - 1)
+            filled += self._filled(number)
+            self._append(number)
+        for position in range(len(it.tokens) - 1, end):
+            written = self.pool[it.table[position // BT]]
+            written[position % BT] = written[~(position % BT)] = b"a wrong guess"
+        return filled
+
+    def _check_window(self, it: Sequence, start: int, end: int) -> None:
+        """What layers with a window read before position `end`, or the state before position `start`, is right."""
+        first = max(0, start + 1 - self.core.settings.window_blocks * BT)
+        for position in range(first, end):
+            block, at = it.table[position // BT], position % BT
+            if self.core.settings.states_alone and position < start - 1:
+                continue
+            assert block in self.with_slot, f"no slot at {position} of sequence {it}"
+            assert self.pool[block].get(~at) == it.content(position), f"no KV of the window at {position} of {it}"
+            later = [other for other in self.pool[block] if other < ~at]
+            assert not (self.core.settings.states_alone and later), f"the state at {position} of {it} is a later one"
+
+    def abort(self) -> None:
+        """The running step is given up: nothing was copied or computed."""
+        assert self.run is not None
+        run, self.run = self.run, None
+        self.post(RunDone(run.step, True, 0.0))
+
+    def end_io(self, io: int, *, ok: bool = True) -> None:
+        """A copy, a write or a load ends."""
+        action = self.ios.pop(io)
+        match action:
+            case StoreBlock():
+                if ok:
+                    there = self.stored.setdefault((action.store, self._writing.pop(io)), {})
+                    there.update({at: it for at, it in self.pool[action.block].items() if at >= 0 or action.windowed})
+                self.post(IoEnded(io, StoreEnd(ok)))
+            case LoadStoredBlocks():
+                self.post(IoEnded(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
+            case StopReceiving():
+                first = max(self.whole.pop(action.id, 0), self.held[action.id])
+                for block in self.core.requests[action.id].blocks[first:]:
+                    self.pool[block] = {}  # what came late
+                self.post(IoEnded(io, ReceiveEnd()))
+            case _:
+                self.sequences[action.id].copy(action, self.pool, ok=ok)
+                self.post(IoEnded(io, SwapEnd(ok, 1e-6)))
+
+    def _load(self, action: LoadStoredBlocks) -> int:
+        """What a kvstore has comes; returns how many leading blocks that were: with windows, all of them or none."""
+        keys = self.sequences[action.id].keys()[action.first :]
+        assert len(keys) >= len(action.blocks), "full blocks only"
+        window_blocks = self.core.settings.window_blocks
+        for number, (block, key) in enumerate(zip(action.blocks, keys, strict=False)):
+            there = self.stored.get((action.store, key), {})
+            windowed = not window_blocks or number >= len(action.blocks) - window_blocks
+            if len(there) < (2 * BT if windowed else BT):
+                return 0 if window_blocks else number
+            self.pool[block] = {at: it for at, it in there.items() if at >= 0 or windowed}
+        return len(action.blocks)
+
+    def work(self, limit: int = 10_000) -> None:
+        """Ends I/O and steps until there are none."""
+        for _ in range(limit):
+            if self.ios:
+                self.end_io(min(self.ios))
+            elif self.run is not None:
+                self.step()
+            else:
+                return
+        raise AssertionError("it does not come to rest")
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.post(Tick())
+
+    def assert_at_rest(self) -> None:
+        assert (len((core := self.core).requests), core.budget.promised, core.budget.expected) == (0, 0, 0)
+        assert (core.preempted.swapped_blocks, core.preempted.blocks_being_freed, core.blocks.num_used) == (0, 0, 0)
+
+    def assert_reruns(self) -> None:
+        """The same events lead to the same actions and the same state."""
+        core: DecodeScheduler = pickle.loads(self.begun)
+        for now, event, digest in self.events:
+            out: list[Action] = []
+            core.handle(now, event, out)
+            assert digest_of(*out) == digest
+        assert core.digest() == self.core.digest()
+
+    def _adopted(self, number: int, stream: int, positions: tuple[int, ...]) -> None:
+        if (kept := self.logged.get(number)) is not None:
+            self.sequences |= kept
+            del self.logged[number]
+        assert positions == self.positions(number)
+        for other, position in enumerate(positions, number):
+            self.followers[other] = stream
+            self.heard.setdefault(other, []).extend(self.answers.get(other, [])[position:])
+
+    def _candidates(self, it: Sequence) -> Candidates:
+        """What may follow a beam."""
+        search = self.core.requests[it.request].search
+        assert search is not None
+        return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
+
+    def _select(self, chosen: ForkSequences) -> None:
+        beams, kept = [it for _, it in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
+        self.hypotheses[chosen.id] = follow_beams(beams, chosen, kept)
+
+    def _ranked(self, ranked: AnswersRanked) -> None:
+        """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
+        it, asked = self.sequences[ranked.id], self.asked[ranked.id]
+        assert asked.search is not None
+        found = [
+            (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
+        ]
+        start = it.tokens[: it.prompt].tolist()
+        assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.search)
+        self.searched[ranked.id] = found
+
+    def _receive(self, it: Sequence, end: int) -> None:
+        """The KV of all positions before `end` comes; that of blocks which are held here is not sent."""
+        first = self.core.settings.first_windowed_block(self.asked[it.request].request.tokens)
+        for position in range(self.held[it.request] * BT, end):
+            self._write(it, position)
+            if position // BT < first:
+                del self.pool[it.table[position // BT]][~(position % BT)]
+
+    def _write(self, it: Sequence, position: int) -> None:
+        block = self.pool[it.table[position // BT]]
+        block[position % BT] = block[~(position % BT)] = it.content(position)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case MoveSlots(moves):
+                for block, slot in moves:
+                    self.pool[block] = {at: it for at, it in self.pool[block].items() if at >= 0}
+                    (self.with_slot.discard if slot == NO_SLOT else self.with_slot.add)(block)
+            case SetBlockTable(number, blocks):
+                self.sequences[number].table = list(blocks)
+            case AppendBlock(number, block):
+                self.sequences[number].table.append(block)
+            case StartRun():
+                assert self.run is None
+                self.run, self.left = action, action.steps
+            case StopRun():
+                self.left = 1
+            case SwapOut() | SwapIn() | StoreBlock() | LoadStoredBlocks() | StopReceiving():
+                assert action.io not in self.ios
+                self.ios[action.io] = action
+                if isinstance(action, StoreBlock):
+                    self._writing[action.io] = self.sequences[action.id].keys()[action.index]
+                    whole = sum(at < 0 for at in self.pool[action.block]) == BT
+                    whole &= action.block in self.with_slot or not self.core.settings.window_blocks
+                    assert whole or not action.windowed, "slices that are not there are stored"
+            case SwapDrop(number):
+                self.sequences[number].saved = {}
+            case ForkSequences():
+                self._select(action)
+            case AnswersRanked():
+                self._ranked(action)
+            case ReservationRefused():
+                self.refused.append(action)
+            case RequestAborted(number, why):
+                self.failed[number] = why
+            case RequestFreed(number, logged):
+                for other, it in self.group(number):
+                    assert not it.saved, "swapped out and forgotten"
+                    del self.sequences[other]
+                if logged:
+                    self.logged[number] = None
+            case RequestParked(number):
+                kept = self.logged[number] = {other: self.sequences.pop(other) for other, _ in self.group(number)}
+                for it in kept.values():
+                    assert not it.saved, "swapped out and forgotten"
+                    it.table = []
+            case DropOutputLog(number):
+                if self.logged.pop(number) is not None:
+                    self.lost.append(number)
+            case RequestAdopted(number, stream, positions):
+                self._adopted(number, stream, positions)
+            case FenceConductor():
+                self.fenced.append(action)
+            case ReservationGranted(number, held):
+                self.held[number] = held
+            case FinishSequence():
+                pass
+
+
+WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.STORE)

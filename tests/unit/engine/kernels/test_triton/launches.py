@@ -1,0 +1,110 @@
+"""Launches of the operations, of tiny tensors, to be caught and compiled (`tools.compiled_kernels`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moonpool.engine.kernels.experts import ExpertMatrices
+from moonpool.engine.models.packed import PackedWeight
+
+
+def attend(
+    ops: Any,
+    *,
+    rows: int,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    head_dim: int = 128,
+    group: int = 4,
+    block_tokens: int = 64,
+    deterministic: bool = False,
+    max_context: int | None = None,
+) -> None:
+    """Launch attention of two sequences; contents do not matter, nothing runs."""
+    kv = torch.empty((4, 2, 2, block_tokens, head_dim), dtype=stored or dtype)
+    scales = None if stored is None else torch.empty((4, 2, 2, block_tokens))
+    tables = torch.zeros((2, 4096 // block_tokens), dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    q = torch.empty((2 * rows, 2 * group, head_dim), dtype=dtype)
+    keywords = {"max_context": max_context, "deterministic": deterministic}
+    if rows == 1:
+        ops.decode_attention(q, kv, scales, tables, lengths, 0.1, q, **keywords)
+    else:
+        starts = torch.zeros(3, dtype=torch.int32)
+        ops.prefill_attention(q, kv, scales, tables, starts, lengths, 0.1, q, singles=0, **keywords)
+
+
+def _write(ops: Any, stored: torch.dtype | None = None) -> None:
+    k = torch.empty((5, 8, 80), dtype=torch.bfloat16)
+    kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)
+    ids = torch.zeros(5, dtype=torch.int64)
+    ops.write_kv(k, k, kv, None if stored is None else torch.empty((4, 8, 2, 64)), ids, ids)
+
+
+def _pointwise(ops: Any) -> None:
+    x = torch.empty((4, 896), dtype=torch.bfloat16)
+    ops.rms_norm(x, None, x[0], 1e-6, x)
+    ops.rms_norm(x, x, x[0], 1e-6, x)
+    ops.rope(x.view(4, 7, 128), x[:, :128], x[:, :128], x.view(4, 7, 128))
+    ops.silu_mul(x, torch.empty((4, 448), dtype=torch.bfloat16))
+
+
+def _sampling(ops: Any) -> None:
+    from moonpool.engine.kernels.triton import sampling
+
+    logits, weights = torch.empty((2, 9001)), torch.empty((2, 9088))
+    sampling.weights_of(logits, logits[:, 0], logits[:, 0], weights)
+    for by_weight in (False, True):
+        sampling.keep_leading(weights, torch.empty(2, dtype=torch.float64), by_weight=by_weight)
+    sampling.pick(weights, torch.zeros(3, dtype=torch.int64), torch.empty(3, dtype=torch.float64))
+
+
+def packed_products(ops: Any, rows: int = 1, form: str = "int4/32") -> None:
+    """Launch a product with a packed weight of 512 inputs and 256 outputs; `form` as `PackedWeight.kind`."""
+    kind, _, size = form.partition("/")
+    bits, group = int(kind[-1]), int(size)
+    scales = torch.empty((256, 512 // group), dtype=torch.float16)
+    tables = {"table4": torch.zeros(16), "float4": torch.linspace(-1, 1, 16), "float8": torch.linspace(-1, 1, 256)}
+    weight = PackedWeight(
+        torch.empty((256, 512 * (4 if bits == 4 else 8) // 8), dtype=torch.uint8), bits, group,
+        scales if bits != 6 else scales.to(torch.int8),
+        offsets=scales if kind == "int4" else None,
+        values=tables.get(kind),
+        units=scales[:, ::16].contiguous() if bits == 6 else None,
+    )  # fmt: skip
+    x = torch.empty((rows, 512), dtype=torch.bfloat16)
+    ops.packed_linear(x, weight, x[0, :256], torch.empty((rows, 256), dtype=torch.bfloat16))
+
+
+def experts(ops: Any, rows: int = 1, dtype: torch.dtype = torch.bfloat16, *, biased: bool = False) -> None:
+    """Launch both products and the sum of 8 experts, 2 of them for each row."""
+    starts, tokens = torch.zeros(9, dtype=torch.int64), torch.zeros(2 * rows, dtype=torch.int64)
+    up, down = (
+        ExpertMatrices(
+            [torch.empty(shape, dtype=dtype)] * 8, torch.empty((8, shape[0]), dtype=dtype) if biased else None
+        )
+        for shape in ((512, 256), (256, 256))
+    )
+    x, results = torch.empty((rows, 256), dtype=dtype), torch.empty((2 * rows, 256), dtype=dtype)
+    both = torch.empty((2 * rows, 512), dtype=dtype)
+    ops.expert_linear(x, tokens, starts, up, both, deterministic=False)
+    ops.expert_linear(results, None, starts, down, results, deterministic=False)
+    ops.add_weighted(results, tokens.view(rows, 2), torch.empty((rows, 2)), x)
+
+
+PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32", "float4/64", "float8/128")
+OTHERS: list[Callable[[Any], None]] = [
+    _write,
+    lambda ops: _write(ops, torch.int8),
+    lambda ops: _write(ops, torch.float8_e4m3fn),
+    lambda ops: ops.copy_blocks(torch.empty((2, 4, 64)), *torch.zeros((2, 3), dtype=torch.int64)),
+    _pointwise,
+    _sampling,
+    *(partial(experts, rows=rows, dtype=dtype) for rows in (1, 200) for dtype in (torch.bfloat16, torch.float32)),
+    partial(experts, biased=True),
+    *(partial(packed_products, rows=rows, form=form) for form in PACKED_FORMS for rows in (1, 200)),
+]

@@ -1,0 +1,109 @@
+"""The file of arranged weights: one writer, users of a whole file, and room on a full disk."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moonpool.engine.kernels import weight_file
+from moonpool.engine.kernels.weight_file import WeightFile
+
+
+def write(folder: Path, name: str, nbytes: int = 4096) -> WeightFile:
+    """A whole file."""
+    made = WeightFile(folder, name)
+    assert made.notes is None
+    made.allocate(0, nbytes)
+    made.finish([nbytes])
+    return made
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_whole_file_is_used_again(tmp_path: Path) -> None:
+    first = write(tmp_path, "a")
+    assert WeightFile(tmp_path, "a").notes == [4096]  # while the first has it
+    first.close()
+    assert WeightFile(tmp_path, "a").notes == [4096]
+    assert files(tmp_path) == ["a.json", "a.weights"]
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+    """Also while others have it."""
+    write(tmp_path, "a").close()
+    os.truncate(tmp_path / "a.weights", 100)
+    damaged = WeightFile(tmp_path, "a")
+    assert damaged.notes is None
+    damaged.allocate(0, 4096)
+    damaged.finish([1])
+    os.truncate(tmp_path / "a.weights", 100)
+    assert WeightFile(tmp_path, "a").notes is None
+
+
+def test_a_file_that_is_not_finished_goes(tmp_path: Path) -> None:
+    made = WeightFile(tmp_path, "a")
+    made.allocate(0, 4096)
+    made.close()
+    made.close()
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_written_anew(tmp_path: Path) -> None:
+    program = "import os, sys, pathlib; from moonpool.engine.kernels.weight_file import WeightFile\n"
+    program += "made = WeightFile(pathlib.Path(sys.argv[1]), 'a'); made.allocate(0, 9000); os._exit(1)"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert (tmp_path / "a.weights").stat().st_size == 9000
+    made = WeightFile(tmp_path, "a")
+    assert (made.notes, (tmp_path / "a.weights").stat().st_size) == (None, 0)
+
+
+def test_others_wait_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_file, "POLL_S", 0.01)
+    made, waits = WeightFile(tmp_path, "a"), threading.Event()
+    found: list[WeightFile] = []
+    thread = threading.Thread(target=lambda: found.append(WeightFile(tmp_path, "a", waits.set)))
+    thread.start()
+    assert waits.wait(30)
+    assert not found
+    made.allocate(0, 100)
+    made.finish("whole")
+    thread.join(30)
+    assert found[0].notes == "whole"
+
+
+def test_unused_files_make_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate(("new", "used", "old")):
+        made = write(tmp_path, name)
+        os.utime(tmp_path / f"{name}.weights", (2e9 - age, 2e9 - age))
+        if name == "used":
+            used = made
+        else:
+            made.close()
+    room = [False, True]
+
+    def allocate(file: int, begin: int, nbytes: int) -> None:
+        if not room.pop(0):
+            raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    made = WeightFile(tmp_path, "next")
+    made.allocate(0, 100)
+    assert files(tmp_path) == ["new.json", "new.weights", "next.weights", "used.json", "used.weights"]
+    room += [False, False]
+    with pytest.raises(OSError, match="no room"):
+        made.allocate(0, 100)
+    assert files(tmp_path) == ["next.weights", "used.json", "used.weights"]
+    used.close()
+
+
+def test_a_file_that_was_long_not_used_goes(tmp_path: Path) -> None:
+    write(tmp_path, "old").close()
+    os.utime(tmp_path / "old.weights", (1e9, 1e9))
+    write(tmp_path, "new").close()
+    assert files(tmp_path) == ["new.json", "new.weights"]

@@ -1,0 +1,132 @@
+"""A load that takes longer than computing is overtaken: both go on, and what comes first counts."""
+
+import pytest
+
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.engine.prefill.core import actions, events
+from tests.unit.engine.prefill.world import BT, SETTINGS, Client, World, staged
+
+BLOCKS, TOKENS = 4, 4 * BT + 12
+"""Blocks that are loaded, and tokens of the prompt."""
+COMPUTE_S = 6.4
+"""Of the loaded blocks; a step has two of them."""
+LOAD_S = 0.6
+
+
+def loading(blocks: int = 32, held: int | None = None) -> tuple[World, Client, int]:
+    """A prompt whose leading blocks are being loaded, and do not come."""
+    speeds = Speeds(prefill_per_token_s=0.1, load_bytes_per_s=BLOCKS * 3 * SETTINGS.slice_bytes / LOAD_S)
+    it = World(staged(1, step_tokens=2 * BT, blocks=blocks), speeds)
+    client = it.arrive(TOKENS, sources=(events.KVSource("store", BLOCKS),), held=held)
+    if held is not None:
+        (opening,) = [io for io, action in it.ios.items() if isinstance(action, actions.OpenTransfer)]
+        it.finish_io(opening)
+    (io,) = [io for io, action in it.ios.items() if isinstance(action, actions.LoadBlocks)]
+    return it, client, io
+
+
+def run_step(it: World) -> None:
+    (step,) = it.steps
+    it.run_step(step)
+
+
+def figures(client: Client) -> tuple[int, int, int]:
+    """Tokens loaded, computed, and computed although they were being loaded."""
+    assert client.token is not None
+    return client.token.loaded_tokens, client.token.computed_tokens, client.token.overtaken_tokens
+
+
+@pytest.mark.parametrize("held", [None, 0])
+def test_what_is_computed_first_counts_and_the_load_is_given_up(held: int | None) -> None:
+    it, client, io = loading(held=held)
+    it.pass_time(COMPUTE_S - 0.1)
+    assert not it.steps
+    it.pass_time(0.2)
+    run_step(it)
+    it.load_layer(io)
+    run_step(it)
+    assert io in it.cancelled
+    it.settle()
+    assert figures(client) == (0, TOKENS, BLOCKS * BT)
+    assert it.core.loads.overtaken == 1
+    it.check_rest()
+
+
+@pytest.mark.parametrize("held", [None, 0])
+def test_the_rest_comes_from_a_load_that_arrives_after_all(held: int | None) -> None:
+    """What a step is computing then is computed."""
+    it, client, io = loading(held=held)
+    it.pass_time(COMPUTE_S)
+    it.load_all(io)
+    run_step(it)
+    it.settle()
+    computed = 2 * BT
+    assert figures(client) == (BLOCKS * BT - computed, TOKENS - BLOCKS * BT + computed, computed)
+    it.check_rest()
+
+
+def test_a_load_that_fails_after_all_changes_nothing() -> None:
+    it, client, io = loading()
+    it.pass_time(COMPUTE_S)
+    it.end(io, events.LoadEnded(1, missing=1))
+    it.settle()
+    assert figures(client) == (0, TOKENS, 0)
+    assert client.token is not None
+    assert [miss.block for miss in client.token.misses] == [1]
+    it.check_rest()
+
+
+def test_others_that_wait_make_the_load_worth_more_waiting() -> None:
+    """Computing the blocks would delay the other prompt as long as this one."""
+    it, _, io = loading()
+    it.arrive(TOKENS, 1, sources=(events.KVSource("other store", BLOCKS),))
+    it.pass_time(2 * COMPUTE_S - 0.1)
+    assert not it.steps
+    it.pass_time(0.2)
+    assert it.core.loads.overtaken >= 1
+    it.load_all(io)
+    it.settle()
+    it.check_rest()
+
+
+def test_without_blocks_to_spare_a_load_is_waited_for() -> None:
+    it, client, io = loading(blocks=BLOCKS + 3)
+    it.pass_time(100.0)
+    assert not it.steps
+    it.load_all(io)
+    it.settle()
+    assert figures(client) == (BLOCKS * BT, TOKENS - BLOCKS * BT, 0)
+    it.check_rest()
+
+
+def test_a_prompt_that_leaves_leaves_both() -> None:
+    it, client, io = loading()
+    it.pass_time(COMPUTE_S)
+    it.post(events.CancelJob(1))
+    assert client.end is not None
+    assert io in it.cancelled
+    it.settle()
+    it.check_rest()
+
+
+def test_a_source_that_was_overtaken_is_known_to_be_slow() -> None:
+    it, _, _ = loading()
+    before = it.core.speeds(it.now).load_bytes_per_s
+    it.pass_time(COMPUTE_S)
+    it.run_step(next(iter(it.steps)))
+    it.run_step(next(iter(it.steps)))
+    assert it.core.speeds(it.now).load_bytes_per_s < before
+    it.settle()
+
+
+def test_a_step_that_follows_the_load_is_given_up() -> None:
+    """Its first layer came, the next one does not."""
+    it, client, io = loading()
+    it.load_layer(io)
+    (step,) = it.steps
+    it.pass_time(100.0)
+    assert it.steps[step].aborted
+    it.run_step(step)
+    it.settle()
+    assert client.end is not None
+    it.check_rest()
