@@ -22,7 +22,7 @@ from moonpool.kvstore.eviction.policies import LRU
 from moonpool.kvstore.ssd.records import record_size
 from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
 
-FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
+FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="float32"))
 BLOCK = FORMAT.layout.block_bytes
 RECORD = record_size(BlockInfo(BlockKey(bytes(32)), NO_PARENT, "", FORMAT))
 DATA = memoryview(bytes(BLOCK))

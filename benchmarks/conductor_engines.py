@@ -25,7 +25,7 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 TOKEN = 100
 BLOCKS = 1 << 20
 STEP_S = 0.01
-LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=16, block_tokens=64, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=16, block_size=64, dtype="float32")
 
 
 class FreePrefill:
@@ -93,7 +93,7 @@ class FreeDecode:
 async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: str, number: int) -> JoinAgent:
     """Serves an engine and lets the engine join until the stack closes."""
     served = Checkpoint.load(str(model_dir())).served()
-    instance = kv_pb2.Instance(id=f"{kind}-{number}", incarnation=1)
+    instance = kv_pb2.Instance(id=f"{kind}-{number}", epoch=1)
     service: Service
     if kind == "prefill":
         instance.kind = kv_pb2.INSTANCE_KIND_PREFILL

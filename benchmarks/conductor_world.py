@@ -21,9 +21,9 @@ from moonpool.conductor.placement.policies.registry import load_policy
 
 SEED = 1
 CHAIN_BLOCKS = 2000
-BLOCK_TOKENS = 16
+BLOCK_SIZE = 16
 KEYS_PER_MESSAGE = 4096
-SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=131072, layers=32)
+SHAPE = KVShape(block_size=BLOCK_SIZE, token_bytes=131072, layers=32)
 PROFILES = (
     Speeds(1e-3, 4e-5, 2e-9, 8e-3, 5e-5, 3e-8, 3e9, 5e9, 1e-3, 1e-8),
     Speeds(1e-3, 7e-5, 4e-9, 12e-3, 8e-5, 5e-8, 3e9, 5e9, 1e-3, 1e-8),
@@ -70,9 +70,9 @@ def chain_keys(number: int) -> list[BlockKey]:
 
 def hashing_seconds() -> float:
     """Seconds for hashing one prompt with `CHAIN_BLOCKS` blocks."""
-    tokens = [token % 50_000 for token in range(CHAIN_BLOCKS * BLOCK_TOKENS)]
+    tokens = [token % 50_000 for token in range(CHAIN_BLOCKS * BLOCK_SIZE)]
     begin = time.thread_time()
-    block_keys(b"r" * 32, tokens, BLOCK_TOKENS)
+    block_keys(b"r" * 32, tokens, BLOCK_SIZE)
     return time.thread_time() - begin
 
 
@@ -127,7 +127,7 @@ class ConductorWorld:
         begin = time.thread_time()
         self._number += 1
         key = QueueKey("", self._now, self._number)
-        tokens = len(keys) * BLOCK_TOKENS + 5
+        tokens = len(keys) * BLOCK_SIZE + 5
         plan = self.cluster.plan(RoutingRequest(tokens, 400, keys, keys[0], self._now, queue_key=key))
         best = plan.prefill
         place = key if best.delay_s is None else key.delayed(best.delay_s)
@@ -157,7 +157,7 @@ class ConductorWorld:
             base.slowed_prefill(wobble).slowed_decode(wobble), load_bytes_per_s=base.load_bytes_per_s * wobble
         )
         shape = None if kind is InstanceKind.KVSTORE else SHAPE
-        self.cluster.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, step_tokens=2048), 0.0)
+        self.cluster.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, max_num_batched_tokens=2048), 0.0)
         self.cluster.keys_changed(KeysChanged(name, 0, (), (), snapshot_begin=True, snapshot_end=True))
         self._sequences[name] = 1
         if kind is InstanceKind.PREFILL:

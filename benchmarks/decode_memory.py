@@ -45,7 +45,7 @@ from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import RUN_STEPS
 
-BLOCK_TOKENS = 64
+BLOCK_SIZE = 64
 POOL_BLOCKS = 2_000
 MAX_TOKENS = 4_096
 PROMPT = 100
@@ -154,7 +154,7 @@ class Virtual:
             tokens = it.prompt + it.made
             self.token_steps += tokens
             self.slot_steps += self._slots(number) - tokens
-            if tokens % BLOCK_TOKENS == 0 and tokens > it.computed:
+            if tokens % BLOCK_SIZE == 0 and tokens > it.computed:
                 filled.append((number, _key(number, tokens)))
             it.computed = max(it.computed, tokens)
             it.made += 1
@@ -173,7 +173,7 @@ class Virtual:
         """Other sequences that share blocks in a sequence's table."""
         member = self.core.requests[self.live[number].request].find(number)
         assert member is not None, "a sequence that was computed is in the batch"
-        return len(member.table) * BLOCK_TOKENS
+        return len(member.table) * BLOCK_SIZE
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -220,7 +220,7 @@ def _key(number: int, tokens: int) -> BlockKey:
 
 
 def _keys(number: int, begin: int, tokens: int) -> tuple[BlockKey, ...]:
-    return tuple(_key(number, end) for end in range(begin + BLOCK_TOKENS, tokens + 1, BLOCK_TOKENS))
+    return tuple(_key(number, end) for end in range(begin + BLOCK_SIZE, tokens + 1, BLOCK_SIZE))
 
 
 def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: int = RUN_STEPS) -> Virtual:
@@ -228,9 +228,9 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: in
     profile = load_profile("llama-70b-a800")
     config = DecodeSettings(
         num_blocks=blocks,
-        block_tokens=BLOCK_TOKENS,
-        block_bytes=BLOCK_TOKENS * profile.token_bytes,
-        max_batch=4_096,
+        block_size=BLOCK_SIZE,
+        block_bytes=BLOCK_SIZE * profile.token_bytes,
+        max_num_seqs=4_096,
         lease_s=60.0,
         speeds=replace(profile.speeds, load_bytes_per_s=STORE_BYTES_PER_S),
         preemption=preemption,
@@ -274,10 +274,10 @@ def at_once(prompt: int, answer: int, ended: int, *, longest_life: bool = False)
     teach(it, answer)
     counts: list[int] = []
     before, it.slot_steps, it.token_steps, it.steps, it.runs = it.tokens, 0, 0, 0, 0
-    most = POOL_BLOCKS // -(-(prompt + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS) if longest_life else POOL_BLOCKS
+    most = POOL_BLOCKS // -(-(prompt + BLOCK_SIZE // 2 + MAX_TOKENS) // BLOCK_SIZE) if longest_life else POOL_BLOCKS
     begun = it.ended
     while it.ended - begun < ended:
-        while len(it.live) < most and it.admit(prompt + rng.randrange(BLOCK_TOKENS), answer):
+        while len(it.live) < most and it.admit(prompt + rng.randrange(BLOCK_SIZE), answer):
             pass
         counts.append(len(it.live))
         it.step()
@@ -353,7 +353,7 @@ def _full(progress: Progress) -> Iterator[Row]:
         ratio,
         WANTED_AT_ONCE,
     )
-    allowed = (BLOCK_TOKENS - 1) / 2 / full.tokens + 0.01
+    allowed = (BLOCK_SIZE - 1) / 2 / full.tokens + 0.01
     limit = "half a block over the mean length + 1 %"
     yield bounded(f"slots without a token over tokens, {name}", "share", [full.unused], limit, allowed)
 
@@ -361,7 +361,7 @@ def _full(progress: Progress) -> Iterator[Row]:
 def _shared(progress: Progress) -> Iterator[Row]:
     """Several answers to one prompt, against one answer and the blocks of the others' tokens."""
     one, several = (most_blocks(LONG_PROMPT, ANSWER, width) for width in (1, SAMPLES))
-    needed = one + (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
+    needed = one + (SAMPLES - 1) * -(-ANSWER // BLOCK_SIZE)
     progress(f"shared prompts: {several} blocks, one answer and the others' tokens need {needed}")
     name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}, over one's and the others' answers"
     yield bounded(name, "ratio", [several / needed], "limit", 1.15)
@@ -369,7 +369,7 @@ def _shared(progress: Progress) -> Iterator[Row]:
 
 def _overcommitted(progress: Progress) -> Iterator[Row]:
     answer = 1_000
-    each = -(-(PROMPT + answer) // BLOCK_TOKENS)
+    each = -(-(PROMPT + answer) // BLOCK_SIZE)
     count = OVERCOMMIT * POOL_BLOCKS // each
     fitting = POOL_BLOCKS // (each + 1)
     alone = crowd(POOL_BLOCKS, fitting, answer, Preemption.AUTO)

@@ -33,7 +33,7 @@ from moonpool.interop.kv_events.events import BlockRemoved, BlockStored, EngineE
 from moonpool.interop.kv_events.publisher import publishing
 
 MODEL = "tiny"
-BLOCK_TOKENS, MAX_TOKENS, MAX_RUNNING = 16, 8192, 64
+BLOCK_SIZE, MAX_TOKENS, MAX_RUNNING = 16, 8192, 64
 MADE_UP_S = 0.005
 """Lateness that the next step makes up for."""
 HASH_BYTES = 8
@@ -93,8 +93,8 @@ class PrefixCache:
     def hashes(self, tokens: Sequence[int], salt: str) -> list[int]:
         """Of all full blocks; each stands for all tokens before it."""
         found, digest = list[int](), hashlib.sha256(salt.encode()).digest()
-        for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            digest = hashlib.sha256(digest + array("i", tokens[at : at + BLOCK_TOKENS]).tobytes()).digest()
+        for at in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            digest = hashlib.sha256(digest + array("i", tokens[at : at + BLOCK_SIZE]).tobytes()).digest()
             found.append(int.from_bytes(digest[:HASH_BYTES], "big"))
         return found
 
@@ -102,7 +102,7 @@ class PrefixCache:
         """Takes blocks for a request, its cached ones among them, if there is room."""
         hashes = self.hashes(request.tokens[: request.prompt_tokens - 1], request.salt)
         cached = list(itertools.takewhile(self.held.__contains__, hashes))
-        needed = -(-(request.prompt_tokens + request.wanted) // BLOCK_TOKENS) - len(cached)
+        needed = -(-(request.prompt_tokens + request.wanted) // BLOCK_SIZE) - len(cached)
         for one in cached:
             self.held[one] += 1
         free = self.capacity - self._promised - len(self.held)
@@ -118,13 +118,13 @@ class PrefixCache:
             self.events.append(BlockRemoved(tuple(gone), "GPU", 0))
         self._promised += needed
         request.hashes, request.blocks = cached, needed
-        request.computed = request.cached = len(cached) * BLOCK_TOKENS
+        request.computed = request.cached = len(cached) * BLOCK_SIZE
         return True
 
     def filled(self, request: Request) -> None:
         """Blocks of a request have become full."""
         begin = len(request.hashes)
-        if request.computed // BLOCK_TOKENS == begin:
+        if request.computed // BLOCK_SIZE == begin:
             return
         hashes = self.hashes(request.tokens[: request.computed], request.salt)
         new = [one for one in hashes[begin:] if one not in self.held]
@@ -135,11 +135,11 @@ class PrefixCache:
         request.hashes = hashes
         if new:
             first = hashes.index(new[0])
-            tokens = request.tokens[first * BLOCK_TOKENS : (first + len(new)) * BLOCK_TOKENS]
+            tokens = request.tokens[first * BLOCK_SIZE : (first + len(new)) * BLOCK_SIZE]
             salt: ExtraKeys = (request.salt,) if request.salt and not first else ()
             extra: list[ExtraKeys] = [salt, *[()] * (len(new) - 1)]
             parent = hashes[first - 1] if first else None
-            self.events.append(BlockStored(tuple(new), parent, tokens, BLOCK_TOKENS, "GPU", tuple(extra), kind=KIND))
+            self.events.append(BlockStored(tuple(new), parent, tokens, BLOCK_SIZE, "GPU", tuple(extra), kind=KIND))
 
     def release(self, request: Request) -> None:
         """A request has ended: its blocks may be evicted, the last ones first."""
@@ -160,7 +160,7 @@ class EmulatedVllm:
         speeds: seconds of steps, by tokens of the profile.
         token_scale: tokens of the profile for each token.
         blocks: of KV.
-        step_tokens: tokens of a step at most.
+        max_num_batched_tokens: tokens of a step at most.
         answer: tokens of which answers consist.
         publish: publishes a step's events.
     """
@@ -170,7 +170,7 @@ class EmulatedVllm:
         speeds: Speeds,
         token_scale: int,
         blocks: int,
-        step_tokens: int,
+        max_num_batched_tokens: int,
         answer: Sequence[int],
         publish: Callable[[Sequence[EngineEvent]], Awaitable[None]],
     ) -> None:
@@ -179,7 +179,7 @@ class EmulatedVllm:
         self.running: list[Request] = []
         self.counts = {"prompt_tokens": 0, "cached_tokens": 0, "requests": 0, "step_s": 0.0, "late_s": 0.0}
         self.started = time.time()
-        self._speeds, self._scale, self._step_tokens = speeds, token_scale, step_tokens
+        self._speeds, self._scale, self._step_tokens = speeds, token_scale, max_num_batched_tokens
         self._answer = itertools.cycle(answer)
         self._work = asyncio.Event()
         self._publish = publish
@@ -281,7 +281,7 @@ class HttpApi:
         engine = self._engine
         return web.Response(
             text=f"process_start_time_seconds {engine.started}\n"
-            f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{engine.cache.capacity}",'
+            f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",num_gpu_blocks="{engine.cache.capacity}",'
             'enable_prefix_caching="True"} 1.0\n'
             f'vllm:num_requests_running{{engine="0"}} {len(engine.running)}\n'
             f'vllm:num_requests_waiting{{engine="0"}} {len(engine.waiting)}\n'
@@ -311,7 +311,7 @@ class HttpApi:
     async def _stream(
         self, request: web.Request, tokens: Sequence[int], wanted: int, salt: str, message: Any
     ) -> web.StreamResponse:
-        if len(tokens) + wanted > min(MAX_TOKENS, self._engine.cache.capacity * BLOCK_TOKENS):
+        if len(tokens) + wanted > min(MAX_TOKENS, self._engine.cache.capacity * BLOCK_SIZE):
             return web.json_response({"error": {"message": "too long"}}, status=400)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
@@ -361,7 +361,7 @@ async def serve(options: argparse.Namespace) -> None:
                 speeds,
                 options.token_scale,
                 options.blocks,
-                options.step_tokens // options.token_scale,
+                options.max_num_batched_tokens // options.token_scale,
                 answer,
                 events.publish,
             )

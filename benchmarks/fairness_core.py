@@ -13,9 +13,9 @@ from moonpool.engine.prefill.core.events import IoResult, StepEnded, SubmitJob
 from moonpool.engine.prefill.core.jobs import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 
-BLOCK_TOKENS = 64
+BLOCK_SIZE = 64
 SETTINGS = PrefillSettings(
-    blocks=22_000, block_tokens=BLOCK_TOKENS, layers=1, slice_bytes=1, step_tokens=512, max_queue=1_000_000
+    blocks=22_000, block_size=BLOCK_SIZE, layers=1, slice_bytes=1, max_num_batched_tokens=512, max_queue=1_000_000
 )
 
 
@@ -54,8 +54,7 @@ def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[
 
 def _arrival(number: int, coming: Coming) -> SubmitJob:
     keys = tuple(
-        BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big"))
-        for index in range(coming.tokens // BLOCK_TOKENS)
+        BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big")) for index in range(coming.tokens // BLOCK_SIZE)
     )
     return SubmitJob(number, EngineRequest(keys, coming.tokens, coming.tokens, tenant=coming.tenant), None)
 

@@ -147,12 +147,12 @@ def begin(stack: LocalStack, mode: Mode) -> None:
 def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namespace) -> Measured:
     """A stack gets a mode's requests."""
     slo = SloTargets(options.ttft_slo_s, options.tbt_slo_s)
-    config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
+    config = ClusterConfig(profile=load_profile(options.profile), slo=slo, max_num_batched_tokens=STEP_TOKENS)
     config = asyncio.run(cluster_like(stack.address, mode.simulated(config)))
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
     limits = Slo(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
     own = [replace(one, tenant=mode.name) for one in wanted]
-    replay = TraceReplay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
+    replay = TraceReplay(own, config.block_size, options.time_scale, vocab_size, slo, limits)
     before = wait_at_rest(stack.address, WAIT_S)
     summary = summary_of(asyncio.run(send_trace(stack.address, replay)), slo)
     return Measured(mode, config, own, summary, late(before, wait_at_rest(stack.address, WAIT_S)))

@@ -60,11 +60,11 @@ LLAMA, QWEN = Heads(32, 8, 128), Heads(14, 2, 64)
 
 
 def paged(
-    shape: Heads, parts: int, batch: int, context: int, dtype: torch.dtype, block_tokens: int = 16
+    shape: Heads, parts: int, batch: int, context: int, dtype: torch.dtype, block_size: int = 16
 ) -> tuple[Tensor, Tensor]:
     """A pool of random numbers, and block tables [parts, batch, blocks] over it in no order."""
-    blocks = -(-context // block_tokens)
-    kv = torch.empty(parts * batch * blocks, shape.kv_heads, 2, block_tokens, shape.head_dim, dtype=dtype)
+    blocks = -(-context // block_size)
+    kv = torch.empty(parts * batch * blocks, shape.kv_heads, 2, block_size, shape.head_dim, dtype=dtype)
     random = torch.randn(RANDOM_ELEMENTS).to(dtype)
     for piece in torch.split(kv.view(-1), RANDOM_ELEMENTS):
         piece.copy_(random[: piece.numel()])

@@ -73,17 +73,17 @@ def attention_error(
     stored: torch.dtype | None,
 ) -> float:
     """Error of one mixed batch, its KV written by `write_kv` block after block."""
-    block_tokens = 16
-    used = [-(-total // block_tokens) for _, total in sequences]
+    block_size = 16
+    used = [-(-total // block_size) for _, total in sequences]
     order = torch.randperm(sum(used) + 2, generator=generator)
-    kv, scales = _pool(len(order), kv_heads, block_tokens, head_dim, dtype, stored, device)
+    kv, scales = _pool(len(order), kv_heads, block_size, head_dim, dtype, stored, device)
     tables = torch.zeros(len(used), max(used), dtype=torch.int32)
     dense = []
     for s, (_, total) in enumerate(sequences):
         tables[s, : used[s]] = order[sum(used[:s]) : sum(used[: s + 1])]
         both = torch.randn(2, total, kv_heads, head_dim, generator=generator).to(dtype)
         position = torch.arange(total)
-        where = (tables[s, position // block_tokens].long().to(device), (position % block_tokens).to(device))
+        where = (tables[s, position // block_size].long().to(device), (position % block_size).to(device))
         write_kv(both[0].to(device), both[1].to(device), kv, *where, scales=scales)
         dense.append(both.double())
     counts = torch.tensor([0, *(rows for rows, _ in sequences)]).cumsum(0).int()
@@ -99,17 +99,17 @@ def attention_error(
 def _pool(
     blocks: int,
     kv_heads: int,
-    block_tokens: int,
+    block_size: int,
     head_dim: int,
     dtype: torch.dtype,
     stored: torch.dtype | None,
     device: str,
 ) -> tuple[Tensor, Tensor | None]:
     if stored is None:
-        return torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype, device=device), None
-    size = kv_quantization.slice_bytes(kv_heads, block_tokens, head_dim)
+        return torch.full((blocks, kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype, device=device), None
+    size = kv_quantization.slice_bytes(kv_heads, block_size, head_dim)
     slices = torch.full((blocks, size), 255, dtype=torch.uint8, device=device)
-    return kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
+    return kv_quantization.views(slices, stored, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim)
 
 
 def _exact(q: Tensor, both: Tensor, scale: float) -> Tensor:

@@ -56,7 +56,7 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    block_tokens: int = 16
+    block_size: int = 16
     layers: int = 8
     """The pool with the copied blocks."""
     dtype: torch.dtype = torch.bfloat16
@@ -67,7 +67,7 @@ class Shape:
 
     def pool(self, blocks: int, device: torch.device) -> Tensor:
         """A layer's blocks of random KV."""
-        shape = (blocks, self.kv_heads, 2, self.block_tokens, self.head_dim)
+        shape = (blocks, self.kv_heads, 2, self.block_size, self.head_dim)
         return torch.randn(shape, device=device, dtype=self.dtype)
 
 
@@ -82,7 +82,7 @@ class _Case:
 
 
 def _case(on: On, shape: Shape, batch: int, rows: int, context: int) -> _Case:
-    blocks = context // shape.block_tokens
+    blocks = context // shape.block_size
     kv = shape.pool(batch * blocks, on.device)
     tables = torch.randperm(batch * blocks, device=on.device).int().view(batch, blocks)
     starts = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * rows
@@ -155,8 +155,8 @@ def _beside_flashinfer(on: On, shape: Shape, flashinfer: Any, case: _Case, name:
     rows = len(case.q) // batch
     room = torch.empty(128 << 20, dtype=torch.uint8, device=on.device)
     pages = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * blocks
-    last = torch.full((batch,), shape.block_tokens, device=on.device, dtype=torch.int32)
-    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens)
+    last = torch.full((batch,), shape.block_size, device=on.device, dtype=torch.int32)
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
     kv = case.kv.transpose(1, 2).contiguous()  # pages of [K or V, heads, tokens, head_dim]
     if rows == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=True)
@@ -177,10 +177,10 @@ def _beside_flashinfer(on: On, shape: Shape, flashinfer: Any, case: _Case, name:
 
 def write_row(on: On, shape: Shape, tokens: int) -> Row:
     """Tokens' KV, each in a separate block or a neighbour's, into the pool."""
-    kv = shape.pool(-(-tokens // shape.block_tokens), on.device)
+    kv = shape.pool(-(-tokens // shape.block_size), on.device)
     k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, device=on.device, dtype=shape.dtype)
     slots = torch.arange(tokens, device=on.device)
-    where = slots // shape.block_tokens, slots % shape.block_tokens
+    where = slots // shape.block_size, slots % shape.block_size
     call = lambda: write_kv(k, v, kv, *where)  # noqa: E731
     return _beside_a_copy(on, f"GPU KV write, {shape}, {tokens} tokens", 2 * (k.nbytes + v.nbytes), call)
 

@@ -31,7 +31,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 class NoEngine:
     """A pool without computation."""
 
-    stages = run_steps = step_tokens = 1
+    stages = run_steps = max_num_batched_tokens = 1
     speeds = Speeds()
 
     def __init__(self, shape: Shape, blocks: int) -> None:

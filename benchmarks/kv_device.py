@@ -24,7 +24,7 @@ from moonpool.engine.platforms.base import CapturedGraph, DeviceCapacity
 from moonpool.engine.platforms.cpu import CpuStream
 from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
 
-BLOCK_TOKENS = 64
+BLOCK_SIZE = 64
 TOKENS = 200
 """Decode tokens of a run that is measured."""
 LAUNCH_S = 100e-6
@@ -88,7 +88,7 @@ class Shape:
     @property
     def tables(self) -> list[tuple[int, ...]]:
         """Block tables of the sequences."""
-        width = -(-self.tokens // BLOCK_TOKENS) + 1
+        width = -(-self.tokens // BLOCK_SIZE) + 1
         return [tuple(range(at * width, (at + 1) * width)) for at in range(self.sequences)]
 
 
@@ -136,7 +136,7 @@ class Stage:
 @contextlib.contextmanager
 def opened(shape: Shape) -> Iterator[Stage]:
     """A stage with a pool for the shape's sequences."""
-    layout = KVLayout.uniform(shape.layers, 1, shape.token_bytes // 4, BLOCK_TOKENS, "float16")
+    layout = KVLayout.uniform(shape.layers, 1, shape.token_bytes // 4, BLOCK_SIZE, "float16")
     pool = KVPool.create(layout, sum(map(len, shape.tables)), [(0, shape.layers)])
     callbacks = CallbackThread(lambda error: None)
     memory = TieredKVMemory(pool.parts[0], UnpaidDevice(), callbacks)
@@ -157,7 +157,7 @@ def decode_seconds(shape: Shape) -> float:
         seconds = 0.0
         for token in range(TOKENS):
             begin = time.thread_time()
-            at = token % BLOCK_TOKENS  # sequences fill a block at different tokens
+            at = token % BLOCK_SIZE  # sequences fill a block at different tokens
             stage.step(last, last[at : at + 1])
             seconds += time.thread_time() - begin
             stage.callbacks.send(lambda: None).wait()  # a device computes longer than that

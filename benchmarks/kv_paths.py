@@ -62,7 +62,7 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
             pool.slice(layer, block)[:] = (layer * blocks + block + 1).to_bytes(4, "little") * (
                 layout.slice_bytes(0) // 4
             )
-            pool.seal(layer, block, layout.block_tokens)
+            pool.seal(layer, block, layout.block_size)
     return pool
 
 
@@ -149,7 +149,7 @@ class DecodePath(_Sessions):
         await self.cancel(target, request_id)
 
     def _slices(self, layer: int) -> Iterator[Slice]:
-        tokens = self._shape.layout.block_tokens
+        tokens = self._shape.layout.block_size
         for block in range(self._shape.blocks):
             data, value = self._pool.read(layer, block)
             yield Slice(layer, block, data, tokens, value)
@@ -187,7 +187,7 @@ class DecodePath(_Sessions):
         async with self._turn:  # a stream takes one write at a time
             if self._steps is None:
                 self._steps = self._stub.Steps()
-                hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="bench", incarnation=1))
+                hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="bench", epoch=1))
                 await self._steps.write(decode_pb2.StepsRequest(hello=hello))
             await self._steps.write(decode_pb2.StepsRequest(cancel=message))
             await self._steps.read()

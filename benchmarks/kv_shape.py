@@ -37,12 +37,12 @@ class Shape:
 
     def tokens(self, seed: int) -> "array[int]":
         """As many as the blocks have, unlike those of other seeds."""
-        count = self.blocks * self.layout.block_tokens
+        count = self.blocks * self.layout.block_size
         return array("i", random.Random(seed).choices(range(VOCAB_SIZE), k=count))
 
     def keys(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Keys of their blocks."""
-        return block_keys(self.root, token_ids, self.layout.block_tokens)
+        return block_keys(self.root, token_ids, self.layout.block_size)
 
     def sequence(self, request_id: str, token_ids: "array[int]") -> kv_pb2.SequenceSpec:
         """A sequence with these tokens, one more to be generated."""
@@ -57,12 +57,12 @@ class Shape:
 
     def hello(self, sender: str) -> kv_pb2.StreamHello:
         """First message on a stream with this KV."""
-        instance = kv_pb2.Instance(id=sender, incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+        instance = kv_pb2.Instance(id=sender, epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
         return kv_pb2.StreamHello(sender=instance, namespace=self.namespace, layout=self.layout.to_proto())
 
 
-SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_tokens=64, dtype="bfloat16"), 128)
+SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_size=64, dtype="bfloat16"), 128)
 """64 KiB per layer slice: a small model's. Frames near one MiB hold sixteen slices. 64 MiB."""
-HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype="bfloat16"), 32)
+HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16"), 32)
 """A prompt of 2,048 tokens of Qwen2.5-0.5B: 24 MiB, 1 MiB of each layer."""
 SHAPES = {"small": SMALL, "0.5b": HALF_B}

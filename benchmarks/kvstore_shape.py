@@ -19,7 +19,7 @@ from moonpool.v1 import kv_pb2
 
 SLICE_BYTES = 64 << 10
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-TINY = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+TINY = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
 """64 bytes: the smallest block there is, for stores of very many."""
 _KEY_BYTES = 32
 
@@ -32,7 +32,7 @@ def layout_of(block_bytes: int) -> KVLayout:
     """
     if block_bytes <= 0 or block_bytes % SLICE_BYTES:
         raise ValueError(f"blocks are made of slices of {SLICE_BYTES} bytes, {block_bytes} is not a multiple")
-    return KVLayout.uniform(block_bytes // SLICE_BYTES, kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
+    return KVLayout.uniform(block_bytes // SLICE_BYTES, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def root_of(layout: KVLayout) -> bytes:
 
 def hello(layout: KVLayout) -> kv_pb2.StreamHello:
     """First message on a stream with this KV."""
-    instance = kv_pb2.Instance(id="bench", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    instance = kv_pb2.Instance(id="bench", epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     return kv_pb2.StreamHello(sender=instance, namespace=namespace_of(layout), layout=layout.to_proto())
 
 

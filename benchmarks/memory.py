@@ -69,7 +69,7 @@ def told(path: Path) -> tuple[MemoryEstimate, EngineSpec]:
     quantization = held_quantization(path, found.config, "auto")
     spec = EngineSpec(
         str(path), dtype, layout, blocks,
-        step_tokens=CHUNK, threads=2, quantization=quantization, max_tokens=LONGEST, measure=False,
+        max_num_batched_tokens=CHUNK, threads=2, quantization=quantization, max_tokens=LONGEST, measure=False,
     )  # fmt: skip
     return estimated_memory(found, spec), spec
 

@@ -207,7 +207,7 @@ def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) 
         folder,
         engine=engine,
         time_scale=options.time_scale if engine != "real" else 0.0,
-        block_size=load.block_tokens,
+        block_size=load.block_size,
         log_level="warning",
         core_page=folder / "cores",  # other stacks of this user lend it none
         extra=extra,

@@ -19,14 +19,14 @@ class Load:
     Attributes:
         prompt_tokens: median of new tokens of a prompt; `most_tokens` it has at most.
         answer_tokens: least and most tokens of an answer.
-        block_tokens: of the stack.
+        block_size: of the stack.
         wanted: median error wanted at most.
     """
 
     prompt_tokens: int
     most_tokens: int
     answer_tokens: tuple[int, int]
-    block_tokens: int
+    block_size: int
     wanted: float
 
 

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.arrivals import at_rate
 from benchmarks.emulated import LATE
-from benchmarks.emulated_vllm import BLOCK_TOKENS, MAX_TOKENS, MODEL, words
+from benchmarks.emulated_vllm import BLOCK_SIZE, MAX_TOKENS, MODEL, words
 from benchmarks.frame import Absent, Progress, Row, Skipped, bounded, paired, run
 from benchmarks.peers import routers
 from benchmarks.peers.engines import Environment
@@ -79,9 +79,9 @@ def prompts(options: argparse.Namespace) -> list[Prompt]:
         raise Skipped(f"the trace has {len(found)} requests, {options.requests} are wanted")
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     choice, scale = words(tokenizer), options.token_scale
-    size = trace.block_tokens // scale
-    if size != BLOCK_TOKENS:
-        raise Skipped(f"blocks of {trace.block_tokens} tokens are {BLOCK_TOKENS} at another --token-scale")
+    size = trace.block_size // scale
+    if size != BLOCK_SIZE:
+        raise Skipped(f"blocks of {trace.block_size} tokens are {BLOCK_SIZE} at another --token-scale")
     asked = []
     for one in found:
         body = list[int]()
@@ -182,7 +182,7 @@ def race(
     as_tokens: bool,
 ) -> Figures:
     """One router's figures, with new servers."""
-    names = ("engines", "profile", "time_scale", "token_scale", "blocks", "step_tokens")
+    names = ("engines", "profile", "time_scale", "token_scale", "blocks", "max_num_batched_tokens")
     shape = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     with child("benchmarks.emulated_vllm", *shape) as servers:
         engines: list[str] = json.loads(servers.address)

@@ -48,7 +48,7 @@ from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
 """Of SmolLM2 and of Qwen2.5."""
-BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
+BATCH, CONTEXT, BLOCK_SIZE = 8, 256, 64
 NEW_STEPS = 32
 """Of a schema that was not used before."""
 MANY = 32
@@ -105,9 +105,9 @@ class Stage:
 
     def __init__(self, checkpoint: Path, batch: int) -> None:
         config = load_config(checkpoint)
-        self._blocks = -(-(CONTEXT + RUN_STEPS) // BLOCK_TOKENS)
+        self._blocks = -(-(CONTEXT + RUN_STEPS) // BLOCK_SIZE)
         self._pool = KVPool.create(
-            kv_layout(config, "bfloat16", BLOCK_TOKENS), batch * self._blocks, [(0, config.num_layers)]
+            kv_layout(config, "bfloat16", BLOCK_SIZE), batch * self._blocks, [(0, config.num_layers)]
         )
         self._ends = config.eos_token_ids
         native = library.get()

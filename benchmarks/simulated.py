@@ -29,7 +29,7 @@ from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
 from moonpool.simulator.cluster.requests import Request
 from moonpool.simulator.experiments.calibration import Times, charts, quantile
 from moonpool.simulator.experiments.report import Chart
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
 
@@ -47,7 +47,7 @@ class Kind:
         least_answer: an answer has so many tokens at least. The time per token of one of two tokens is a single gap,
             in which the prompt's KV comes: where a tenth of the answers were so short, the p90 lay between such gaps
             and steps.
-        step_tokens: of a prefill step.
+        max_num_batched_tokens: of a prefill step.
         host_slowdown: what `ClusterConfig.host_slowdown` begins with: above 1 where engines share the machine's cores.
         requests: of a slice.
         rate: requests per second.
@@ -60,15 +60,15 @@ class Kind:
     shrink: int
     most_tokens: int
     least_answer: int
-    step_tokens: int
+    max_num_batched_tokens: int
     host_slowdown: float
     requests: int
     rate: float
 
     @property
-    def block_tokens(self) -> int:
+    def block_size(self) -> int:
         """Tokens of a block of the stack, and of the shrunk trace."""
-        return BLOCK_TOKENS // self.shrink
+        return BLOCK_SIZE // self.shrink
 
 
 KINDS = {
@@ -97,7 +97,7 @@ def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
     tokens = max(1, request.input_length // kind.shrink)
     answer = max(kind.least_answer, request.output_length // kind.shrink)
     return cut_request(replace(request, input_length=tokens, output_length=answer), min(tokens, kind.most_tokens), 0,
-               kind.block_tokens)  # fmt: skip
+               kind.block_size)  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -112,16 +112,18 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
     """Starts a stack and sends it both slices."""
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
-        prefill=kind.prefill, decode=kind.decode, block_size=kind.block_tokens, log_level="warning",
-        extra={"prefill": ["--max-num-batched-tokens", str(kind.step_tokens)]},
+        prefill=kind.prefill, decode=kind.decode, block_size=kind.block_size, log_level="warning",
+        extra={"prefill": ["--max-num-batched-tokens", str(kind.max_num_batched_tokens)]},
     )  # fmt: skip
-    config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens,
-                           host_slowdown=kind.host_slowdown)  # fmt: skip
+    config = ClusterConfig(
+        profile=load_profile(profile), block_size=kind.block_size,
+        max_num_batched_tokens=kind.max_num_batched_tokens, host_slowdown=kind.host_slowdown,
+    )  # fmt: skip
     vocab_size = load_config(model_dir()).vocab_size
     with LocalStack(plan) as stack:
         config = asyncio.run(cluster_like(stack.address, config))
         found = asyncio.run(
-            send_trace(stack.address, TraceReplay(wanted, kind.block_tokens, 1.0, vocab_size, SloTargets()))
+            send_trace(stack.address, TraceReplay(wanted, kind.block_size, 1.0, vocab_size, SloTargets()))
         )
     return Measured(config, wanted, found)
 

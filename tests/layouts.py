@@ -17,7 +17,7 @@ def uniform_like(layout: KVLayout, **changes: Any) -> KVLayout:
         "layers": layout.layers,
         "kv_heads": group.kv_heads,
         "head_dim": group.head_dim,
-        "block_tokens": layout.block_tokens,
+        "block_size": layout.block_size,
         "dtype": group.dtype,
     }
     return KVLayout.uniform(**{**fields, **changes})

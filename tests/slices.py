@@ -21,9 +21,9 @@ def slice_to_send(
     key: bytes | None = None,
 ) -> Slice:
     """A slice or some of its heads; `key` binds the hash, as sessions with a kvstore have it."""
-    valid = layout.block_tokens if valid_tokens is None else valid_tokens
+    valid = layout.block_size if valid_tokens is None else valid_tokens
     cleaned = bytearray(data)
-    if valid < layout.block_tokens:
+    if valid < layout.block_size:
         layout.zero_invalid(layer, memoryview(cleaned), valid)
     value = slice_hash(cleaned)
     return Slice(layer, block, memoryview(data), valid, value if key is None else bind(value, key, layer), heads)

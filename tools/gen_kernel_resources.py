@@ -60,7 +60,7 @@ class Shape:
         hidden: elements of a token between layers.
         intermediate: elements of the feed-forward network.
         stored: type of the pool; None: bfloat16, as all else.
-        block_tokens: tokens of a block.
+        block_size: tokens of a block.
         deterministic: the mode.
     """
 
@@ -70,7 +70,7 @@ class Shape:
     hidden: int
     intermediate: int
     stored: torch.dtype | None = None
-    block_tokens: int = 64
+    block_size: int = 64
     deterministic: bool = False
 
     def launched(self, gpu: Gpu) -> list[Launch]:
@@ -110,7 +110,7 @@ class Shape:
 
         kv, scales = self._pool()
         q = _empty(batch.tokens, self.heads, self.head_dim)
-        tables = _empty(batch.sequences, -(-batch.context // self.block_tokens), dtype=torch.int32)
+        tables = _empty(batch.sequences, -(-batch.context // self.block_size), dtype=torch.int32)
         starts, lengths = (_empty(batch.sequences + more, dtype=torch.int32) for more in (1, 0))
         scale = self.head_dim**-0.5
         ops.prefill_attention(
@@ -123,7 +123,7 @@ class Shape:
             )
 
     def _pool(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (4, self.kv_heads, 2, self.block_tokens, self.head_dim)
+        shape = (4, self.kv_heads, 2, self.block_size, self.head_dim)
         if self.stored is None:
             return _empty(*shape), None
         return _empty(*shape, dtype=self.stored), _empty(*shape[:-1], dtype=torch.float32)
@@ -142,7 +142,7 @@ SHAPES = {
     "gemma-2-9b (heads of 256)": Shape(16, 8, 256, 3584, 14_336),
     "llama-3-8b, KV in int8": Shape(*_LARGE, stored=torch.int8),
     "llama-3-8b, KV in float8": Shape(*_LARGE, stored=torch.float8_e4m3fn),
-    "llama-3-8b, blocks of 16": Shape(*_LARGE, block_tokens=16),
+    "llama-3-8b, blocks of 16": Shape(*_LARGE, block_size=16),
     "llama-3-8b, deterministic": Shape(*_LARGE, deterministic=True),
 }
 

@@ -54,7 +54,7 @@ INLINE void weigh(Tile<fixed>& t) {
 
 // f(first token, how many, block, slot) for each block of tokens [begin, end).
 template <class F> INLINE void each_block(const Attention& a, const int32_t* table, int begin, int end, const F& f) {
-    int bt = a.block_tokens;
+    int bt = a.block_size;
     for (int at = begin; at < end;) {
         int slot = at % bt, count = bt - slot < end - at ? bt - slot : end - at;
         f(at - begin, count, (int64_t)table[at / bt], slot);
@@ -107,7 +107,7 @@ struct Split {
     // in the pool, on small pages, and a fetch that waits for its translation keeps those behind it waiting. Many at
     // once, as their waits then overlap. Always inline, as all that fetches is.
     __attribute__((always_inline)) void touch(const Attention& a, int from, int to) const {
-        int bt = a.block_tokens;
+        int bt = a.block_size;
         int64_t bytes = heads() * 2 * a.plane_stride;  // scales lie behind each plane
         if (to > end) to = end;
         for (int block = from / bt; block * bt < to; block++) {
@@ -160,7 +160,7 @@ static void attend_split(const Attention& a, const Split& split, const Split* fo
     t.scales = a.scales ? &scales : nullptr;
     int heads = split.heads(), steps = split.steps();
     int block_bytes = heads * 2 * (int)a.plane_stride, touched = begin;
-    int span = block_bytes < TOUCH ? TOUCH / block_bytes * a.block_tokens : a.block_tokens;
+    int span = block_bytes < TOUCH ? TOUCH / block_bytes * a.block_size : a.block_size;
     split.locate(found[0], a, 0);
     t.next = {&found[0], 0};
     for (int step = 0; step < steps; step++) {

@@ -23,8 +23,8 @@ static void advance(GoOn* g) {
         g->tokens[r] = g->chosen[r];
         int64_t position = ++g->positions[r], turn = ++g->turns[r];
         items[4 * r + 3] = ++g->contexts[r];
-        blocks[r] = s.tables[r * s.table_stride + position / s.block_tokens];
-        offsets[r] = position % s.block_tokens;
+        blocks[r] = s.tables[r * s.table_stride + position / s.block_size];
+        offsets[r] = position % s.block_size;
         memcpy((char*)s.cos + r * bytes, g->cosines + turn * bytes, bytes);
         memcpy((char*)s.sin + r * bytes, g->sines + turn * bytes, bytes);
     }
@@ -67,7 +67,7 @@ static Came compute(GoOn* g) {
     int found = code ? -1 : by_int8_head(g);
     if (found < 0 || (found && mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads))) return NO_MEMORY;
     for (int64_t r = 0; r < s.rows; r++)
-        if (s.offsets[r] == s.block_tokens - 1) g->full[g->filled++] = s.blocks[r];
+        if (s.offsets[r] == s.block_size - 1) g->full[g->filled++] = s.blocks[r];
     return found ? DONE : CHOSEN;
 }
 static bool choose(GoOn* g, int64_t step, bool chosen) {

@@ -5,10 +5,10 @@
 struct Attention {
     const char* q; int64_t q_stride; int q_type;          // [rows, heads, head_dim], stride in elements
     const char* kv; int64_t block_stride, plane_stride; int kv_type;  // in bytes; a plane is one head's keys or values
-    const float* scales; int64_t scale_stride, scale_plane_stride;    // [blocks, kv_heads, 2, block_tokens] or null, in floats
+    const float* scales; int64_t scale_stride, scale_plane_stride;    // [blocks, kv_heads, 2, block_size] or null, in floats
     const int32_t* tables; int64_t table_stride;
     const int32_t* items;                                 // [n, 4]: first row, rows, row of the tables, context
-    int64_t n; int heads, kv_heads, head_dim, block_tokens; float scale;
+    int64_t n; int heads, kv_heads, head_dim, block_size; float scale;
     char* out; int64_t out_stride;                        // in q's type, stride in elements
 };
 static const int type_bytes[] = {4, 2, 2, 1, 1};

@@ -56,7 +56,7 @@ static void gemm_rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t
 struct Arranged { uint32_t* k; uint32_t* v; };
 
 template <bool PAIRS> static void arrange(const Attention& a, const int32_t* item, int head, int strip, Arranged to) {
-    int D = a.head_dim, words = PAIRS ? D / 2 : D, bt = a.block_tokens, context = item[3];
+    int D = a.head_dim, words = PAIRS ? D / 2 : D, bt = a.block_size, context = item[3];
     int row = D * type_bytes[a.kv_type];
     const int32_t* table = a.tables + item[2] * a.table_stride;
     uint32_t k[256], v[256];

@@ -69,14 +69,14 @@ extern "C" int mp_outside(const int64_t* index, int64_t n, int64_t least, int64_
 }
 extern "C" int mp_write_kv(const char* k, int64_t k_stride, const char* v, int64_t v_stride, char* kv,
                            int64_t block_stride, const int64_t* blocks, const int64_t* offsets, int64_t rows,
-                           int heads, int64_t row_bytes, int64_t block_tokens, int threads) {
+                           int heads, int64_t row_bytes, int64_t block_size, int threads) {
     split(rows, worth(rows * heads * row_bytes, threads), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             if (blocks[r] < 0) continue;
             char* to = kv + blocks[r] * block_stride + offsets[r] * row_bytes;
-            for (int h = 0; h < heads; h++, to += 2 * block_tokens * row_bytes) {
+            for (int h = 0; h < heads; h++, to += 2 * block_size * row_bytes) {
                 memcpy(to, k + r * k_stride + h * row_bytes, row_bytes);
-                memcpy(to + block_tokens * row_bytes, v + r * v_stride + h * row_bytes, row_bytes);
+                memcpy(to + block_size * row_bytes, v + r * v_stride + h * row_bytes, row_bytes);
             }
         }
     });

@@ -75,9 +75,9 @@ template <class T> struct Run {
         }
         int64_t bytes = D * (int64_t)sizeof(T);
         char* to = kv.values + s.blocks[r] * s.block_stride + s.offsets[r] * bytes;
-        for (int h = 0; h < m.kv_heads; h++, to += 2 * s.block_tokens * bytes) {
+        for (int h = 0; h < m.kv_heads; h++, to += 2 * s.block_size * bytes) {
             memcpy(to, keys + h * D, bytes);
-            memcpy(to + s.block_tokens * bytes, keys + (m.kv_heads + h) * D, bytes);
+            memcpy(to + s.block_size * bytes, keys + (m.kv_heads + h) * D, bytes);
         }
     }
     int attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const;
@@ -91,7 +91,7 @@ extern "C" int mp_prefill(const Attention* a, int threads);
 
 template <class T> int Run<T>::attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const {
     Attention a{(const char*)q, stride, m.type, kv.values, s.block_stride, s.plane_stride, s.kv_type,
-                kv.scales, s.scale_stride, s.scale_plane_stride, s.tables, s.table_stride, items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
+                kv.scales, s.scale_stride, s.scale_plane_stride, s.tables, s.table_stride, items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_size, m.scale,
                 (char*)room.attended, room.heads};
     int code = a.n ? mp_decode(&a, s.threads) : 0;
     a.items = items.several, a.n = items.many;

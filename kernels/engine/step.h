@@ -26,7 +26,7 @@ struct Step {
     char* hidden; int64_t rows;  // [rows, hidden], dense: in and out
     const char *cos, *sin;       // [rows, head_dim]
     const int64_t *blocks, *offsets;  // where each row's keys and values go; a block of -1: nowhere
-    char* kv; int64_t layer_stride, block_stride, plane_stride, block_tokens;  // of the first layer; strides in bytes
+    char* kv; int64_t layer_stride, block_stride, plane_stride, block_size;  // of the first layer; strides in bytes
     float* scales; int64_t scale_layer_stride, scale_stride, scale_plane_stride;  // of quantised KV, else null; in floats
     int32_t kv_type;
     const int32_t* tables; int64_t table_stride;

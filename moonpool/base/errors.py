@@ -7,7 +7,7 @@
     ├── Overloaded          no placement keeps the request's SLO; says why, the prediction and when to retry
     ├── Unavailable         no instance can serve this now, or the peer cannot be reached
     ├── NotFound            the named object does not exist
-    ├── Mismatch            two sides disagree (namespace, layout, generation, incarnation)
+    ├── Mismatch            two sides disagree (namespace, layout, generation, epoch)
     ├── Unsupported         part of the contract, not built yet
     ├── Unauthenticated     the caller has no valid identity
     ├── PermissionDenied    the caller may not do this

@@ -26,7 +26,7 @@ from moonpool.cli.load_generator import (
     trace_loop,
 )
 from moonpool.client import AsyncClient, Slo
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest
 
 ORDINARY_TOKENS = 16
 """Ids below are left to special tokens."""
@@ -58,20 +58,20 @@ class PromptSource:
         trace: Sequence[TraceRequest],
         seed: int,
         vocab_size: int,
-        block_tokens: int = BLOCK_TOKENS,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        """`trace` is empty for conversations; `block_tokens`: tokens per trace block."""
+        """`trace` is empty for conversations; `block_size`: tokens per trace block."""
         self._shape = shape
         self._trace = trace
         self._seed = seed
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self.vocab_size = vocab_size
 
     def tokens(self, index: int) -> "array[int]":
         """A request's prompt."""
         shape = self._shape
         if self._trace:
-            return self._trace[index].tokens(self.vocab_size, self._block_tokens)[: shape.prompt_tokens or None]
+            return self._trace[index].tokens(self.vocab_size, self._block_size)[: shape.prompt_tokens or None]
         shared = self._random(shape.shared_tokens, "conversation", index % shape.conversations)
         return shared + self._random(shape.prompt_tokens - shape.shared_tokens, "turn", index)
 
@@ -267,7 +267,7 @@ async def send_load(plan: BenchPlan) -> list[RequestOutcome]:
             return await open_loop(arrivals, send)
     source = Trace(plan.trace, plan.requests)
     wanted = list(source)
-    prompts = PromptSource(plan.shape, wanted, plan.seed, vocabulary, source.block_tokens or BLOCK_TOKENS)
+    prompts = PromptSource(plan.shape, wanted, plan.seed, vocabulary, source.block_size or BLOCK_SIZE)
     async with _target(plan, prompts) as send:
         return await trace_loop(wanted, plan.time_scale, send)
 

@@ -138,7 +138,7 @@ def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: st
     facts, prefills, decodes = asyncio.run(measure_engine(make, url, config.vocab_size, repeats))
     kind = resolve_dtype(config, "auto")
     hardware = hardware or f"{facts.version}, {model_name(model)} in {kind}"
-    layout = kv_layout(config, kind, facts.block_tokens)
+    layout = kv_layout(config, kind, facts.block_size)
     _write(out, name, hardware, layout, config.num_layers, facts.max_tokens, repeats, (prefills, decodes))
 
 

@@ -69,7 +69,7 @@ def headline(state: ClusterState) -> str:
     ready = "ready" if state.ready else "not ready"
     return (
         f"{state.conductor}: {ready}, serves {state.model} "
-        f"({state.max_tokens:,} tokens, blocks of {state.block_tokens}{emulated})"
+        f"({state.max_tokens:,} tokens, blocks of {state.block_size}{emulated})"
     )
 
 

@@ -98,7 +98,7 @@ def usage_line(result: GenerateResult) -> str:
 
 
 CHAT_PROMPT = "\n> "
-CHAT_BLOCK_TOKENS = 16
+CHAT_BLOCK_SIZE = 16
 """Block size for a stack with one chat: turns are short, and only whole blocks are found again."""
 CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
@@ -191,7 +191,7 @@ def serving_address(model: str) -> Iterator[str]:
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-run-"))
-        plan = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_TOKENS)
+        plan = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE)
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 

@@ -93,7 +93,7 @@ def run_list(*, as_json: bool) -> None:
 def run_inspect(
     model: str,
     dtype: str,
-    block_tokens: int | None,
+    block_size: int | None,
     memory_bytes: int | None,
     *,
     max_model_len: int | None,
@@ -114,15 +114,15 @@ def run_inspect(
 
     path = resolve(model)
     how: Any = {"max_model_len": max_model_len, "quantization": quantization}
-    found = inspect_checkpoint(path, dtype, block_tokens or DEFAULT_BLOCK_SIZE, **how)
-    layout = kv_layout(found.config, found.dtype, found.block_tokens)
+    found = inspect_checkpoint(path, dtype, block_size or DEFAULT_BLOCK_SIZE, **how)
+    layout = kv_layout(found.config, found.dtype, found.block_size)
     blocks = layout.blocks_for(found.context_tokens)
     longest = found.config.max_position_embeddings
     spec = EngineSpec(str(path), found.dtype, layout, blocks, quantization=quantization, max_tokens=longest)
     engine = estimated_memory(found, spec)
     if memory_bytes is not None:
         room = max(0, memory_bytes - (engine.beside_kv - found.weight_bytes))
-        found = inspect_checkpoint(path, dtype, found.block_tokens, room, **how)
+        found = inspect_checkpoint(path, dtype, found.block_size, room, **how)
     sizes = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "config"}
     report = {
         "architecture": found.config.architecture,

@@ -31,7 +31,7 @@ class TraceReplay:
 
     Attributes:
         requests: in order of time.
-        block_tokens: tokens per trace block.
+        block_size: tokens per trace block.
         time_scale: trace and report seconds that pass in one second.
         vocab_size: the served model's vocabulary.
         slo: for goodput.
@@ -39,7 +39,7 @@ class TraceReplay:
     """
 
     requests: Sequence[TraceRequest]
-    block_tokens: int
+    block_size: int
     time_scale: float
     vocab_size: int
     slo: SloTargets
@@ -53,10 +53,10 @@ class TraceReplay:
         return Slo(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
-def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:
+def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_size: int) -> TraceRequest:
     """A request with at most so many tokens; 0 = as many as there are."""
     tokens = min(request.input_length, prompt_tokens or request.input_length)
-    ids = request.hash_ids[: -(-tokens // block_tokens)]
+    ids = request.hash_ids[: -(-tokens // block_size)]
     answer = min(request.output_length, output_tokens or request.output_length)
     return replace(request, input_length=tokens, output_length=answer, hash_ids=ids)
 
@@ -109,7 +109,7 @@ async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[
         due_s, lengths = await schedule.due(wanted), (wanted.input_length, wanted.output_length)
         arrived = round(due_s * replay.time_scale * PS)
         request = Request(number, arrived, *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
-        prompt = wanted.tokens(replay.vocab_size, replay.block_tokens).tolist()
+        prompt = wanted.tokens(replay.vocab_size, replay.block_size).tolist()
         sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True, n=wanted.choices)
         stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant, slo=slo)
         try:
@@ -143,10 +143,10 @@ async def cluster_like(address: str | Sequence[str], config: ClusterConfig) -> C
     async with AsyncClient(address) as client:
         state = await client.cluster_state()
     count = Counter(instance.kind for instance in state.instances)
-    tokens = min(it.total_blocks for it in state.instances if it.total_blocks) * state.block_tokens
+    tokens = min(it.total_blocks for it in state.instances if it.total_blocks) * state.block_size
     return replace(
         config, prefill=count["prefill"], decode=count["decode"], kvstore=count["kvstore"],
-        pool_blocks=max(1, tokens // config.block_tokens),
+        pool_blocks=max(1, tokens // config.block_size),
     )  # fmt: skip
 
 
@@ -246,18 +246,18 @@ def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
     if plan.time_scale <= 0:
         raise ConfigError("time_scale", f"must be positive, is {plan.time_scale:g}")
     source = Trace(plan.trace, plan.requests)
-    wanted = [cut_request(request, plan.prompt_tokens, plan.output_tokens, source.block_tokens) for request in source]
+    wanted = [cut_request(request, plan.prompt_tokens, plan.output_tokens, source.block_size) for request in source]
     if calibrate_on and not plan.profile:
         raise ConfigError("calibrate_on", "needs a profile to simulate with")
     if calibrate_on >= len(wanted):
         raise ConfigError("calibrate_on", f"must be less than the {len(wanted)} requests, is {calibrate_on}")
     config = None
     if plan.profile:
-        config = ClusterConfig(profile=load_profile(plan.profile), slo=slo, block_tokens=source.block_tokens,
-                               step_tokens=plan.max_num_batched_tokens)  # fmt: skip
+        config = ClusterConfig(profile=load_profile(plan.profile), slo=slo, block_size=source.block_size,
+                               max_num_batched_tokens=plan.max_num_batched_tokens)  # fmt: skip
         config = asyncio.run(cluster_like(plan.addresses, config))
     vocab_size = load_config(resolve(plan.model)).vocab_size
-    replay = TraceReplay(wanted, source.block_tokens, plan.time_scale, vocab_size, slo)
+    replay = TraceReplay(wanted, source.block_size, plan.time_scale, vocab_size, slo)
     measured = asyncio.run(send_trace(plan.addresses, replay))
     columns = {"measured": summary_of(measured[calibrate_on:], slo)}
     found = None

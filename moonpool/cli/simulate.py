@@ -400,14 +400,14 @@ class MemoryOptions(Printed):
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 200
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens that a request may ask for.")] = 4096
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000
-    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = DEFAULT_BLOCK_SIZE
+    block_size: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = DEFAULT_BLOCK_SIZE
 
 
 @app.command()
 @verb
 def memory(options: MemoryOptions) -> None:
     """Sequences that share a decode pool: preallocation, growing tables, shared prompts, preemption."""
-    names = ("requests", "prompt_tokens", "answer_tokens", "max_tokens", "pool_blocks", "block_tokens", "seed")
+    names = ("requests", "prompt_tokens", "answer_tokens", "max_tokens", "pool_blocks", "block_size", "seed")
     load = memory_experiment.MemoryLoad(**{name: getattr(options, name) for name in names})
     chosen = load_profile(options.profile)
     options.print(lambda say: memory_experiment.memory(chosen, load, say))
@@ -508,7 +508,7 @@ def run_plan(wanted: PlanRequest, *, report: Path | None, as_json: bool) -> None
     profile = machines.profile(wanted.model)
     check_possible(profile, limits)
     base = ClusterConfig(
-        profile=profile, slo=limits, rate=wanted.rate, block_tokens=source.block_tokens,
+        profile=profile, slo=limits, rate=wanted.rate, block_size=source.block_size,
         store_bytes=machines.dram_bytes, disk_bytes=machines.disk_bytes,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ class InstanceInfo:
     id: str
     kind: str
     address: str
-    incarnation: int
+    epoch: int
     running: int
     waiting: int
     queued_tokens: int
@@ -147,7 +147,7 @@ class ClusterState:
         ready: whether requests can be served.
         model: the model's name; "" before the first engine instance has joined.
         max_tokens: most tokens in a sequence.
-        block_tokens: tokens in a KV block.
+        block_size: tokens in a KV block.
         conductor: the conductor's address.
         instances: all instances.
         emulated: name of the profile if compute is emulated; "" for real compute.
@@ -159,7 +159,7 @@ class ClusterState:
     ready: bool
     model: str
     max_tokens: int
-    block_tokens: int
+    block_size: int
     conductor: str
     instances: tuple[InstanceInfo, ...]
     emulated: str = ""

@@ -93,7 +93,7 @@ class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
 
 
 class StepsStream:
-    """The stream to one decode instance, for one incarnation; connects on first use and again after a break."""
+    """The stream to one decode instance, for one epoch; connects on first use and again after a break."""
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class StepsPool:
         return sum(stream.unsent for stream in self._streams.values())
 
     def get(self, decode: kv_pb2.Instance) -> StepsStream:
-        """The stream to a decode instance, for one incarnation."""
-        key = decode.id, decode.incarnation
+        """The stream to a decode instance, for one epoch."""
+        key = decode.id, decode.epoch
         if key not in self._streams:
             self._streams[key] = StepsStream(
                 self._channels, decode, self.conductor, self._remove, waited_s=self._waited_s
@@ -314,13 +314,13 @@ class StepsPool:
 
     def left(self, decode: kv_pb2.Instance) -> None:
         """The instance has left the cluster in order: sequences there may end; an idle stream is closed."""
-        stream = self._streams.get((decode.id, decode.incarnation))
+        stream = self._streams.get((decode.id, decode.epoch))
         if stream is not None and not len(stream):
             stream.fail(StreamBroken(f"{decode.id} has left"))
 
     def lost(self, decode: kv_pb2.Instance) -> None:
         """The instance is lost: sequences there fail now."""
-        stream = self._streams.get((decode.id, decode.incarnation))
+        stream = self._streams.get((decode.id, decode.epoch))
         if stream is not None:
             stream.fail(StreamBroken(f"{decode.id} is lost"))
 
@@ -329,6 +329,6 @@ class StepsPool:
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams.values())))
 
     def _remove(self, stream: StepsStream) -> None:
-        key = stream.decode.id, stream.decode.incarnation
+        key = stream.decode.id, stream.decode.epoch
         if self._streams.get(key) is stream and not len(stream) and not stream.is_open:
             del self._streams[key]

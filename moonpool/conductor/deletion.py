@@ -183,7 +183,7 @@ class KVDeletions:
         """Repeat deletions to members that owe them, and let members delete KV older than the member's TTL."""
         await self.sync.pull()
         members = self._members()
-        here = {(member.id, member.incarnation) for member in members}
+        here = {(member.id, member.epoch) for member in members}
         self._done = {key: done for key, done in self._done.items() if key in here}
         known = list(self.sync.records.of(DELETION))  # later ones wait for the next sweep, which begins with engines
         waiting = [member for member in members if self._ttl_s or self._missing(member, known)]
@@ -197,7 +197,7 @@ class KVDeletions:
 
     def _missing(self, member: kv_pb2.Instance, known: Sequence[kv_pb2.Record] | None = None) -> list[kv_pb2.Record]:
         """The `known` deletions (None = all) that a member is not known to have carried out."""
-        done = self._done.get((member.id, member.incarnation), set())
+        done = self._done.get((member.id, member.epoch), set())
         return [r for r in (self.sync.records.of(DELETION) if known is None else known) if r.id not in done]
 
     async def _report(self, member: kv_pb2.Instance) -> conductor_pb2.InstanceDeletion:
@@ -223,7 +223,7 @@ class KVDeletions:
             deletions = [kv_pb2.Deletion.FromString(record.value) for record in part]
             request = kv_pb2.ForgetRequest(deletions=deletions, ttl_s=ttl_s)
             answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
-            self._done.setdefault((member.id, member.incarnation), set()).update(record.id for record in part)
+            self._done.setdefault((member.id, member.epoch), set()).update(record.id for record in part)
             total.blocks += answer.blocks
             total.bytes += answer.bytes
         return total

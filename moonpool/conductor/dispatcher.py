@@ -383,7 +383,7 @@ class InstanceCalls:
     Args:
         channels: to the instances.
         steps: streams to decode instances.
-        find: a member's address and incarnation; None if there is no such member.
+        find: a member's address and epoch; None if there is no such member.
         post: hands an event to the core, and raises the core's exceptions.
         tell: hands the end of a call to the core; exceptions end the conductor instead of being raised.
         reserve_limit_s: seconds after which a `Reserve` call ends. The core stops waiting for the call earlier.
@@ -456,7 +456,7 @@ class InstanceCalls:
         self, order: CallReserve, session: GenerateStream, request: decode_pb2.ReserveRequest
     ) -> CallResult:
         decode = self._find(order.decode)
-        if decode is None or decode.incarnation != order.incarnation:
+        if decode is None or decode.epoch != order.epoch:
             return Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left")
         stub = DecodeServiceStub(self._channels.get(decode.address))
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
@@ -470,7 +470,7 @@ class InstanceCalls:
         self, order: CallPrefill, session: GenerateStream, request: prefill_pb2.PrefillRequest
     ) -> CallResult:
         prefill = self._find(order.plan.prefill.id)
-        if prefill is None or prefill.incarnation != order.incarnation:
+        if prefill is None or prefill.epoch != order.epoch:
             return Failure(FailureKind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
         stub, began = PrefillServiceStub(self._channels.get(prefill.address)), self._clock()
         call = stub.Prefill(request, timeout=session.remaining_s())
@@ -577,7 +577,7 @@ class InstanceCalls:
     def take_over(self, order: TakeOverSequence, session: GenerateStream) -> None:
         """Take another conductor's sequence over at decode, and subscribe to the sequence."""
         decode = self._find(order.target.decode)
-        if decode is None or decode.incarnation != order.target.incarnation:
+        if decode is None or decode.epoch != order.target.epoch:
             self._tell(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
         order = replace(order, target=replace(order.target, address=decode.address))
@@ -620,7 +620,7 @@ class InstanceCalls:
         """Cancel a reservation, also if the reservation's answer has not come."""
         target = reserved_instance_proto(order.target)
         decode = target if target.address else self._find(target.id)
-        if decode is not None and decode.incarnation == target.incarnation:
+        if decode is not None and decode.epoch == target.epoch:
             self._steps.get(decode).cancel(order.sequence, reservation_proto(order.target))
 
     def _end_sequence(self, io: int, result: CallResult, *, cancel: bool) -> None:

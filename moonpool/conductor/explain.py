@@ -52,7 +52,7 @@ class DecisionLog:
         )
         earlier = self._records.get(request_id)
         if earlier is not None:
-            record.measured_ttft_s, record.lane = earlier.measured_ttft_s, earlier.lane
+            record.measured_ttft_s, record.transport = earlier.measured_ttft_s, earlier.transport
         self._keep(request_id, record)
 
     def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
@@ -72,7 +72,7 @@ class DecisionLog:
         record = self._records.get(request_id)
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
-            record.lane = transport
+            record.transport = transport
 
     def complete(self, request_id: str, tpot_s: float) -> None:
         """Note the measured mean time between tokens."""
@@ -370,15 +370,15 @@ class _TraceWriter:
         self._key = world.random_bytes(KEY_BYTES)
         self._lines: OrderedDict[int, _TraceLine] = OrderedDict()
         self._blocks = 0
-        self._block_tokens = 0
+        self._block_size = 0
         self._began: float | None = None
         self._last_ms = 0.0
 
     def opened(self, request: ValidRequest) -> None:
-        if not self._block_tokens:
-            self._block_tokens = request.block_tokens
-            self._write({"block_tokens": request.block_tokens})
-        if request.block_tokens != self._block_tokens:  # the cluster was set up anew; a trace has one block size
+        if not self._block_size:
+            self._block_size = request.block_size
+            self._write({"block_tokens": request.block_size})
+        if request.block_size != self._block_size:  # the cluster was set up anew; a trace has one block size
             self.left_out += 1
             return
         spec, numbers = request.spec, self._numbers(request)
@@ -415,7 +415,7 @@ class _TraceWriter:
     def _numbers(self, request: ValidRequest) -> array[int]:
         """A number per block. A last block that is not full gets a number from the whole prompt."""
         keys: list[bytes] = list(request.prompt_keys)
-        if request.spec.prompt_tokens > len(keys) * request.block_tokens:
+        if request.spec.prompt_tokens > len(keys) * request.block_size:
             keys.append(b"rest" + request.spec.prompt_key)
         digests = (blake3(key, key=self._key).digest(length=NUMBER_BYTES) for key in keys)
         return array("Q", (int.from_bytes(digest, "big") >> 1 for digest in digests))

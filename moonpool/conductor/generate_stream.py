@@ -725,15 +725,15 @@ class GenerateStream:
     def computed_at_decode(self, held_blocks: int) -> None:
         """Decode computes the prompt after the blocks already held there."""
         if self.attempts:
-            self.attempts[-1].local_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
+            self.attempts[-1].local_tokens = min(held_blocks * self.request.block_size, len(self.request.prompt) - 1)
         if not self.tokens:
-            self.cached_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
+            self.cached_tokens = min(held_blocks * self.request.block_size, len(self.request.prompt) - 1)
 
     def _note_prefill(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
         """Keep how the prompt was computed: in the attempt and, if that gave the first token, in the timeline."""
         if (attempt := self._attempts.get(sequence)) is not None:
             attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
-            attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.lane
+            attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.transport
             attempt.computed_s, attempt.overtaken_tokens = self._since_arrival(), first.overtaken_tokens
             attempt.loads.extend(first.loads)
             attempt.chunks.extend(first.chunks)
@@ -747,7 +747,7 @@ class GenerateStream:
         """Keep the figures of the first prefill alone."""
         if not self.tokens:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
-            self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.lane
+            self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.transport
 
     def _add_prompt_results(self, first: prefill_pb2.FirstToken) -> None:
         """Send the prompt's log probabilities or embedding if the client lacks them.

@@ -92,7 +92,7 @@ def reserve_granted(response: decode_pb2.ReserveResponse) -> ReserveGranted:
     """A decode instance's answer to `Reserve`."""
     target, decode = response.target, response.target.decode
     reservation = DecodeReservation(
-        decode.id, decode.incarnation, decode.address, target.transfer_id, target.generation, target.held_blocks
+        decode.id, decode.epoch, decode.address, target.transfer_id, target.generation, target.held_blocks
     )
     return ReserveGranted(
         reservation, finite_or_zero(response.lease_s), response.number, finite_or_zero(response.predicted_tbt_s)
@@ -103,7 +103,7 @@ def reserved_instance_proto(reservation: DecodeReservation) -> kv_pb2.Instance:
     """The decode instance of a reservation."""
     return kv_pb2.Instance(
         id=reservation.decode,
-        incarnation=reservation.incarnation,
+        epoch=reservation.epoch,
         kind=kv_pb2.INSTANCE_KIND_DECODE,
         address=reservation.address,
     )
@@ -127,13 +127,13 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
     kind = _INSTANCE_KINDS[hello.instance.kind]
     return InstanceFacts(
         id=hello.instance.id,
-        incarnation=hello.instance.incarnation,
+        epoch=hello.instance.epoch,
         kind=kind,
         total_blocks=hello.total_blocks,
         shape=None if kind is InstanceKind.KVSTORE else _kv_shape(hello.model),
         speeds=speeds_from_proto(hello.speed),
         stages=max(hello.stages, 1),
-        step_tokens=hello.step_tokens,
+        max_num_batched_tokens=hello.max_num_batched_tokens,
         capacity_bytes=hello.capacity_bytes,
         switches_role=hello.either_role,
         reports_ssd=hello.tells_cold,
@@ -172,7 +172,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
 
 def _conductor_activity(told: conductor_pb2.ConductorActivity) -> ConductorActivity:
     rows = tuple([_tenant_activity(row) for row in told.tenants[:MAX_ROWS]])
-    return ConductorActivity(told.conductor, told.incarnation, finite_or_zero(told.age_s), rows, told.more)
+    return ConductorActivity(told.conductor, told.epoch, finite_or_zero(told.age_s), rows, told.more)
 
 
 def _tenant_activity(row: conductor_pb2.TenantActivity) -> TenantActivity:
@@ -220,8 +220,8 @@ def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
     divided = len(layout.stored_parts) > 1
     window_bytes = layout.windowed_bytes if divided else 0
     return KVShape(
-        layout.block_tokens,
-        -(-(layout.block_bytes - window_bytes) // layout.block_tokens),
+        layout.block_size,
+        -(-(layout.block_bytes - window_bytes) // layout.block_size),
         layout.layers,
         emulated=model.emulated != "",
         window_blocks=layout.window_blocks if divided else 0,

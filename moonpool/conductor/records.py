@@ -25,7 +25,7 @@ RECORDS_FRESH_S = 1.0
 
 RecordsListener = Callable[[Sequence[kv_pb2.Record]], None]
 
-_StoreKey = tuple[str, int]  # a kvstore's id and incarnation
+_StoreKey = tuple[str, int]  # a kvstore's id and epoch
 
 
 class CoalescedWork:
@@ -126,7 +126,7 @@ class RecordSync:
         """
         self.records.prune(self.clock())
         began, asked_at = self.clock(), world.monotonic()
-        stores = {(store.id, store.incarnation): store for store in self._stores()}
+        stores = {(store.id, store.epoch): store for store in self._stores()}
         for gone in [key for key in self._pulls if key not in stores]:
             if self._pulls[gone].idle:
                 del self._pulls[gone]
@@ -198,7 +198,7 @@ class RecordSync:
 
     async def _sync(self, store: kv_pb2.Instance, records: Sequence[kv_pb2.Record]) -> None:
         """Send a store records, and take the store's new records."""
-        stub, key = KVStoreServiceStub(self._channels.get(store.address)), (store.id, store.incarnation)
+        stub, key = KVStoreServiceStub(self._channels.get(store.address)), (store.id, store.epoch)
         for part in [*record_batches(records)] or [[]]:
             more = True
             while more:

@@ -57,7 +57,7 @@ class ModelIdentity:
 
 @dataclass(slots=True, eq=False)
 class ClusterMember:
-    """An instance during one incarnation, while joined.
+    """An instance during one epoch, while joined.
 
     `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine;
     `http_address`: of an engine's own HTTP server.
@@ -169,7 +169,7 @@ class Registry:
             self._check_model(hello)
 
     def leave(self, member: ClusterMember) -> bool:
-        """Remove a member; returns False if the member was replaced by a later incarnation, or had left."""
+        """Remove a member; returns False if the member was replaced by a later epoch, or had left."""
         if self._members.get(member.id) is not member:
             return False
         del self._members[member.id]
@@ -288,7 +288,7 @@ class ClusterMembers:
         earlier = self.registry.get(hello.instance.id)
         member = self.registry.join(hello)
         self._send[member.id] = send
-        if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
+        if earlier is not None and earlier.instance.epoch != member.instance.epoch:
             self._lost(earlier, "was restarted")
         try:
             self._post(InstanceJoined(instance_facts(hello)))
@@ -310,7 +310,7 @@ class ClusterMembers:
         if lost:
             self._lost(member, "is lost")
         else:
-            self._tell(InstanceLeft(member.id, member.instance.incarnation))
+            self._tell(InstanceLeft(member.id, member.instance.epoch))
             self.steps.left(member.instance)
 
     def is_member(self, member: ClusterMember) -> bool:
@@ -389,7 +389,7 @@ class ClusterMembers:
         return world.waited_s(member.process) if member is not None else 0.0
 
     def _lost(self, member: ClusterMember, why: str) -> None:
-        self._tell(InstanceLeft(member.id, member.instance.incarnation, why))
+        self._tell(InstanceLeft(member.id, member.instance.epoch, why))
         self.steps.lost(member.instance)
 
 

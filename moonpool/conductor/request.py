@@ -161,7 +161,7 @@ class ValidRequest:
         stops: stop strings.
         end_token_ids: tokens that end the generation.
         chain_root: the root of the prompt's block keys.
-        prompt_keys: keys of the prompt's full blocks, `block_tokens` tokens each.
+        prompt_keys: keys of the prompt's full blocks, `block_size` tokens each.
         bad_tokens: runs of tokens; a run's last token is never chosen after the others.
         whole: the client reads the answer only at the end.
         resume: the client's progress, if the client resumes the request.
@@ -176,7 +176,7 @@ class ValidRequest:
     end_token_ids: tuple[int, ...]
     chain_root: bytes
     prompt_keys: tuple[BlockKey, ...]
-    block_tokens: int
+    block_size: int
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     whole: bool = False
     resume: ResumeRequest | None = None
@@ -190,11 +190,11 @@ class ValidRequest:
     def keys_with(self, generated: array[int]) -> list[BlockKey]:
         """Keys for all full blocks in prompt and generated tokens; only blocks beyond the prompt's are hashed."""
         known = list(self.prompt_keys)
-        start = len(known) * self.block_tokens
-        if len(self.prompt) + len(generated) < start + self.block_tokens:
+        start = len(known) * self.block_size
+        if len(self.prompt) + len(generated) < start + self.block_size:
             return known
         return known + block_keys(
-            known[-1] if known else self.chain_root, self.prompt[start:] + generated, self.block_tokens
+            known[-1] if known else self.chain_root, self.prompt[start:] + generated, self.block_size
         )
 
     def sequence(
@@ -370,8 +370,8 @@ def read_request(
         stops=tuple(sampling.stop),
         end_token_ids=end_token_ids,
         chain_root=root,
-        prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
-        block_tokens=served.layout.block_tokens,
+        prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
+        block_size=served.layout.block_size,
         bad_tokens=bad_tokens,
         whole=message.whole,
         resume=resume,
@@ -586,7 +586,7 @@ def target_of(point: conductor_pb2.ResumePoint) -> DecodeReservation | None:
         1 <= len(decode.id) <= MAX_SEQUENCE_CHARS,
         f"1 to {MAX_SEQUENCE_CHARS} characters",
     )
-    return DecodeReservation(decode.id, decode.incarnation, "", target.transfer_id, target.generation, 0)
+    return DecodeReservation(decode.id, decode.epoch, "", target.transfer_id, target.generation, 0)
 
 
 def _read_progress(

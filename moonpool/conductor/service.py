@@ -61,7 +61,7 @@ RESERVE_LIMIT = 2.0
 
 @asynccontextmanager
 async def conductor(
-    config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder, metrics: PrometheusMetrics
+    config: ConductorConfig, checkpoint: Checkpoint, epoch: int, spans: Recorder, metrics: PrometheusMetrics
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
     """Run a conductor while the body runs; yields the servicer and the advertised address."""
     async with AsyncExitStack() as stack:
@@ -84,7 +84,7 @@ async def conductor(
         server = await stack.enter_async_context(serving(config.listen, rpcs, grace_s=GRACE_S, security=security))
         address = config.advertised(server.port)
         servicer.set_instance(
-            kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
+            kv_pb2.Instance(id=config.id, epoch=epoch, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
         )
         yield servicer, address
 
@@ -243,7 +243,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
     """
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model, config.chat_template)
     metrics = PrometheusMetrics(config.service())
-    async with conductor(config, checkpoint, context.incarnation, context.spans, metrics) as (servicer, address):
+    async with conductor(config, checkpoint, context.epoch, context.spans, metrics) as (servicer, address):
         log.info("serving", address=address, model=checkpoint.name)
         context.announce(address)
         await context.stopping.wait()

@@ -50,16 +50,16 @@ class PromptKeys:
 
     Args:
         root: root of the chain.
-        block_tokens: tokens per block.
+        block_size: tokens per block.
     """
 
-    def __init__(self, root: bytes, block_tokens: int) -> None:
+    def __init__(self, root: bytes, block_size: int) -> None:
         self._chain = [BlockKey(root)]
-        self._block_tokens = block_tokens
+        self._block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockKey]:
         """Keys of the first blocks. Raises InvalidRequest if there are not so many full blocks."""
-        known, size = len(self._chain) - 1, self._block_tokens
+        known, size = len(self._chain) - 1, self._block_size
         if known < count:
             new = block_keys(self._chain[-1], list(token_ids[known * size : count * size]), size)
             if known + len(new) < count:

@@ -90,7 +90,7 @@ class RequestPlanner:
     """Follows the requests of a scheduler.
 
     Args:
-        block_tokens: tokens per block.
+        block_size: tokens per block.
         ranks: workers that hold a part of each block.
         look_up: asks the stores.
         limit_s: longest wait for a look-up.
@@ -99,13 +99,13 @@ class RequestPlanner:
 
     def __init__(
         self,
-        block_tokens: int,
+        block_size: int,
         ranks: int,
         look_up: LookUp,
         limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._block_tokens, self._ranks = block_tokens, ranks
+        self._block_size, self._ranks = block_size, ranks
         self._look_up, self._limit_s, self._clock = look_up, limit_s, clock
         self._requests: dict[str, PooledRequest] = {}
         self._to_load: dict[str, BlockPlan] = {}
@@ -141,7 +141,7 @@ class RequestPlanner:
             self.lookups_late += 1
             request.found = []
         request.local = local
-        most = (len(request.tokens) - 1) // self._block_tokens  # the last token is computed in any case
+        most = (len(request.tokens) - 1) // self._block_size  # the last token is computed in any case
         there = request.found[local:most]
         return there.index(False) if False in there else len(there)
 
@@ -165,7 +165,7 @@ class RequestPlanner:
             return None
         request.lookup = None
         request.blocks = list(blocks) if whole else [*request.blocks, *blocks]
-        ready = min(ready, len(request.blocks), len(request.tokens) // self._block_tokens)
+        ready = min(ready, len(request.blocks), len(request.tokens) // self._block_size)
         found = request.found
         missing = [at for at in range(request.planned, ready) if at >= len(found) or not found[at]]
         request.planned = max(request.planned, ready)
@@ -177,7 +177,7 @@ class RequestPlanner:
         return loads
 
     def _ask(self, request: PooledRequest) -> None:
-        keys = request.keys.first(len(request.tokens) // self._block_tokens, request.tokens)
+        keys = request.keys.first(len(request.tokens) // self._block_size, request.tokens)
         request.lookup = self._ask_ranks(request.tenant, keys)
         request.give_up_at = self._clock() + self._limit_s
 

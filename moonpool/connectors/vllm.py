@@ -134,7 +134,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: Any, settings: PageSettings) -> None:
         self._config, self._settings = vllm_config, settings
-        self._block_tokens = vllm_config.cache_config.block_size
+        self._block_size = vllm_config.cache_config.block_size
         self._stats: dict[str, Any] = {}
         self.namespace = b""
         self.planner: RequestPlanner
@@ -151,13 +151,13 @@ class SchedulerHalf:
             "quantization": model.quantization,
             "dtype": str(model.dtype),
             "cache dtype": str(cache.cache_dtype),
-            "block tokens": self._block_tokens,
+            "block tokens": self._block_size,
             "ranks": (parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
             "layouts": [(rank, layouts[rank].arrangement) for rank in sorted(layouts)],
         })  # fmt: skip
         self.stores = EngineStores(self._settings, self.namespace)
         limit_s = self._settings.lookup_limit_s
-        self.planner = RequestPlanner(self._block_tokens, len(layouts), self.stores.look_up, limit_s)
+        self.planner = RequestPlanner(self._block_size, len(layouts), self.stores.look_up, limit_s)
         self._stats[NAMESPACE] = self.namespace.hex()
         log.info("keeps KV in kvstores", stores=self._settings.stores, namespace=self.namespace.hex())
 
@@ -169,7 +169,7 @@ class SchedulerHalf:
             return
         tenant = (request.kv_transfer_params or {}).get(TENANT_PARAM, "")
         root = root_of(self.namespace, tenant, request.cache_salt)
-        keys = PromptKeys(root, self._block_tokens)
+        keys = PromptKeys(root, self._block_size)
         self.planner.add(PooledRequest(request.request_id, tenant, keys, request.all_token_ids))
 
     def plan(self, output: Any) -> StepPlan:
@@ -182,7 +182,7 @@ class SchedulerHalf:
             )
         ]
         for name, blocks, whole, computed in steps:
-            ready = (computed + output.num_scheduled_tokens[name]) // self._block_tokens
+            ready = (computed + output.num_scheduled_tokens[name]) // self._block_size
             save = self.planner.scheduled(name, blocks, ready, whole=whole)
             if save is not None:
                 plan.saves.append(save)

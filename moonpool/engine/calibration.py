@@ -49,7 +49,7 @@ class TimedSizes:
         if stage_devices(spec.device, spec.stages)[0].platform.in_host_pool:
             return cls()
         batch = min(32, spec.graph_rows or 32)
-        return cls(max(LONG_TOKENS, spec.step_tokens), 4096, batch, 4096, on_device=True)
+        return cls(max(LONG_TOKENS, spec.max_num_batched_tokens), 4096, batch, 4096, on_device=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class StepTimer:
 
     def __init__(self, engine: Engine, *, apart: bool = False) -> None:
         self._engine, self._apart = engine, apart
-        self._bt = engine.layout.block_tokens
+        self._bt = engine.layout.block_size
         self._step_id = _FIRST_STEP_ID
 
     async def prefill(self, tokens: int, prefix: int = 0, *, times: int = 2) -> PrefillTime:
@@ -179,7 +179,7 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     Raises:
         Unavailable: The engine failed.
     """
-    room = engine.blocks * engine.layout.block_tokens
+    room = engine.blocks * engine.layout.block_size
     room = min(room, max_tokens) if max_tokens else room
     timer = StepTimer(engine, apart=sizes.on_device)
     await timer.prefill(min(16, room), times=1)  # memory, threads and code are touched for the first time
@@ -253,7 +253,7 @@ async def measure_prefill(
     Raises:
         Unavailable: the engine failed.
     """
-    room = min(max_tokens, engine.blocks * engine.layout.block_tokens)
+    room = min(max_tokens, engine.blocks * engine.layout.block_size)
     sizes = [(chunk, prefix) for prefix in PREFIXES for chunk in CHUNKS if prefix + chunk <= room]
 
     async def once(chunk: int, prefix: int) -> float:
@@ -271,7 +271,7 @@ async def measure_decode(
     Raises:
         Unavailable: the engine failed.
     """
-    room = min(max_tokens, engine.blocks * engine.layout.block_tokens)
+    room = min(max_tokens, engine.blocks * engine.layout.block_size)
     sizes = [(batch, context) for context in CONTEXTS for batch in BATCHES if context <= room]
 
     async def once(batch: int, context: int) -> float:

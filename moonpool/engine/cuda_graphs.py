@@ -174,7 +174,7 @@ class DecodeGraphs:
         self._device, self._model, self._memory, self._captures = device, model, memory, captures
         self._graphs: dict[GraphShape, CapturedGraph] = {}
         self._inputs_of: dict[GraphShape, _Inputs] = {}
-        self._block_tokens = memory.block_tokens
+        self._block_size = memory.block_size
         where = device.torch_device
         self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
         most = self._inputs(GraphShape(MAX_GRAPH_ROWS, longest)).nbytes
@@ -226,7 +226,7 @@ class DecodeGraphs:
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         if shape not in self._inputs_of:
-            blocks = -(-shape.context // self._block_tokens)
+            blocks = -(-shape.context // self._block_size)
             self._inputs_of[shape] = _Inputs(shape, blocks, slots=self._memory.slot_of is not None)
         return self._inputs_of[shape]
 
@@ -251,7 +251,7 @@ class DecodeGraphs:
             offsets=its["offsets"],
             query_start=self._query_start[: shape.rows + 1],
             last_rows=self._last_rows[: shape.rows],
-            block_tokens=self._block_tokens,
+            block_size=self._block_size,
             slot_tables=its.get("slot_tables", its["block_tables"]),
             slot_ids=its.get("slot_ids", its["block_ids"]),
             most_context=shape.context,

@@ -232,9 +232,9 @@ class ProcessEngine:
         return self._spec.blocks
 
     @property
-    def step_tokens(self) -> int:
-        """See `Engine.step_tokens`."""
-        return self._spec.step_tokens
+    def max_num_batched_tokens(self) -> int:
+        """See `Engine.max_num_batched_tokens`."""
+        return self._spec.max_num_batched_tokens
 
     @property
     def stages(self) -> int:
@@ -376,10 +376,16 @@ class ProcessEngine:
             rooms = await self._of_all(StageRoom, listener)
             config = load_config(Path(self._spec.checkpoint), self._spec.model_impl)
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
-            self._spec = replace(self._spec, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+            self._spec = replace(self._spec, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
             self._memory.make(self._spec.layout, sizes.blocks, self._spec.slots)
             kv_mib = self._spec.layout.pool_bytes(sizes.blocks, self._spec.slots) >> 20
-            log.info("sizes", blocks=sizes.blocks, kv_mib=kv_mib, step_tokens=sizes.step_tokens, why=sizes.why)
+            log.info(
+                "sizes",
+                blocks=sizes.blocks,
+                kv_mib=kv_mib,
+                max_num_batched_tokens=sizes.max_num_batched_tokens,
+                why=sizes.why,
+            )
             for worker in self._workers:
                 worker.channel.send(sizes)
         ready = await self._of_all(WorkerReady, listener)

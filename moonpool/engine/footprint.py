@@ -1,8 +1,9 @@
 """Memory of an engine process: reported at start, and an upper bound from then on. Torch-free.
 
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. The bound is
-worked out from the largest step (`EngineSpec.step_tokens`): what kernels and sampling allocate for such a step, each at
-its largest. The allocator keeps memory once used (`moonpool.engine.executor`), so the bound is also what stays.
+worked out from the largest step (`EngineSpec.max_num_batched_tokens`): what kernels and sampling allocate for such a
+step, each at its largest. The allocator keeps memory once used (`moonpool.engine.executor`), so the bound is also what
+stays.
 
 A device with separate memory holds the weights, a pool as large as the host's, a work space, which is worked out too,
 and decode graphs. A pool that leaves the others no room is refused.
@@ -141,12 +142,12 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
 
 def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:
     """Tokens of the longest sequence that a step has."""
-    return min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_tokens)
+    return min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_size)
 
 
 def max_rows(engine: EngineSpec) -> int:
     """Tokens of the largest step, those that are timed at start included."""
-    return max(engine.step_tokens, LONG_TOKENS if engine.measure else 0)
+    return max(engine.max_num_batched_tokens, LONG_TOKENS if engine.measure else 0)
 
 
 def _row_elements(model: ModelConfig) -> int:
@@ -169,7 +170,7 @@ def _recurrent_bytes(model: ModelConfig, engine: EngineSpec) -> int:
     layers = [layer.recurrent for layer in model.decoder.layers if layer.recurrent is not None]
     if not layers:
         return 0
-    size = engine.layout.block_tokens
+    size = engine.layout.block_size
     sequences = min(engine.graph_rows or _SEQUENCES, engine.blocks or _SEQUENCES)
     largest = max(layer.state_elements for layer in layers) * 4
     pairs = max(layer.heads * size * max(size, 16 * layer.key_dim) for layer in layers) * 4

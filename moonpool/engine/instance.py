@@ -175,12 +175,13 @@ async def run_instance(
     build: Callable[[InstanceContext], tuple[EngineService, Service]],
     *,
     stages: int = 1,
-    step_tokens: Callable[[Engine], int] = lambda engine: 0,
+    max_num_batched_tokens: Callable[[Engine], int] = lambda engine: 0,
     start: StartEngine = start_engine,
 ) -> None:
     """Run one engine instance until stopped; `start` starts the engine.
 
-    The conductor gets `stages`, and the engine's `step_tokens`: most tokens in one prefill step (0 = no limit).
+    The conductor gets `stages`, and the engine's `max_num_batched_tokens`: most tokens in one prefill step (0 = no
+    limit).
 
     Raises:
         ConfigError: a setting is refused.
@@ -229,7 +230,7 @@ async def run_instance(
                 total_blocks=engine.blocks,
                 speed=speeds_to_proto(engine.speeds),
                 stages=stages,
-                step_tokens=step_tokens(engine),
+                max_num_batched_tokens=max_num_batched_tokens(engine),
                 either_role=config.either_role,
                 process=world.this_process(),
                 unsupported=[] if setup.spec.max_loras else [LORA],
@@ -269,7 +270,7 @@ def open_dialer_and_listener(
     def shared() -> list[SharedRegion]:
         return [SharedRegion(fd, data) for fd, data in engine.pool.shared()]
 
-    return TransportDialer(transports, shared), TransportListener(transports, instance.incarnation)
+    return TransportDialer(transports, shared), TransportListener(transports, instance.epoch)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Engine(Protocol):
         """Blocks in the pool."""
 
     @property
-    def step_tokens(self) -> int:
+    def max_num_batched_tokens(self) -> int:
         """Tokens in the largest step, if no service setting says so."""
 
     @property

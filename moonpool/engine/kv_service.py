@@ -157,7 +157,7 @@ class PoolReads:
 
     def slices(self, lease: "PoolReadLease", layers: range) -> Iterator[Slice]:
         """The slices of a lease, layers in order."""
-        full = self.pool.layout.block_tokens
+        full = self.pool.layout.block_size
         for layer in layers:
             first = lease.windows_from if layer in self.pool.layout.windowed_layers else 0
             for index, (block, key) in enumerate(zip(lease.blocks[first:], lease.keys[first:], strict=True), first):
@@ -214,7 +214,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
                 link=reads.context.link,
             )
         )
-        welcome = kv_pb2.StreamWelcome(receiver=reads.context.instance, lane=self.offer_transport(message))
+        welcome = kv_pb2.StreamWelcome(receiver=reads.context.instance, transport=self.offer_transport(message))
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:

@@ -36,7 +36,7 @@ class EngineSpec:
     """Arrangement of all layers' KV, and the KV's element type."""
     blocks: int
     """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
-    step_tokens: int = STEP_TOKENS
+    max_num_batched_tokens: int = STEP_TOKENS
     """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
     memory_share: float = MEMORY_SHARE
     """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
@@ -85,12 +85,12 @@ class EngineSpec:
     @property
     def slots(self) -> int:
         """Window slots of the pool (`KVLayout.window_slots`)."""
-        return self.layout.window_slots(self.blocks, self.step_tokens, self.max_tokens)
+        return self.layout.window_slots(self.blocks, self.max_num_batched_tokens, self.max_tokens)
 
     @property
     def sized(self) -> bool:
         """Whether no size waits for what the devices have room for."""
-        return self.blocks > 0 and self.step_tokens > 0
+        return self.blocks > 0 and self.max_num_batched_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class EngineSizes:
     """The answer to all stages' `StageRoom`: sizes in place of zeros in `EngineSpec`."""
 
     blocks: int
-    step_tokens: int
+    max_num_batched_tokens: int
     why: str
     """For people: what bounds the blocks."""
 

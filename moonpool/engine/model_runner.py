@@ -646,7 +646,7 @@ class StageRunner:
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         memory = self.platform.memory
-        packed = PackedBatch.build(parts, memory.block_tokens, full_hits=full_hits, slot_of=memory.slot_of)
+        packed = PackedBatch.build(parts, memory.block_size, full_hits=full_hits, slot_of=memory.slot_of)
         self._add_loras(step, packed)
         return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
@@ -664,7 +664,7 @@ class StageRunner:
             return None
         # As left by the step before: native code begins with each sequence's next token.
         parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
-        packed = PackedBatch.build(parts, self.platform.memory.block_tokens)
+        packed = PackedBatch.build(parts, self.platform.memory.block_size)
         self._add_loras(step, packed)
         run = StepRun(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
         run.sampler = StepSampler(self.model, step, self.kv_gates.dropped(step.step_id))

@@ -51,7 +51,7 @@ class IncomingRequest:
 
     @classmethod
     def from_proto(
-        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
+        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_size: int, vocab_size: int, max_tokens: int
     ) -> Self:
         """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
 
@@ -86,7 +86,7 @@ class IncomingRequest:
         root = chain_root(namespace, spec.tenant, spec.cache_salt, lora)
         if spec.chain_root != root:
             raise InvalidRequest("sequence.chain_root", "is not that of this namespace, tenant, salt and adapter")
-        keys = chain_keys(root, spec.token_ids, block_tokens)
+        keys = chain_keys(root, spec.token_ids, block_size)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         bad_tokens = _bad_tokens(spec, len(ends), vocab_size)

@@ -268,7 +268,7 @@ class EngineSetup:
         return IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
-            block_tokens=self.layout.block_tokens,
+            block_size=self.layout.block_size,
             vocab_size=self.vocab_size,
             max_tokens=self.max_tokens,
         )
@@ -321,7 +321,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         imatrix=_imatrix(config),
         quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
-        step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
+        max_num_batched_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
         threads=config.threads,

@@ -48,10 +48,10 @@ def choose_sizes(
     layout, longest = spec.layout, spec.max_tokens
     stages = [range(*its) for its in stage_ranges(layout.layers, spec.stages)]
     lefts = _left(spec, rooms)
-    slots = layout.window_slots(spec.blocks, spec.step_tokens or _STEPS[-1], longest)
+    slots = layout.window_slots(spec.blocks, spec.max_num_batched_tokens or _STEPS[-1], longest)
     given = [layout.pool_bytes(spec.blocks, slots, layers) for layers in stages]
     least = min(left - pool for left, pool in zip(lefts, given, strict=True))
-    tokens = spec.step_tokens or _step_tokens(model, spec, rooms, least)
+    tokens = spec.max_num_batched_tokens or _step_tokens(model, spec, rooms, least)
     beside = _beside(model, spec, tokens)
     by_stage = [
         layout.blocks_in(left - beside, tokens, longest, layers) for left, layers in zip(lefts, stages, strict=True)
@@ -98,6 +98,6 @@ def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom
 def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
     """Bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
     longest = spec.max_tokens or model.max_position_embeddings
-    sized = replace(spec, step_tokens=tokens, blocks=-(-longest // spec.layout.block_tokens))
+    sized = replace(spec, max_num_batched_tokens=tokens, blocks=-(-longest // spec.layout.block_size))
     held = device_footprint(model, sized, weights=0, pool=0)
     return held.work + held.graphs + lora_bytes(model, spec, 0, model.num_layers)

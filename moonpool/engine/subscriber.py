@@ -136,7 +136,7 @@ class Subscriber:
 
 def conductor_identity(conductor: kv_pb2.Instance) -> str:
     """A conductor's identity for the scheduler; "" without identity."""
-    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
+    return f"{conductor.id}/{conductor.epoch}" if conductor.id else ""
 
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:

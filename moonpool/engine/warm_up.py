@@ -30,19 +30,19 @@ _EVERY_WAY = SamplingParams(
 
 
 @in_inference_mode
-def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[str], None]) -> None:
+def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say: Callable[[str], None]) -> None:
     """Run what the stage's services will run, and capture the graphs.
 
     Args:
         runner: the stage's, still unused.
-        step_tokens: tokens in the largest step.
+        max_num_batched_tokens: tokens in the largest step.
         longest: tokens of the longest sequence; the pool holds them.
         say: told how far this has come.
     """
     quiet = replace(
         runner, links=_NoNeighbours(runner.model), kv_gates=KVGates(), emit=lambda event: None, masks=None, graphs=None
     )
-    steps = list(_steps(runner, step_tokens, longest))
+    steps = list(_steps(runner, max_num_batched_tokens, longest))
     copies = ((0, 1),) if runner.platform.memory.blocks > 1 else ()
     for number, sequences in enumerate(steps, 1):
         say(f"compiling kernels (step {number} of {len(steps)})")
@@ -51,19 +51,19 @@ def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[
         runner.graphs.capture(runner.platform.stream, say)
 
 
-def _steps(runner: StageRunner, step_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:
+def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:
     """What is run: every way to sample, every variant of attention, and the most tokens."""
-    size = runner.platform.memory.block_tokens
+    size = runner.platform.memory.block_size
     prompt = min(_PROMPT, longest)
     every = SampleSpec(_EVERY_WAY, history=bytes(4 * prompt), prompt_tokens=prompt, banned=(2,))
     for spec in (SampleSpec(), SampleSpec(SamplingParams(temperature=0.8)), every):
         yield (replace(_sequence(prompt, prompt, size), sample=spec, scored=ScoredTokens(bytes(4 * prompt), 1)),)
-    largest = min(step_tokens, longest)
-    for batch in [*_batches(runner, step_tokens, longest), BatchShape(1, largest, largest)]:
+    largest = min(max_num_batched_tokens, longest)
+    for batch in [*_batches(runner, max_num_batched_tokens, longest), BatchShape(1, largest, largest)]:
         yield (_sequence(batch.rows, batch.context, size),) * batch.sequences
 
 
-def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchShape]:
+def _batches(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> list[BatchShape]:
     """Batches that take every variant of Triton's attention; none where other kernels attend."""
     model, device = runner.model, runner.platform.torch_device
     if choose("attention", device, model.dtype) != "triton":
@@ -75,12 +75,12 @@ def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchS
         for layer, kv in zip(layers, runner.platform.memory.kv, strict=True)
         if layer.recurrent is None and triton_head(kv)
     )
-    return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(step_tokens, longest)))
+    return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(max_num_batched_tokens, longest)))
 
 
-def _sequence(rows: int, context: int, block_tokens: int) -> SequenceStep:
+def _sequence(rows: int, context: int, block_size: int) -> SequenceStep:
     """A sequence's last `rows` tokens out of `context`, in the pool's first blocks, as the step's other sequences."""
-    return SequenceStep(bytes(4 * rows), context - rows, tuple(range(-(-context // block_tokens))))
+    return SequenceStep(bytes(4 * rows), context - rows, tuple(range(-(-context // block_size))))
 
 
 class _NoNeighbours:

@@ -204,7 +204,7 @@ class StageLoader:
         weights = self.model.weight_bytes
         self.channel.send(StageRoom(capacity.total, capacity.free, capacity.processors, weights))
         found = sizes()
-        return replace(self.engine, blocks=found.blocks, step_tokens=found.step_tokens)
+        return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
 
     def _load_weights(self) -> "StageModel":
         from moonpool.engine.footprint import release_memory

@@ -82,7 +82,7 @@ class KVStream(ServerStream[Req]):
         answer: Any = self.welcome()
         transport = self.offer_transport(message)
         if transport is not None:
-            answer.welcome.lane.CopyFrom(transport)
+            answer.welcome.transport.CopyFrom(transport)
         self.send_queue.post(answer)
 
 
@@ -187,7 +187,7 @@ class _RequestedPart:
         if self.heads is None:
             return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
         layout = blocks[0].info.format.layout
-        tokens = layout.block_tokens
+        tokens = layout.block_size
         whole = (Slice(layer, at, blocks[at].slice(layer), tokens, blocks[at].hashes[layer]) for layer, at in cells)
         cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
         return [piece.data for piece in cut], [piece.hash for piece in cut]
@@ -200,7 +200,7 @@ class _RequestedPart:
         share = layout.share_bytes(whole.layer)
         data = whole.data[self.heads.start * share : self.heads.stop * share]
         value = bind(slice_hash(data), key, whole.layer)
-        return Slice(whole.layer, whole.block, data, layout.block_tokens, value, self.heads)
+        return Slice(whole.layer, whole.block, data, layout.block_size, value, self.heads)
 
 
 def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPart:
@@ -264,7 +264,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         blocks = self._resident(keys, wanted, self._resources.together_bytes)
         if not blocks:
             return False
-        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.head_shares), layout.block_tokens)
+        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.head_shares), layout.block_size)
         try:
             pieces, hashes = wanted.parts(shape.cells, blocks)
         except DamagedSliceError as error:
@@ -283,7 +283,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.send_queue.is_clear else None
         if blocks is None:
             return
-        shape = frame_shape(wanted.layers, len(blocks), range(layout.head_shares), layout.block_tokens)
+        shape = frame_shape(wanted.layers, len(blocks), range(layout.head_shares), layout.block_size)
         pieces, hashes = wanted.parts(shape.cells, blocks)
         yield from found_answers(message.number, len(blocks), pieces, hashes)
         self._used(keys, blocks, begin)
@@ -664,7 +664,7 @@ def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: Byte
     """
     layout, count = spec.format.layout, len(spec.keys)
     fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
-    if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:
+    if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_size) is not None:
         return header.slice_hashes[:]
     runs = FrameOpener(layout, spec.heads, spec.keys).parse(header, payload)
     if spec.whole_blocks and sum(len(hashes) for _, _, hashes in runs) != layout.layers * count:

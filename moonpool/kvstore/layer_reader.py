@@ -113,7 +113,7 @@ class LayerReader:
     def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until full or a slice is unread; returns which."""
         sources, layout = self.lease.sources, self._layout
-        size, tokens, place = layout.slice_bytes(layer), layout.block_tokens, layout.place(layer, band.layers.start)
+        size, tokens, place = layout.slice_bytes(layer), layout.block_size, layout.place(layer, band.layers.start)
         end = min(self._limit, block + self._group_cells - len(group))
         while block < end:
             source = sources[block]

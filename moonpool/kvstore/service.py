@@ -115,9 +115,9 @@ class KVStoreServicer:
 
     async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
         with self.streams.running(context):
-            async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
+            async with aclosing(self.journal.watch(request.epoch, request.after_sequence)) as messages:
                 async for events in messages:
-                    yield pb.WatchResponse(incarnation=self.put.instance.incarnation, events=events)
+                    yield pb.WatchResponse(epoch=self.put.instance.epoch, events=events)
 
     async def KVStoreStats(self, request: pb.KVStoreStatsRequest, context: object) -> pb.KVStoreStatsResponse:  # noqa: N802
         return pb.KVStoreStatsResponse(instance=self.put.instance, gauges=self.gauges.read())
@@ -204,7 +204,7 @@ class KVStoreService(StoreListener):
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
-        self.listener = TransportListener(open_transports(config), instance.incarnation)
+        self.listener = TransportListener(open_transports(config), instance.epoch)
         self.metrics = PrometheusMetrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -218,7 +218,7 @@ class KVStoreService(StoreListener):
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._records.leave_out, rate)
         held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
-        self._journal = KVEventJournal(held, instance.incarnation)
+        self._journal = KVEventJournal(held, instance.epoch)
         ahead = ByteCredits(config.read_ahead_bytes)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)

@@ -14,7 +14,7 @@ from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.sessions import SessionRetention
 from moonpool.simulator.traces.mooncake import TraceRequest
 
-_FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
+_FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="float32"))
 
 
 def chains_of(requests: Sequence[tuple[str, Sequence[int]]]) -> list[list[BlockKey]]:

@@ -1288,7 +1288,7 @@ class JoinHello(_message.Message):
     SPEED_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
-    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     EITHER_ROLE_FIELD_NUMBER: _builtins.int
     TELLS_COLD_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
@@ -1304,7 +1304,7 @@ class JoinHello(_message.Message):
     """Bytes of KV that a kvstore can keep over all its tiers: its share of the chains. 0 = not told, an average share."""
     stages: _builtins.int
     """Pipeline stages (prefill); so many steps overlap. 0 = one."""
-    step_tokens: _builtins.int
+    max_num_batched_tokens: _builtins.int
     """Tokens that one step computes at most (prefill); 0 = a whole prompt."""
     either_role: _builtins.bool
     """An engine that obeys a `RoleOrder`: whoever looks after the process starts it again in the other role."""
@@ -1349,7 +1349,7 @@ class JoinHello(_message.Message):
         speed: Global___SpeedReport | None = ...,
         capacity_bytes: _builtins.int = ...,
         stages: _builtins.int = ...,
-        step_tokens: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
         either_role: _builtins.bool = ...,
         tells_cold: _builtins.bool = ...,
         process: _builtins.str = ...,
@@ -1362,7 +1362,7 @@ class JoinHello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1579,14 +1579,14 @@ class ConductorActivity(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONDUCTOR_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     conductor: _builtins.str
     """Its id."""
-    incarnation: _builtins.int
+    epoch: _builtins.int
     """Its start."""
     number: _builtins.int
     """Grows with each message."""
@@ -1602,7 +1602,7 @@ class ConductorActivity(_message.Message):
         self,
         *,
         conductor: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         number: _builtins.int = ...,
         age_s: _builtins.float = ...,
         tenants: _abc.Iterable[Global___TenantActivity] | None = ...,
@@ -1610,7 +1610,7 @@ class ConductorActivity(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "conductor", b"conductor", "incarnation", b"incarnation", "more", b"more", "number", b"number", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "conductor", b"conductor", "epoch", b"epoch", "more", b"more", "number", b"number", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1901,7 +1901,7 @@ class JoinResponse(_message.Message):
     def session(self) -> Global___SessionOrder: ...
     @_builtins.property
     def activity(self) -> Global___ConductorActivity:
-        """For the other conductors that the instance reports to. Conductor and incarnation are those of the welcome."""
+        """For the other conductors that the instance reports to. Conductor and epoch are those of the welcome."""
 
     def __init__(
         self,
@@ -2200,7 +2200,7 @@ class ExplainResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     REGRET_S_FIELD_NUMBER: _builtins.int
     BETTER_FIELD_NUMBER: _builtins.int
@@ -2218,7 +2218,7 @@ class ExplainResponse(_message.Message):
     """The policy by which the prefill instance was chosen, as the conductor's setting names it."""
     waited_s: _builtins.float
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
-    lane: _builtins.str
+    transport: _builtins.str
     """The transport that carried the prompt's KV to decode (docs/transports.md); empty before the first token, and if no KV went."""
     regret_s: _builtins.float
     """Seconds to first token that the last placement lost against its best alternative, by what was measured since;
@@ -2267,7 +2267,7 @@ class ExplainResponse(_message.Message):
         policy: _builtins.str = ...,
         waited_s: _builtins.float = ...,
         timeline: Global___Timeline | None = ...,
-        lane: _builtins.str = ...,
+        transport: _builtins.str = ...,
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
         regret_s: _builtins.float = ...,
         better: _builtins.str = ...,
@@ -2278,7 +2278,7 @@ class ExplainResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "better_decode", b"better_decode", "cancelled", b"cancelled", "candidates", b"candidates", "decode_regret_s", b"decode_regret_s", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "better_decode", b"better_decode", "cancelled", b"cancelled", "candidates", b"candidates", "decode_regret_s", b"decode_regret_s", "failed", b"failed", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

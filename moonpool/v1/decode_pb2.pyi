@@ -122,7 +122,7 @@ class ReserveResponse(_message.Message):
     """How many promises this instance has given since its start, this one included (`LoadReport.taken`); 0 = not told."""
     @_builtins.property
     def target(self) -> _kv_pb2.TransferTarget:
-        """The transfer, with this instance's incarnation and what it holds already."""
+        """The transfer, with this instance's epoch and what it holds already."""
 
     def __init__(
         self,
@@ -188,14 +188,14 @@ class TransferOpen(_message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
-    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    DECODE_EPOCH_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
     """Its generation."""
-    decode_incarnation: _builtins.int
-    """Incarnation of the decode instance that promised it."""
+    decode_epoch: _builtins.int
+    """Epoch of the decode instance that promised it."""
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Deletions that concern the prompt's blocks and that the sender had carried out before it took the prompt. Where decode
@@ -207,12 +207,12 @@ class TransferOpen(_message.Message):
         *,
         transfer_id: _builtins.int = ...,
         generation: _builtins.int = ...,
-        decode_incarnation: _builtins.int = ...,
+        decode_epoch: _builtins.int = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "forgotten", b"forgotten", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_epoch", b"decode_epoch", "forgotten", b"forgotten", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,7 +552,7 @@ class ResumeSequence(_message.Message):
     secret: _builtins.bytes
     """What `ReserveRequest.resume_secret` said."""
     digest: _builtins.bytes
-    """Hash of the answer's tokens before the position (`moonpool.kv.keys.tokens_digest`): both sides mean the same answer."""
+    """Hash of the answer's tokens before the position (`moonpool.base.kv.keys.tokens_digest`): both sides mean the same answer."""
     @_builtins.property
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedAnswer]:
         """The same of the further answers, each."""

@@ -74,35 +74,35 @@ KV_KIND_RECURRENT: KVKind.ValueType  # 4
 """A state of fixed size, which stands for all tokens up to the block's last one."""
 Global___KVKind: _TypeAlias = KVKind  # noqa: Y015
 
-class _LaneKind:
+class _TransportKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.ValueType], _builtins.type):
+class _TransportKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransportKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    LANE_KIND_UNSPECIFIED: _LaneKind.ValueType  # 0
-    LANE_KIND_LOCAL: _LaneKind.ValueType  # 1
+    TRANSPORT_KIND_UNSPECIFIED: _TransportKind.ValueType  # 0
+    TRANSPORT_KIND_LOCAL: _TransportKind.ValueType  # 1
     """A unix socket; payloads lie in memory that both processes map."""
-    LANE_KIND_TCP: _LaneKind.ValueType  # 2
+    TRANSPORT_KIND_TCP: _TransportKind.ValueType  # 2
     """A TCP connection; payloads follow their messages."""
-    LANE_KIND_TLS: _LaneKind.ValueType  # 3
-    """As LANE_KIND_TCP, within TLS; both ends show a certificate."""
-    LANE_KIND_NIXL: _LaneKind.ValueType  # 4
-    """As LANE_KIND_TCP; payloads in regions are read over NIXL."""
+    TRANSPORT_KIND_TLS: _TransportKind.ValueType  # 3
+    """As TRANSPORT_KIND_TCP, within TLS; both ends show a certificate."""
+    TRANSPORT_KIND_NIXL: _TransportKind.ValueType  # 4
+    """As TRANSPORT_KIND_TCP; payloads in regions are read over NIXL."""
 
-class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
-    """A transport for a stream's messages beside gRPC (docs/transports.md), called lane in this contract. gRPC needs no number."""
+class TransportKind(_TransportKind, metaclass=_TransportKindEnumTypeWrapper):
+    """A transport for a stream's messages beside gRPC (docs/transports.md). gRPC needs no number."""
 
-LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
-LANE_KIND_LOCAL: LaneKind.ValueType  # 1
+TRANSPORT_KIND_UNSPECIFIED: TransportKind.ValueType  # 0
+TRANSPORT_KIND_LOCAL: TransportKind.ValueType  # 1
 """A unix socket; payloads lie in memory that both processes map."""
-LANE_KIND_TCP: LaneKind.ValueType  # 2
+TRANSPORT_KIND_TCP: TransportKind.ValueType  # 2
 """A TCP connection; payloads follow their messages."""
-LANE_KIND_TLS: LaneKind.ValueType  # 3
-"""As LANE_KIND_TCP, within TLS; both ends show a certificate."""
-LANE_KIND_NIXL: LaneKind.ValueType  # 4
-"""As LANE_KIND_TCP; payloads in regions are read over NIXL."""
-Global___LaneKind: _TypeAlias = LaneKind  # noqa: Y015
+TRANSPORT_KIND_TLS: TransportKind.ValueType  # 3
+"""As TRANSPORT_KIND_TCP, within TLS; both ends show a certificate."""
+TRANSPORT_KIND_NIXL: TransportKind.ValueType  # 4
+"""As TRANSPORT_KIND_TCP; payloads in regions are read over NIXL."""
+Global___TransportKind: _TypeAlias = TransportKind  # noqa: Y015
 
 class _ErrorKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -120,7 +120,7 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     ERROR_KIND_NOT_FOUND: _ErrorKind.ValueType  # 4
     """What was asked for is not there."""
     ERROR_KIND_MISMATCH: _ErrorKind.ValueType  # 5
-    """The two sides do not speak of the same KV (namespace, layout, generation, incarnation)."""
+    """The two sides do not speak of the same KV (namespace, layout, generation, epoch)."""
     ERROR_KIND_UNSUPPORTED: _ErrorKind.ValueType  # 6
     """Part of the contract, not built yet."""
     ERROR_KIND_INTERNAL: _ErrorKind.ValueType  # 7
@@ -141,7 +141,7 @@ ERROR_KIND_UNAVAILABLE: ErrorKind.ValueType  # 3
 ERROR_KIND_NOT_FOUND: ErrorKind.ValueType  # 4
 """What was asked for is not there."""
 ERROR_KIND_MISMATCH: ErrorKind.ValueType  # 5
-"""The two sides do not speak of the same KV (namespace, layout, generation, incarnation)."""
+"""The two sides do not speak of the same KV (namespace, layout, generation, epoch)."""
 ERROR_KIND_UNSUPPORTED: ErrorKind.ValueType  # 6
 """Part of the contract, not built yet."""
 ERROR_KIND_INTERNAL: ErrorKind.ValueType  # 7
@@ -237,12 +237,12 @@ class Instance(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stable name, unique in the cluster, for example "prefill-0"."""
-    incarnation: _builtins.int
+    epoch: _builtins.int
     """Changes at every start, so that a restarted instance is not mistaken for the one before."""
     kind: Global___InstanceKind.ValueType
     """What it does."""
@@ -252,13 +252,13 @@ class Instance(_message.Message):
         self,
         *,
         id: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         kind: Global___InstanceKind.ValueType = ...,
         address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "id", b"id", "incarnation", b"incarnation", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "id", b"id", "kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,12 +274,12 @@ class KVLayout(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
-    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SCALE_BYTES_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_tokens, head_dim] per layer; 2 =
+    """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_size, head_dim] per layer; 2 =
     `groups` say what each layer has; 3 = as 2, with windows: slices behind a window are left out; 4 = as 2 and 3, of
     quantised KV: a head's scales lie beside the head. Versions 1 to 3 had them behind all heads.
     """
@@ -289,7 +289,7 @@ class KVLayout(_message.Message):
     """Key/value heads per layer; from version 2 on the greatest common divisor of theirs: the shares in which heads are counted."""
     head_dim: _builtins.int
     """Elements per head; from version 2 on of the first group."""
-    block_tokens: _builtins.int
+    block_size: _builtins.int
     """Tokens per block."""
     dtype: _builtins.str
     """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn". From version 2 on of the
@@ -308,14 +308,14 @@ class KVLayout(_message.Message):
         layers: _builtins.int = ...,
         kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
-        block_tokens: _builtins.int = ...,
+        block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         scale_bytes: _builtins.int = ...,
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,8 +323,8 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class KVGroup(_message.Message):
-    """Layers whose slices are alike: [kv_heads, planes] runs, each of [block_tokens, head_dim] values and, when KV is
-    quantised, [block_tokens] float32 scales, what each token's stored values are multiplied with. A slice of recurrent
+    """Layers whose slices are alike: [kv_heads, planes] runs, each of [block_size, head_dim] values and, when KV is
+    quantised, [block_size] float32 scales, what each token's stored values are multiplied with. A slice of recurrent
     layers is [kv_heads, head_dim], a state in kv_heads shares.
     """
 
@@ -347,7 +347,7 @@ class KVGroup(_message.Message):
     dtype: _builtins.str
     """Element type, as in KVLayout."""
     scale_bytes: _builtins.int
-    """Bytes of scales in each slice: [kv_heads, planes, block_tokens] float32; 0 when KV is not quantised."""
+    """Bytes of scales in each slice: [kv_heads, planes, block_size] float32; 0 when KV is not quantised."""
     kind: Global___KVKind.ValueType
     """What the layers attend to."""
     window: _builtins.int
@@ -377,7 +377,7 @@ class KVGroup(_message.Message):
 Global___KVGroup: _TypeAlias = KVGroup  # noqa: Y015
 
 @_typing.final
-class Lane(_message.Message):
+class TransportOffer(_message.Message):
     """A connection of another transport that the receiver of a hello offers."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -386,18 +386,18 @@ class Lane(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     BRIEF_FIELD_NUMBER: _builtins.int
-    kind: Global___LaneKind.ValueType
+    kind: Global___TransportKind.ValueType
     """Which transport."""
     address: _builtins.str
     """Path of a unix socket, or "host:port"."""
     token: _builtins.bytes
     """Random bytes that open the connection once."""
     brief: _builtins.bool
-    """One-shot operations are taken on the connection, too (OneShotMessage in moonpool/transport/framing.py)."""
+    """One-shot operations are taken on the connection, too (OneShotMessage in moonpool/base/transport/framing.py)."""
     def __init__(
         self,
         *,
-        kind: Global___LaneKind.ValueType = ...,
+        kind: Global___TransportKind.ValueType = ...,
         address: _builtins.str = ...,
         token: _builtins.bytes = ...,
         brief: _builtins.bool = ...,
@@ -408,25 +408,25 @@ class Lane(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Lane: _TypeAlias = Lane  # noqa: Y015
+Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 
 @_typing.final
-class LaneOpen(_message.Message):
-    """On a lane each message stands behind two little-endian numbers of 4 bytes: its length, and how many bytes of payload
-    follow it. The first one is LaneOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order.
+class TransportOpen(_message.Message):
+    """On a transport each message stands behind two little-endian numbers of 4 bytes: its length, and how many bytes of payload
+    follow it. The first one is TransportOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
-    NIXL_AGENT_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
     """Of the offer."""
-    incarnation: _builtins.int
-    """The incarnation that made the offer."""
-    nixl_agent: _builtins.bytes
+    epoch: _builtins.int
+    """The epoch that made the offer."""
+    description: _builtins.bytes
     """NIXL's description of the sender, by which the receiver reads the regions; without it, descriptors come with them."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
@@ -436,17 +436,17 @@ class LaneOpen(_message.Message):
         self,
         *,
         token: _builtins.bytes = ...,
-        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         regions: _abc.Iterable[Global___Region] | None = ...,
-        nixl_agent: _builtins.bytes = ...,
+        description: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "nixl_agent", b"nixl_agent", "regions", b"regions", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "epoch", b"epoch", "regions", b"regions", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneOpen: _TypeAlias = LaneOpen  # noqa: Y015
+Global___TransportOpen: _TypeAlias = TransportOpen  # noqa: Y015
 
 @_typing.final
 class Region(_message.Message):
@@ -460,7 +460,7 @@ class Region(_message.Message):
     bytes: _builtins.int
     """Its size."""
     lent: _builtins.bool
-    """The receiver of LaneOpen may write to it; else it reads."""
+    """The receiver of TransportOpen may write to it; else it reads."""
     address: _builtins.int
     """Where it begins in its owner's memory, for NIXL."""
     def __init__(
@@ -479,14 +479,14 @@ class Region(_message.Message):
 Global___Region: _TypeAlias = Region  # noqa: Y015
 
 @_typing.final
-class LaneOpened(_message.Message):
-    """Answer to LaneOpen."""
+class TransportOpened(_message.Message):
+    """Answer to TransportOpen."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REFUSED_FIELD_NUMBER: _builtins.int
     refused: _builtins.str
-    """Why not; empty when the lane is open."""
+    """Why not; empty when the transport is open."""
     def __init__(
         self,
         *,
@@ -498,11 +498,11 @@ class LaneOpened(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneOpened: _TypeAlias = LaneOpened  # noqa: Y015
+Global___TransportOpened: _TypeAlias = TransportOpened  # noqa: Y015
 
 @_typing.final
-class LaneFrame(_message.Message):
-    """Every further message on a lane."""
+class TransportFrame(_message.Message):
+    """Every further message on a transport."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,7 +530,7 @@ class LaneFrame(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LaneFrame: _TypeAlias = LaneFrame  # noqa: Y015
+Global___TransportFrame: _TypeAlias = TransportFrame  # noqa: Y015
 
 @_typing.final
 class Extent(_message.Message):
@@ -571,12 +571,12 @@ class StreamHello(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    LANES_FIELD_NUMBER: _builtins.int
-    LANE_PLACE_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_PLACE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte namespace of the KV (see docs/architecture.md)."""
-    lane_place: _builtins.str
-    """Names machine, user and socket folder of the sender; local lanes join those who name the same."""
+    transport_place: _builtins.str
+    """Names machine, user and socket folder of the sender; local transports join those who name the same."""
     @_builtins.property
     def sender(self) -> Global___Instance:
         """The side that opened the stream."""
@@ -586,8 +586,8 @@ class StreamHello(_message.Message):
         """Arrangement of the KV."""
 
     @_builtins.property
-    def lanes(self) -> _containers.RepeatedScalarFieldContainer[Global___LaneKind.ValueType]:
-        """Lanes that the sender can use, best first."""
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[Global___TransportKind.ValueType]:
+        """Transports that the sender can use, best first."""
 
     def __init__(
         self,
@@ -595,12 +595,12 @@ class StreamHello(_message.Message):
         sender: Global___Instance | None = ...,
         namespace: _builtins.bytes = ...,
         layout: Global___KVLayout | None = ...,
-        lanes: _abc.Iterable[Global___LaneKind.ValueType] | None = ...,
-        lane_place: _builtins.str = ...,
+        transports: _abc.Iterable[Global___TransportKind.ValueType] | None = ...,
+        transport_place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane_place", b"lane_place", "lanes", b"lanes", "layout", b"layout", "namespace", b"namespace", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "namespace", b"namespace", "sender", b"sender", "transport_place", b"transport_place", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -614,7 +614,7 @@ class StreamWelcome(_message.Message):
 
     RECEIVER_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     credit_bytes: _builtins.int
     """Payload bytes the peer may send before it has to wait for Credit."""
     @_builtins.property
@@ -622,8 +622,8 @@ class StreamWelcome(_message.Message):
         """The side that accepted the stream."""
 
     @_builtins.property
-    def lane(self) -> Global___Lane:
-        """The lane on which the sender of the hello may go on, once, before it sends anything more here. When either ends,
+    def transport(self) -> Global___TransportOffer:
+        """The transport on which the sender of the hello may go on, once, before it sends anything more here. When either ends,
         the stream has ended.
         """
 
@@ -632,11 +632,11 @@ class StreamWelcome(_message.Message):
         *,
         receiver: Global___Instance | None = ...,
         credit_bytes: _builtins.int = ...,
-        lane: Global___Lane | None = ...,
+        transport: Global___TransportOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "receiver", b"receiver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver", "transport", b"transport"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "lane", b"lane", "receiver", b"receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "receiver", b"receiver", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,7 +722,7 @@ class FrameHeader(_message.Message):
     generation: _builtins.int
     """Generation of the session; frames of another generation are dropped."""
     checksum: _builtins.int
-    """xxh3-64 of the header's other fields (moonpool/kv/frames.py)."""
+    """xxh3-64 of the header's other fields (moonpool/base/kv/frames.py)."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceRun]:
         """What the payload holds, in order."""
@@ -730,7 +730,7 @@ class FrameHeader(_message.Message):
     @_builtins.property
     def slice_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per block of each run the hash of the layer slice that the run's bytes are, or are a part of: made by the process
-        that computed the KV (slice_hash in moonpool/kv/keys.py), in sessions of some heads of those heads' bytes.
+        that computed the KV (slice_hash in moonpool/base/kv/keys.py), in sessions of some heads of those heads' bytes.
         """
 
     def __init__(
@@ -1523,7 +1523,7 @@ class KVEvents(_message.Message):
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
     COOLED_KEYS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of this message, from 1, without gaps within an incarnation. Watch numbers changes only: a snapshot's
+    """Number of this message, from 1, without gaps within an epoch. Watch numbers changes only: a snapshot's
     messages bear the number of the last change before them.
     """
     snapshot_begin: _builtins.bool
@@ -1834,7 +1834,7 @@ class TransferTarget(_message.Message):
     """Leading blocks that decode holds already and must not be sent."""
     @_builtins.property
     def decode(self) -> Global___Instance:
-        """The decode instance and its incarnation."""
+        """The decode instance and its epoch."""
 
     def __init__(
         self,

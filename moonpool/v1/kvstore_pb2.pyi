@@ -724,21 +724,21 @@ class WatchRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """Incarnation of the store the watcher knows; 0 for none, also when its snapshot was not complete."""
+    epoch: _builtins.int
+    """Epoch of the store the watcher knows; 0 for none, also when its snapshot was not complete."""
     after_sequence: _builtins.int
     """Last sequence number the watcher has seen in it."""
     def __init__(
         self,
         *,
-        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         after_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,10 +750,10 @@ class WatchResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The store's incarnation."""
+    epoch: _builtins.int
+    """The store's epoch."""
     @_builtins.property
     def events(self) -> _kv_pb2.KVEvents:
         """The changes."""
@@ -761,12 +761,12 @@ class WatchResponse(_message.Message):
     def __init__(
         self,
         *,
-        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         events: _kv_pb2.KVEvents | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -364,7 +364,7 @@ class FirstToken(_message.Message):
     READS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -381,7 +381,7 @@ class FirstToken(_message.Message):
     """Where `Sampling.embedding` wants it: the prompt's embedding, little-endian float32."""
     overtaken_tokens: _builtins.int
     """Prompt tokens that were computed while a load of them was under way, as the load took longer than computing."""
-    lane: _builtins.str
+    transport: _builtins.str
     """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/transports.md); empty while no KV goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
@@ -436,11 +436,11 @@ class FirstToken(_message.Message):
         reads: _abc.Iterable[Global___LoadedPrefix] | None = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
-        lane: _builtins.str = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "overtaken_tokens", b"overtaken_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "embedding", b"embedding", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "overtaken_tokens", b"overtaken_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 SGLANG = ROOT / ".engines" / "sglang"
 """Folder with SGLang's packages, for vLLM's Python."""
-BLOCK_TOKENS, MAX_TOKENS = 32, 1024
+BLOCK_SIZE, MAX_TOKENS = 32, 1024
 START_S, WAIT_S, END_S = 240.0, 60.0, 5.0
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -252,7 +252,7 @@ async def vllm(
     }  # fmt: skip
     flags = {
         "model": TINY, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32",
-        "block-size": BLOCK_TOKENS, "num-gpu-blocks-override": blocks, "kv-cache-memory-bytes": 1 << 26,
+        "block-size": BLOCK_SIZE, "num-gpu-blocks-override": blocks, "kv-cache-memory-bytes": 1 << 26,
         "max-model-len": MAX_TOKENS, "max-num-seqs": 4, "max-num-batched-tokens": 1024,
         "kv-events-config": json.dumps(events),
     }  # fmt: skip
@@ -274,7 +274,7 @@ async def sglang(folder: Path, blocks: int, role: str = "") -> AsyncIterator[Sgl
     events = {"publisher": "zmq", "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replays"}
     flags = {
         "model-path": TINY, "host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32",
-        "page-size": BLOCK_TOKENS, "max-total-tokens": blocks * BLOCK_TOKENS, "mem-fraction-static": 0.05,
+        "page-size": BLOCK_SIZE, "max-total-tokens": blocks * BLOCK_SIZE, "mem-fraction-static": 0.05,
         "context-length": MAX_TOKENS, "attention-backend": "torch_native", "kv-events-config": json.dumps(events),
     }  # fmt: skip
     if role:

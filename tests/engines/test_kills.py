@@ -25,7 +25,7 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient
 from moonpool.v1 import conductor_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
-from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, ROOT, Vllm, free_port, pooled, vllm
+from tests.engines.servers import BLOCK_SIZE, NIXL, PYTHON, ROOT, Vllm, free_port, pooled, vllm
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.unit.conductor.stack import TINY
@@ -116,7 +116,7 @@ async def parts(*found: Part) -> AsyncIterator[None]:
 def plan(folder: Path) -> StackPlan:
     """Two conductors, and Moonpool's own engines beside the vLLM."""
     return StackPlan(
-        model=str(TINY), data_dir=folder, dtype="float32", threads=1, block_size=BLOCK_TOKENS,
+        model=str(TINY), data_dir=folder, dtype="float32", threads=1, block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=64 << 20, dram_bytes=16 << 20, conductors=2,
         http_port=0, extra={"conductor": ["--policy", "round_robin"]},  # all engines have work when a part is killed
     )  # fmt: skip
@@ -312,9 +312,9 @@ class HeldView:
 
     def promised(self, prompt: Sequence[int]) -> int:
         """Leading tokens of a prompt that are promised at the vLLM; the last token is computed in any case."""
-        keys, held = block_keys(self.root, prompt, BLOCK_TOKENS), self.keys["vllm-0-prefill"]
-        most = (len(prompt) - 1) // BLOCK_TOKENS
-        return next((at for at in range(most) if keys[at] not in held), most) * BLOCK_TOKENS
+        keys, held = block_keys(self.root, prompt, BLOCK_SIZE), self.keys["vllm-0-prefill"]
+        most = (len(prompt) - 1) // BLOCK_SIZE
+        return next((at for at in range(most) if keys[at] not in held), most) * BLOCK_SIZE
 
 
 async def test_after_a_kill_nothing_is_promised_too_much_and_all_is_exact_soon(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ async def test_after_a_kill_nothing_is_promised_too_much_and_all_is_exact_soon(t
                 less += promised < cached
                 late += promised < cached and began > back + EXACT_S
                 hits += cached
-                whole = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                whole = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
                 await view.until(lambda prompt=prompt, whole=whole: view.promised(prompt) == whole)  # type: ignore[misc]
             print(f"kill -9 of {name}: 70 probes hit {hits} tokens, {less} were promised less, {late} of them late")
             assert late == 0

@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.sampling_params import SamplingParams
-from tests.engines.servers import BLOCK_TOKENS, NIXL, PYTHON, Sglang, Vllm, pooled, valve, vllm
+from tests.engines.servers import BLOCK_SIZE, NIXL, PYTHON, Sglang, Vllm, pooled, valve, vllm
 from tests.integration.reference import Reference
 from tests.unit.conductor.stack import TINY, Stack, stack
 from tests.unit.interop.adapter.test_adapter import adapter, prompts
@@ -42,8 +42,8 @@ async def ask(running: Stack, asked: Sequence[list[int]], at_once: int = 4) -> l
 
 def promised(running: Stack, root: bytes, prompt: Sequence[int], instance: str = VLLM) -> int:
     """Leading blocks of a prompt that the conductor's index has at an engine; the last token is computed anyway."""
-    index, keys = running.servicer.core.cluster.index, block_keys(root, prompt, BLOCK_TOKENS)
-    most = min(len(keys), (len(prompt) - 1) // BLOCK_TOKENS)
+    index, keys = running.servicer.core.cluster.index, block_keys(root, prompt, BLOCK_SIZE)
+    most = min(len(keys), (len(prompt) - 1) // BLOCK_SIZE)
     return next((at for at in range(most) if not index.holds(instance, keys[at])), most)
 
 
@@ -72,11 +72,11 @@ async def assert_index_is_the_cache(
     root, index, draw = root_of(running), running.servicer.core.cluster.index, random.Random(11)
     hits = evicted = 0
     for prompt in draw.sample(asked, probes):
-        held, keys = promised(running, root, prompt, instance), block_keys(root, prompt, BLOCK_TOKENS)
+        held, keys = promised(running, root, prompt, instance), block_keys(root, prompt, BLOCK_SIZE)
         _, cached = await server.answer(prompt)
-        assert cached == held * BLOCK_TOKENS
+        assert cached == held * BLOCK_SIZE
         hits += held
-        evicted += (len(prompt) - 1) // BLOCK_TOKENS - held
+        evicted += (len(prompt) - 1) // BLOCK_SIZE - held
         if held < len(keys):  # the events of the probe
             await running.until(lambda key=keys[held]: index.holds(instance, key))  # type: ignore[misc]
     print(f"{probes} probes: {hits} blocks held, {evicted} evicted")
@@ -99,11 +99,11 @@ async def test_a_restarted_engine_loads_what_is_in_the_store(tmp_path: Path) -> 
     asked = [[draw.randrange(400) for _ in range(draw.randrange(100, 500))] for _ in range(20)]
     async with rig(dram_bytes=256 << 20) as store, valve(store.address) as way:
         transfer = pooled([way.address], lookup_limit_s=30.0, transfer_limit_s=60.0)
-        in_store = sum([(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in asked])
+        in_store = sum([(len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in asked])
         async with vllm(tmp_path / "first", 64, transfer) as first:
             before = [await first.answer(prompt, 8) for prompt in asked]
             assert sum(cached for _, cached in before) == 0
-            await store.until("dram_blocks", sum([(len(prompt) + 7) // BLOCK_TOKENS for prompt in asked]))
+            await store.until("dram_blocks", sum([(len(prompt) + 7) // BLOCK_SIZE for prompt in asked]))
         async with vllm(tmp_path / "second", 64, transfer) as second:
             await way.set(LOOKUP_BYTES)  # look-ups are answered, loads are not
             loading = asyncio.create_task(second.answer(asked[0], 8))
@@ -176,7 +176,7 @@ async def test_a_pair_answers_as_a_plain_forward_pass(tmp_path: Path) -> None:
         moved, held, computed = (new - old for old, new in zip(before, after, strict=True))
         print(f"of {sum(map(len, asked))} prompt tokens {moved:g} came over NIXL, {held:g} were held")
         # Each planned transfer is seen: of prompts and first tokens, decode computed none.
-        firsts = sum(len(prompt) % BLOCK_TOKENS > 0 for prompt in asked)  # others are drawn again
+        firsts = sum(len(prompt) % BLOCK_SIZE > 0 for prompt in asked)  # others are drawn again
         assert (moved + held, computed) == (sum(map(len, asked)) + firsts, 0)
         assert await decode.metric("vllm:nixl_num_failed_transfers_total") == 0
         assert await decode.metric("vllm:nixl_bytes_transferred_sum") > 0

@@ -305,8 +305,8 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     report = json.loads(shown.stdout)
     assert report["architecture"] == "Qwen3ForCausalLM"
     assert report["parameters"] > 0
-    assert report["kv_token_bytes"] * report["block_tokens"] == report["kv_block_bytes"]
-    assert report["fit_tokens"] == report["fit_blocks"] * report["block_tokens"] > 0
+    assert report["kv_token_bytes"] * report["block_size"] == report["kv_block_bytes"]
+    assert report["fit_tokens"] == report["fit_blocks"] * report["block_size"] > 0
     beside_kv = report["weight_bytes"] + report["work_bytes"] + report["program_bytes"]
     assert report["engine_bytes"] == beside_kv + report["kv_context_bytes"]
     assert report["weights_in"] == "memory"

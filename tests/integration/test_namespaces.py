@@ -24,7 +24,7 @@ COMPOSE = (ROOT / "compose.yaml").read_text()
 SMALL = {
     "MOONPOOL_ENGINE": "emulated:llama-70b-a800",
     "MOONPOOL_TIME_SCALE": "20",
-    "MOONPOOL_BLOCK_TOKENS": "16",
+    "MOONPOOL_BLOCK_SIZE": "16",
     "MOONPOOL_DRAM_BYTES": str(16 << 20),
     "MOONPOOL_SSD_BYTES": str(64 << 20),
 }

@@ -93,7 +93,7 @@ async def sending(
     plan = prompts.plan_of(options, decode=True)
     options.shared_tokens = 0  # made-up KV must never be found again as somebody's prefix
     source = prompts.of(options, trace, plan.vocab_size)
-    me = kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    me = kv_pb2.Instance(id="load", epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     hello = kv_pb2.StreamHello(sender=me, namespace=plan.namespace, layout=plan.layout.to_proto())
     numbers = itertools.count(1)
     async with contextlib.AsyncExitStack() as stack:
@@ -102,7 +102,7 @@ async def sending(
         sender = TransferSender(KVEndpoint(channels, address, hello, plan.layout))
         stack.push_async_callback(sender.aclose)
         pool = StepsPool(channels)
-        pool.conductor.CopyFrom(kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR))
+        pool.conductor.CopyFrom(kv_pb2.Instance(id="load", epoch=1, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR))
         stack.push_async_callback(pool.aclose)
 
         async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:

@@ -28,7 +28,7 @@ def instance(kind: str, options: argparse.Namespace) -> Iterator[str]:
             decode=int(kind == "decode"),
             kvstore=0,
             dtype=options.dtype,
-            block_size=options.block_tokens,
+            block_size=options.block_size,
             engine=options.engine,
             time_scale=options.engine_time_scale,
             kv_cache_memory_bytes=options.kv_bytes,

@@ -89,8 +89,8 @@ class Chains:
         wanted = self._options.blocks
         if self._trace:
             wanted = max(1, min(wanted, len(self._trace[index].hash_ids)))
-        tokens = [generator.randrange(1 << 30) for _ in range(wanted * self._layout.block_tokens)]
-        return True, block_keys(self.root, tokens, self._layout.block_tokens)
+        tokens = [generator.randrange(1 << 30) for _ in range(wanted * self._layout.block_size)]
+        return True, block_keys(self.root, tokens, self._layout.block_size)
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """The blocks can be read from now on."""
@@ -104,7 +104,7 @@ async def sending(
     """Puts and gets."""
     layout = layout_of(options)
     chains = Chains(options, trace, layout)
-    me = kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    me = kv_pb2.Instance(id="load", epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     hello = kv_pb2.StreamHello(sender=me, namespace=namespace(bytes(32), layout), layout=layout.to_proto())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
@@ -136,7 +136,7 @@ async def sending(
         async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             puts, keys = chains.next(index)
             await (put if puts else get)(keys, outcome, clock)
-            outcome.nbytes, outcome.tokens = len(keys) * layout.block_bytes, len(keys) * layout.block_tokens
+            outcome.nbytes, outcome.tokens = len(keys) * layout.block_bytes, len(keys) * layout.block_size
 
         layers = range(layout.layers)
         yield send

@@ -39,7 +39,7 @@ def plan_of(options: argparse.Namespace, *, decode: bool) -> EngineSetup:
         conductor="127.0.0.1:1",
         model=options.model,
         dtype=options.dtype,
-        block_size=options.block_tokens,
+        block_size=options.block_size,
         engine=options.engine,
         time_scale=options.engine_time_scale,
         kv_cache_memory_bytes=options.kv_bytes,
@@ -60,7 +60,7 @@ def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: En
         request_id=request_id,
         token_ids=tokens_to_bytes(tokens),
         prompt_tokens=len(tokens),
-        block_keys=pack_keys(block_keys(root, tokens, plan.layout.block_tokens)),
+        block_keys=pack_keys(block_keys(root, tokens, plan.layout.block_size)),
         chain_root=root,
         sampling=kv_pb2.Sampling(
             max_tokens=output_tokens, temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True

@@ -20,7 +20,7 @@ class Sink:
     """Expected transfers and the KV that has come for them."""
 
     def __init__(self, plan: EngineSetup) -> None:
-        self.instance = kv_pb2.Instance(id="load-sink", incarnation=1, kind=kv_pb2.INSTANCE_KIND_DECODE)
+        self.instance = kv_pb2.Instance(id="load-sink", epoch=1, kind=kv_pb2.INSTANCE_KIND_DECODE)
         self._plan = plan
         self._transfers: dict[int, InboundTransfer] = {}
 

@@ -87,11 +87,11 @@ def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
         prefill=options.prefill,
         decode=options.decode,
         kvstore=options.kvstore,
-        block_size=options.block_tokens,
+        block_size=options.block_size,
         kv_cache_memory_bytes=options.kv_bytes,
         dram_bytes=options.dram_bytes,
         log_level="warning",
-        extra={"prefill": ["--max-num-batched-tokens", str(options.step_tokens)]},
+        extra={"prefill": ["--max-num-batched-tokens", str(options.max_num_batched_tokens)]},
     )
 
 

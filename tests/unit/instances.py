@@ -40,7 +40,7 @@ from tests.unit.fakes.engine import FakeEngine
 
 WAIT_S = 60.0
 LOOK_AGAIN_S = 0.05
-BLOCK = LAYOUT.block_tokens
+BLOCK = LAYOUT.block_size
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -203,7 +203,7 @@ async def _running(it: Instance, contract: Any, ended: Callable[[], None]) -> As
 async def decoding(
     *,
     blocks: int = 32,
-    incarnation: int = 11,
+    epoch: int = 11,
     spans: Path | None = None,
     max_tokens: int = 512,
     run_steps: int = 1,
@@ -213,7 +213,7 @@ async def decoding(
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_transports": "grpc", **settings})
-    instance = kv_pb2.Instance(id="decode-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE)
+    instance = kv_pb2.Instance(id="decode-0", epoch=epoch, kind=kv_pb2.INSTANCE_KIND_DECODE)
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
@@ -243,7 +243,7 @@ async def decoding(
 async def prefilling(
     *,
     blocks: int = 32,
-    incarnation: int = 5,
+    epoch: int = 5,
     stages: int = 1,
     spans: Path | None = None,
     rate: float | None = None,
@@ -258,7 +258,7 @@ async def prefilling(
     """
     settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_transports": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
-    instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    instance = kv_pb2.Instance(id="prefill-0", epoch=epoch, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         engine.speeds = replace(engine.speeds, prefill_per_token_s=token_s)

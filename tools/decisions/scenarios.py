@@ -90,7 +90,7 @@ def _crowd(seed: int) -> list[TraceRequest]:
 def _full(way: Preemption, **memory: Any) -> Scenario:
     """A decode pool for some sequences, with answers longer than expected."""
     kept = DecodeMemory(preemption=way, **{"swap_bytes": 2 * GB, "assumed_answer_tokens": 32, **memory})
-    return Scenario({"decode": 1, "memory": kept, "pool_blocks": 150, "kvstore": 2, "block_tokens": 64}, trace=_crowd)
+    return Scenario({"decode": 1, "memory": kept, "pool_blocks": 150, "kvstore": 2, "block_size": 64}, trace=_crowd)
 
 
 def _admitting(admission: str, **more: Any) -> Scenario:
@@ -145,7 +145,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stores-with-disks": Scenario({"kvstore": 2, "store_bytes": 15 * GB, "disk_bytes": 60 * GB, "eviction": "s3-fifo"}),
     "one-machine": Scenario({"max_queue": 3, "host_slowdown": 1.6, "peers": False, "slow_factor": 2.0}),
     "single-steps": Scenario(
-        {"memory": DecodeMemory(step_tokens=64)}, replace(TALK, answer_tokens=60.0), 60, runs=Runs(1)
+        {"memory": DecodeMemory(max_num_batched_tokens=64)}, replace(TALK, answer_tokens=60.0), 60, runs=Runs(1)
     ),
     "short-runs": Scenario({"pool_blocks": 200}, replace(TALK, answer_tokens=100.0), 60, runs=Runs(8, 8)),
 }

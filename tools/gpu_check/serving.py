@@ -40,7 +40,7 @@ class Served:
         longest: tokens of the longest sequence.
         pool_bytes: each engine's KV pool: both are on one GPU, so neither may take all free memory.
         store_bytes: DRAM of the kvstore, which has no SSD.
-        step_tokens: most tokens in a prefill step; 0 = the service's choice.
+        max_num_batched_tokens: most tokens in a prefill step; 0 = the service's choice.
     """
 
     shape: str
@@ -48,7 +48,7 @@ class Served:
     longest: int
     pool_bytes: int
     store_bytes: int
-    step_tokens: int = 0
+    max_num_batched_tokens: int = 0
 
     @property
     def folder(self) -> str:
@@ -57,9 +57,9 @@ class Served:
 
 
 SMALL = Served("qwen2.5-0.5b", "bfloat16", 40960, 4 << 30, 4 << 30)
-EXACT = Served("qwen2.5-0.5b", "float32", 40960, 4 << 30, 4 << 30, step_tokens=2048)
+EXACT = Served("qwen2.5-0.5b", "float32", 40960, 4 << 30, 4 << 30, max_num_batched_tokens=2048)
 """Rounding is so small that answers do not depend on what else runs."""
-LARGE = Served("llama-3-8b", "bfloat16", 40960, 10 << 30, 8 << 30, step_tokens=8192)
+LARGE = Served("llama-3-8b", "bfloat16", 40960, 10 << 30, 8 << 30, max_num_batched_tokens=8192)
 TINY = Served("tiny-qwen2", "bfloat16", 4096, 16 << 20, 16 << 20)
 TINY_EXACT = Served("tiny-qwen2", "float32", 4096, 16 << 20, 16 << 20)
 TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
@@ -176,8 +176,8 @@ def plan_of(
     """
     device, more = ("--device", where.device), dict(extra or {})
     more["decode"] = ("--speculative", "off", *more.get("decode", ()))
-    if served.step_tokens:
-        more["prefill"] = ("--max-num-batched-tokens", str(served.step_tokens), *more.get("prefill", ()))
+    if served.max_num_batched_tokens:
+        more["prefill"] = ("--max-num-batched-tokens", str(served.max_num_batched_tokens), *more.get("prefill", ()))
     return StackPlan(
         model=str(model),
         data_dir=where.out / name,

@@ -207,7 +207,7 @@ def resolve_dtype(config: ModelConfig, dtype: str = "auto") -> str:
     return dtype
 
 
-def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
+def kv_layout(config: ModelConfig, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
     """Return how one block of this model's KV is arranged, all layers.
 
     The element type is the weights', `dtype`, if `kv_dtype` is "auto"; else KV is quantised, "int8" or "fp8". Recurrent
@@ -217,7 +217,7 @@ def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str 
     layers = [_layer_kv(layer, stored) for layer in config.decoder.layers]
     if (whole := config.decoder.whole_layer) is not None:
         layers[whole] = layers[whole]._replace(kind="full", window=0)
-    return KVLayout.of_layers(block_tokens, layers)
+    return KVLayout.of_layers(block_size, layers)
 
 
 def _layer_kv(layer: LayerSpec, dtype: str) -> LayerKV:

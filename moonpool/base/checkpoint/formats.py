@@ -107,7 +107,7 @@ class CheckpointReport:
     parameters: int
     weight_bytes: int
     file_bytes: int
-    block_tokens: int
+    block_size: int
     kv_token_bytes: int
     kv_block_bytes: int
     state_bytes: int
@@ -123,7 +123,7 @@ class CheckpointReport:
 def inspect_checkpoint(
     path: Path | str,
     dtype: str = "auto",
-    block_tokens: int = DEFAULT_BLOCK_SIZE,
+    block_size: int = DEFAULT_BLOCK_SIZE,
     memory_bytes: int | None = None,
     *,
     max_model_len: int | None = None,
@@ -142,7 +142,7 @@ def inspect_checkpoint(
         raise InvalidRequest("max_model_len", "must be positive")
     config = load_config(path, model_impl)
     chosen = resolve_dtype(config, dtype)
-    layout = kv_layout(config, chosen, block_tokens)
+    layout = kv_layout(config, chosen, block_size)
     tensors = tensor_index(path)
     parameters = _count_parameters(config, tensors)
     weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
@@ -160,7 +160,7 @@ def inspect_checkpoint(
         parameters=parameters,
         weight_bytes=weight_bytes,
         file_bytes=file_bytes,
-        block_tokens=block_tokens,
+        block_size=block_size,
         kv_token_bytes=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
         state_bytes=layout.state_bytes,
@@ -170,7 +170,7 @@ def inspect_checkpoint(
         computed=_computed(config),
         reading_bytes=largest + (0 if is_gguf(path) else file_bytes),
         fit_blocks=blocks,
-        fit_tokens=None if blocks is None else blocks * block_tokens,
+        fit_tokens=None if blocks is None else blocks * block_size,
     )
 
 
@@ -230,5 +230,5 @@ def _described(group: KVGroup, layout: KVLayout) -> str:
     what = {"full": "", "window": f" with a window of {group.window:,} tokens", "latent": " of latent vectors"}[
         group.kind
     ]
-    token_bytes = -(-layout.slice_bytes(group.layers[0]) // layout.block_tokens)
+    token_bytes = -(-layout.slice_bytes(group.layers[0]) // layout.block_size)
     return f"{len(group.layers)} layers{what}, {token_bytes:,} bytes a token each"

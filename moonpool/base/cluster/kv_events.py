@@ -115,11 +115,11 @@ RETRY_AFTER_S = 5.0
 class KVEventJournal:
     """All changes since the start; the last messages are kept, bounded in number and key bytes.
 
-    `held` has every key, for snapshots; numbers mean something within one `incarnation` only.
+    `held` has every key, for snapshots; numbers mean something within one `epoch` only.
     """
 
     held: HeldKeys
-    incarnation: int
+    epoch: int
     _: dataclasses.KW_ONLY
     journal_messages: int = 1024
     journal_bytes: int = 16 << 20
@@ -160,8 +160,8 @@ class KVEventJournal:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
-        """The messages, without end, for a watcher that has seen `after_sequence` of an incarnation (0 for none).
+    async def watch(self, epoch: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
+        """The messages, without end, for a watcher that has seen `after_sequence` of an epoch (0 for none).
 
         Raises Unavailable if the watcher was too slow, or the store is closing; Overloaded if too many watch.
         """
@@ -171,7 +171,7 @@ class KVEventJournal:
         self.watchers += 1
         seen = after_sequence
         try:
-            if incarnation != self.incarnation or not (seen == self.sequence or seen + 1 in self._kept):
+            if epoch != self.epoch or not (seen == self.sequence or seen + 1 in self._kept):
                 seen = self.sequence
                 for page in snapshot_messages(self.held, self.keys_per_page):
                     self._flush()

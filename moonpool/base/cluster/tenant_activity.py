@@ -60,7 +60,7 @@ class TenantActivityBoard:
 
     def take(self, conductor: kv_pb2.Instance, use: conductor_pb2.ConductorActivity) -> None:
         """Take a conductor's message."""
-        now, name = self._clock(), (conductor.id, conductor.incarnation)
+        now, name = self._clock(), (conductor.id, conductor.epoch)
         start = self._starts.setdefault(name, _Start(now))
         if use.number <= start.number:
             return
@@ -84,13 +84,13 @@ class TenantActivityBoard:
         now = self._clock()
         for name in [name for name, start in self._starts.items() if now - start.heard_at > KEPT_S]:
             del self._starts[name]
-        own = conductor.id, conductor.incarnation
+        own = conductor.id, conductor.epoch
         uses: dict[tuple[str, int], conductor_pb2.ConductorActivity] = {}
         changed: list[tuple[int, tuple[str, int], _Row]] = []
         for name, start in self._starts.items():
             if name != own:
                 uses[name] = conductor_pb2.ConductorActivity(
-                    conductor=name[0], incarnation=name[1], number=start.number, age_s=now - start.heard_at,
+                    conductor=name[0], epoch=name[1], number=start.number, age_s=now - start.heard_at,
                     more=start.more,
                 )  # fmt: skip
                 found = takewhile(lambda row: row.place > since, reversed(start.rows.values()))

@@ -284,7 +284,7 @@ def run_bytes(run: SliceRun, layout: KVLayout) -> int:
         raise FrameError(f"{run}: no such layer or no blocks")
     if not 0 <= head_begin < head_end <= layout.head_shares:
         raise FrameError(f"{run}: no such heads")
-    if not 1 <= valid_tokens <= layout.block_tokens:
+    if not 1 <= valid_tokens <= layout.block_size:
         raise FrameError(f"{run}: no such number of valid tokens")
     if head_end - head_begin == layout.head_shares:
         return block_count * layout.slice_bytes(layer)
@@ -302,9 +302,9 @@ def split_run(run: SliceRun, data: memoryview, layout: KVLayout) -> Iterator[tup
 def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
     assert item.data.nbytes == part_bytes(item.layer, item.heads, layout), "not the bytes of a slice or of its heads"
-    if item.valid_tokens == layout.block_tokens:
+    if item.valid_tokens == layout.block_size:
         return item.data
-    assert 1 <= item.valid_tokens < layout.block_tokens, "valid_tokens out of range"
+    assert 1 <= item.valid_tokens < layout.block_size, "valid_tokens out of range"
     copy = memoryview(bytearray(item.data))
     layout.zero_invalid(item.layer, copy, item.valid_tokens)
     return copy
@@ -324,10 +324,10 @@ def _pieces(
 class _Frame:
     """A frame being filled."""
 
-    __slots__ = ("_block_tokens", "_last", "_pieces", "_runs", "hashes", "nbytes")
+    __slots__ = ("_block_size", "_last", "_pieces", "_runs", "hashes", "nbytes")
 
     def __init__(self, layout: KVLayout) -> None:
-        self._block_tokens = layout.block_tokens
+        self._block_size = layout.block_size
         self._pieces: list[memoryview] = []
         self._runs: list[list[int]] = []  # a Run's fields, in order
         self._last = (-1, -1, -1, -1)  # what the next slice must be to lengthen the last run
@@ -345,7 +345,7 @@ class _Frame:
             run[5] = valid_tokens
         else:
             self._runs.append([layer, block, 1, head_begin, head_end, valid_tokens])
-        after = block + 1 if valid_tokens == self._block_tokens else -1
+        after = block + 1 if valid_tokens == self._block_size else -1
         self._last = (layer, after, head_begin, head_end)
 
     def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
@@ -378,8 +378,8 @@ class FrameShape:
         cells: each slice's (layer, block), in order.
     """
 
-    def __init__(self, layers: range, blocks: int, heads: range, block_tokens: int) -> None:
-        runs = [SliceRun(layer, 0, blocks, heads.start, heads.stop, block_tokens) for layer in layers]
+    def __init__(self, layers: range, blocks: int, heads: range, block_size: int) -> None:
+        runs = [SliceRun(layer, 0, blocks, heads.start, heads.stop, block_size) for layer in layers]
         self.cells = [(layer, block) for layer in layers for block in range(blocks)]
         self._of_layers = list(map(layer_binding, layers))
         self._fields = tuple(itertools.chain.from_iterable(runs))
@@ -412,13 +412,13 @@ class FrameShape:
 
 
 @functools.lru_cache(MAX_SHAPES)
-def frame_shape(layers: range, blocks: int, heads: range, block_tokens: int) -> FrameShape:
+def frame_shape(layers: range, blocks: int, heads: range, block_size: int) -> FrameShape:
     """The shape for frames with these layers and heads from `blocks` full blocks; kept, as few are in use."""
-    return FrameShape(layers, blocks, heads, block_tokens)
+    return FrameShape(layers, blocks, heads, block_size)
 
 
 def shape_of(
-    header: kv_pb2.FrameHeader, layers: range, blocks: int, heads: range, block_tokens: int
+    header: kv_pb2.FrameHeader, layers: range, blocks: int, heads: range, block_size: int
 ) -> FrameShape | None:
     """The shape for a frame with all these slices; None if slices are missing or in another order.
 
@@ -428,7 +428,7 @@ def shape_of(
     slices = len(header.slice_hashes)
     if slices != len(layers) * blocks or slices > MAX_FRAME_SLICES:
         return None
-    shape = frame_shape(layers, blocks, heads, block_tokens)
+    shape = frame_shape(layers, blocks, heads, block_size)
     return shape if shape.is_of(header) else None
 
 

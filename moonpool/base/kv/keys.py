@@ -42,8 +42,8 @@ def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     parts = [_field(_NAMESPACE_CONTEXT), _field(weights_fingerprint)]
     identity: list[object] = [layout.layers]
     for group in layout.groups:
-        identity += (group.kv_heads, group.head_dim, layout.block_tokens)
-        identity += (group.dtype, group.scale_bytes(layout.block_tokens), layout.version)
+        identity += (group.kv_heads, group.head_dim, layout.block_size)
+        identity += (group.dtype, group.scale_bytes(layout.block_size), layout.version)
         if layout.version != UNIFORM_VERSION:
             identity += (group.kind, group.window, *group.layers)
     parts.extend(_field(str(value).encode()) for value in identity)
@@ -63,19 +63,19 @@ def chain_root(namespace: bytes, tenant: str, salt: str = "", lora: bytes = b"")
     return blake3(b"".join(map(_field, parts))).digest()
 
 
-def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_tokens: int) -> list[BlockKey]:
+def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_size: int) -> list[BlockKey]:
     """Keys for the full blocks in `token_ids`, each blake3(parent key || the block's tokens as little-endian int32).
 
     Args:
         parent: Chain root, or the key of the block before `token_ids`, so that a chain can be continued.
         token_ids: Tokens from a block border on; an incomplete last block has no key.
-        block_tokens: Tokens per block.
+        block_size: Tokens per block.
 
     Raises:
         InvalidRequest: A token is no int32.
     """
     data = memoryview(tokens_to_bytes(token_ids))
-    size = block_tokens * _TOKEN_BYTES
+    size = block_size * _TOKEN_BYTES
     keys: list[BlockKey] = []
     for start in range(0, len(data) - size + 1, size):
         parent = blake3(parent + data[start : start + size]).digest()

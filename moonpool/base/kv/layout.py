@@ -24,7 +24,7 @@ UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION, SCALED_VERSION = 1, 2, 3, 4
 """Versions for layouts with one full-attention group (1), with windows or recurrent states (3), with scales (4), and
 for all others (2). Earlier versions had scales behind all heads: such layouts are refused by version.
 """
-_BLOCK_TOKENS_MULTIPLE = 16
+_BLOCK_SIZE_MULTIPLE = 16
 NO_SLOT = -1
 """In place of a window slot: the block lacks the slices of layers with a window or a recurrent state."""
 TYPICAL_TOKENS = 4096
@@ -43,7 +43,7 @@ MAX_OF = {
     "layers": 4096,
     "kv_heads": 1024,
     "head_dim": 4096,
-    "block_tokens": 4096,
+    "block_size": 4096,
     "window": 1 << 31,
     "state": 1 << 24,
 }
@@ -63,7 +63,7 @@ def _check_range(name: str, value: int, limit: str = "") -> None:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers with equally shaped slices: `[kv_heads, planes]` runs of `[block_tokens, head_dim]` values, then scales.
+    """Layers with equally shaped slices: `[kv_heads, planes]` runs of `[block_size, head_dim]` values, then scales.
 
     A recurrent group's slice is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
 
@@ -71,7 +71,7 @@ class KVGroup:
         layers: indices in the model, rising.
         kv_heads: heads per layer; heads are outermost, so that a head share is one run of bytes.
         head_dim: elements in a head's key, and in the value; in a recurrent group, elements in a share of the state.
-        dtype: element type. Quantised KV has scales, `[block_tokens]` float32 behind the values of each head and plane:
+        dtype: element type. Quantised KV has scales, `[block_size]` float32 behind the values of each head and plane:
             a number is the stored value times the token's scale.
         kind: what the layers attend to.
         window: tokens that a query sees, the query's own included; 0 unless `kind` is "window".
@@ -109,9 +109,9 @@ class KVGroup:
         """Vectors with `head_dim` elements per token and head: 2 for key and value, or 1."""
         return 1 if self.kind in ("latent", "recurrent") else 2
 
-    def slots(self, block_tokens: int) -> int:
+    def slots(self, block_size: int) -> int:
         """Vectors for each head and plane in a block: one per token; in a recurrent group, one for all tokens."""
-        return 1 if self.kind == "recurrent" else block_tokens
+        return 1 if self.kind == "recurrent" else block_size
 
     @cached_property
     def element_bytes(self) -> int:
@@ -123,17 +123,17 @@ class KVGroup:
         """Whether numbers have scales."""
         return self.dtype in QUANTISED.values()
 
-    def scale_bytes(self, block_tokens: int) -> int:
+    def scale_bytes(self, block_size: int) -> int:
         """Bytes for one layer's scales; 0 where KV is not quantised."""
-        return self.kv_heads * self.planes * self.slots(block_tokens) * SCALE_BYTES if self.scaled else 0
+        return self.kv_heads * self.planes * self.slots(block_size) * SCALE_BYTES if self.scaled else 0
 
-    def value_bytes(self, block_tokens: int) -> int:
+    def value_bytes(self, block_size: int) -> int:
         """Bytes for one layer's values, without scales."""
-        return self.kv_heads * self.planes * self.slots(block_tokens) * self.head_dim * self.element_bytes
+        return self.kv_heads * self.planes * self.slots(block_size) * self.head_dim * self.element_bytes
 
-    def slice_bytes(self, block_tokens: int) -> int:
+    def slice_bytes(self, block_size: int) -> int:
         """Bytes for one layer in one block."""
-        return self.value_bytes(block_tokens) + self.scale_bytes(block_tokens)
+        return self.value_bytes(block_size) + self.scale_bytes(block_size)
 
 
 class LayerKV(NamedTuple):
@@ -166,38 +166,38 @@ class KVLayout:
     """A block's arrangement: one slice per layer, layer after layer, each with the group's shape.
 
     Attributes:
-        block_tokens: tokens in a block.
+        block_size: tokens in a block.
         groups: each layer is in one group.
 
     Raises:
         ConfigError: A field is out of range; names the field.
     """
 
-    block_tokens: int
+    block_size: int
     groups: tuple[KVGroup, ...]
 
     @classmethod
-    def uniform(cls, layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: str) -> KVLayout:
+    def uniform(cls, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KVLayout:
         """A layout with equal layers, all with full attention."""
         _check_range("layers", layers)
-        return cls(block_tokens, (KVGroup(tuple(range(layers)), kv_heads, head_dim, dtype),))
+        return cls(block_size, (KVGroup(tuple(range(layers)), kv_heads, head_dim, dtype),))
 
     @classmethod
-    def of_layers(cls, block_tokens: int, layers: Iterable[LayerKV]) -> KVLayout:
+    def of_layers(cls, block_size: int, layers: Iterable[LayerKV]) -> KVLayout:
         """A layout of layers in their order; equal layers become one group."""
         found: dict[LayerKV, list[int]] = {}
         for index, layer in enumerate(layers):
             found.setdefault(layer, []).append(index)
-        return cls(block_tokens, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
+        return cls(block_size, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
 
     def __hash__(self) -> int:
         """Hashes present numbers only: layouts are keys for a look-up with every message."""
-        return hash((self.block_tokens, self.layers, self.block_bytes))
+        return hash((self.block_size, self.layers, self.block_bytes))
 
     def __post_init__(self) -> None:
-        _check_range("block_tokens", self.block_tokens)
-        if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
-            raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
+        _check_range("block_size", self.block_size)
+        if self.block_size % _BLOCK_SIZE_MULTIPLE:
+            raise ConfigError("block_size", f"must be a multiple of {_BLOCK_SIZE_MULTIPLE}, is {self.block_size}")
         _check_range("layers", self.layers)
         if sorted(itertools.chain.from_iterable(group.layers for group in self.groups)) != list(range(self.layers)):
             raise ConfigError("groups", f"each of {self.layers} layers must be in one group")
@@ -205,7 +205,7 @@ class KVLayout:
 
     def _check_sizes(self) -> None:
         for group in self.groups:
-            size = group.slice_bytes(self.block_tokens)
+            size = group.slice_bytes(self.block_size)
             for name, nbytes, limit, what in (
                 ("head_dim", size // self.head_shares, MAX_PIECE_BYTES, "a message"),
                 ("kv_heads", size, MAX_SLICE_BYTES, "a slice"),
@@ -229,9 +229,7 @@ class KVLayout:
     def state_bytes(self) -> int:
         """Bytes for all layers' recurrent states in one block."""
         return sum(
-            len(group.layers) * group.slice_bytes(self.block_tokens)
-            for group in self.groups
-            if group.kind == "recurrent"
+            len(group.layers) * group.slice_bytes(self.block_size) for group in self.groups if group.kind == "recurrent"
         )
 
     @property
@@ -276,7 +274,7 @@ class KVLayout:
 
         A recurrent state stands for all earlier tokens: the last block has the state.
         """
-        return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_tokens))
+        return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_size))
 
     @cached_property
     def windowed_bytes(self) -> int:
@@ -288,22 +286,22 @@ class KVLayout:
         """Whether all windowed layers have a recurrent state: then a step need not write a state for each block."""
         return self.recurrent and all(self.group(layer).kind == "recurrent" for layer in self.windowed_layers)
 
-    def window_slots(self, blocks: int, step_tokens: int, longest: int) -> int:
+    def window_slots(self, blocks: int, max_num_batched_tokens: int, longest: int) -> int:
         """Window slots in a pool with `blocks` blocks: as many as sequences with `TYPICAL_TOKENS` tokens hold there.
 
         More if all slots take less than 1 / `WINDOW_PART` of the pool's bytes: small slots cost little, and short
-        sequences need more. At least the slots for one sequence that is computed in steps of `step_tokens`, and at most
-        one slot per block. 0 if no layer has a window.
+        sequences need more. At least the slots for one sequence that is computed in steps of `max_num_batched_tokens`,
+        and at most one slot per block. 0 if no layer has a window.
 
         Args:
             blocks: blocks in the pool.
-            step_tokens: tokens in the largest step.
+            max_num_batched_tokens: tokens in the largest step.
             longest: tokens in the longest sequence, if shorter than `TYPICAL_TOKENS`; else 0.
         """
         if not self.windowed_layers:
             return 0
         held, typical = self.window_blocks + 1, self.blocks_for(min(longest or TYPICAL_TOKENS, TYPICAL_TOKENS))
-        in_work = STATES_IN_WORK if self.states_alone else self.blocks_for(step_tokens) + 1
+        in_work = STATES_IN_WORK if self.states_alone else self.blocks_for(max_num_batched_tokens) + 1
         cheap = blocks * (self.block_bytes - self.windowed_bytes) // ((WINDOW_PART - 1) * self.windowed_bytes)
         return min(blocks, max(-(-blocks * held // typical), held + in_work, cheap))
 
@@ -312,17 +310,17 @@ class KVLayout:
         of = range(self.layers) if layers is None else layers
         return sum(self._sizes[it] * (slots if it in self.windowed_layers else blocks) for it in of)
 
-    def blocks_in(self, nbytes: int, step_tokens: int, longest: int, layers: range | None = None) -> int:
+    def blocks_in(self, nbytes: int, max_num_batched_tokens: int, longest: int, layers: range | None = None) -> int:
         """Most blocks in a pool of at most `nbytes`, window slots included; or in a pool for some layers only.
 
-        `step_tokens`, `longest`: see `window_slots`.
+        `max_num_batched_tokens`, `longest`: see `window_slots`.
         """
         of = range(self.layers) if layers is None else layers
         if not self.windowed_layers:
             return nbytes // self.layers_bytes(of)
 
         def fits(blocks: int) -> bool:
-            return self.pool_bytes(blocks, self.window_slots(blocks, step_tokens, longest), of) <= nbytes
+            return self.pool_bytes(blocks, self.window_slots(blocks, max_num_batched_tokens, longest), of) <= nbytes
 
         most = 1
         while fits(most):
@@ -339,7 +337,7 @@ class KVLayout:
 
         With these slices, the sequence can be continued behind the last full block.
         """
-        return max(0, tokens // self.block_tokens - self.window_blocks) if self.windowed_layers else 0
+        return max(0, tokens // self.block_size - self.window_blocks) if self.windowed_layers else 0
 
     @cached_property
     def stored_parts(self) -> tuple[LayoutPart, ...]:
@@ -361,7 +359,7 @@ class KVLayout:
         """The layout for some layers only, numbered from 0."""
         groups = map(self.group, layers)
         its = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
-        return KVLayout.of_layers(self.block_tokens, its)
+        return KVLayout.of_layers(self.block_size, its)
 
     @cached_property
     def _groups_by_layer(self) -> tuple[KVGroup, ...]:
@@ -370,7 +368,7 @@ class KVLayout:
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
-        return tuple(group.slice_bytes(self.block_tokens) for group in self._groups_by_layer)
+        return tuple(group.slice_bytes(self.block_size) for group in self._groups_by_layer)
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -427,15 +425,15 @@ class KVLayout:
     @cached_property
     def token_bytes(self) -> int:
         """KV bytes per token over all layers, rounded up."""
-        return -(-self.block_bytes // self.block_tokens)
+        return -(-self.block_bytes // self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
     def valid_tokens(self, tokens: int, block: int) -> int:
         """Number of valid token slots in block number `block`, in a sequence with `tokens` tokens."""
-        return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
+        return max(0, min(self.block_size, tokens - block * self.block_size))
 
     def check_part(self, layers: range, heads: range) -> None:
         """Checks which part of each block a request names; `heads` in shares.
@@ -457,11 +455,11 @@ class KVLayout:
             layers=self.layers,
             kv_heads=self.head_shares,
             head_dim=first.head_dim,
-            block_tokens=self.block_tokens,
+            block_size=self.block_size,
             dtype=first.dtype,
         )
         if not uniform:
-            message.groups.extend(_group_to_proto(group, self.block_tokens) for group in self.groups)
+            message.groups.extend(_group_to_proto(group, self.block_size) for group in self.groups)
         return message
 
     @classmethod
@@ -471,7 +469,7 @@ class KVLayout:
         Raises:
             Mismatch: this version cannot hold such a layout; names the field.
         """
-        version, size = message.version, message.block_tokens
+        version, size = message.version, message.block_size
         if not UNIFORM_VERSION <= version <= SCALED_VERSION:
             raise Mismatch("layout.version", f"{UNIFORM_VERSION} to {SCALED_VERSION} are known, not {version}")
         try:
@@ -503,7 +501,7 @@ class KVLayout:
             return None
         if self.scaled != other.scaled:  # the versions differ by this
             return LayoutDifference("dtype", self.dtype, other.dtype)
-        for name in ("version", "layers", "block_tokens"):
+        for name in ("version", "layers", "block_size"):
             if getattr(self, name) != getattr(other, name):
                 return LayoutDifference(name, getattr(self, name), getattr(other, name))
         if len(self.groups) != len(other.groups):
@@ -523,17 +521,17 @@ class KVLayout:
         Args:
             layer: the slice's layer.
             data: The slice, or some of the slice's head shares.
-            valid_tokens: In `[0, block_tokens]`.
+            valid_tokens: In `[0, block_size]`.
         """
         group = self.group(layer)
         assert not data.nbytes % self.share_bytes(layer), "neither a slice nor some heads"
-        assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
-        if valid_tokens == self.block_tokens or group.kind == "recurrent":
+        assert 0 <= valid_tokens <= self.block_size, "valid_tokens out of range"
+        if valid_tokens == self.block_size or group.kind == "recurrent":
             return
         parts, plane = (group.head_dim * group.element_bytes, SCALE_BYTES if group.scaled else 0), 0
         while plane < data.nbytes:
             for token in parts:  # values, then their scales
-                end = plane + self.block_tokens * token
+                end = plane + self.block_size * token
                 begin = plane + valid_tokens * token
                 data[begin:end] = bytes(end - begin)
                 plane = end
@@ -555,14 +553,14 @@ _PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {
 _KINDS_BY_PROTO = {value: name for name, value in _PROTO_KINDS.items()}
 
 
-def _group_to_proto(group: KVGroup, block_tokens: int) -> kv_pb2.KVGroup:
+def _group_to_proto(group: KVGroup, block_size: int) -> kv_pb2.KVGroup:
     return kv_pb2.KVGroup(
         layers=group.layers,
         kv_heads=group.kv_heads,
         planes=group.planes,
         head_dim=group.head_dim,
         dtype=group.dtype,
-        scale_bytes=group.scale_bytes(block_tokens),
+        scale_bytes=group.scale_bytes(block_size),
         kind=_PROTO_KINDS[group.kind],
         window=group.window,
     )

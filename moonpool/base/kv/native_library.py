@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 _TOKEN_BYTES = 4
 
 
-def chain_keys(parent: bytes, data: bytes, block_tokens: int) -> list[BlockKey]:
+def chain_keys(parent: bytes, data: bytes, block_size: int) -> list[BlockKey]:
     """As `block_keys`, of tokens as little-endian int32."""
     native = prepare()
-    keys = None if native is None else _native_chain(native, parent, data, block_tokens)
-    return block_keys(parent, tokens_from_bytes(data), block_tokens) if keys is None else keys
+    keys = None if native is None else _native_chain(native, parent, data, block_size)
+    return block_keys(parent, tokens_from_bytes(data), block_size) if keys is None else keys
 
 
 def tokens_below(data: bytes, vocab_size: int) -> bool:
@@ -81,17 +81,15 @@ def load_native_keys(path: Path) -> ctypes.CDLL:
     native.mp_chain.argtypes = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p
     native.mp_tokens.argtypes = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32
     data, parent = bytes(range(250)) * 16, bytes(range(KEY_BYTES))
-    for block_tokens in (1, 8, 16, 64, 247):  # around those at which the hash goes another way
-        if _native_chain(native, parent, data, block_tokens) != block_keys(
-            parent, tokens_from_bytes(data), block_tokens
-        ):
+    for block_size in (1, 8, 16, 64, 247):  # around those at which the hash goes another way
+        if _native_chain(native, parent, data, block_size) != block_keys(parent, tokens_from_bytes(data), block_size):
             raise BuildError("it makes wrong keys")
     return native
 
 
-def _native_chain(native: ctypes.CDLL, parent: bytes, data: bytes, block_tokens: int) -> list[BlockKey] | None:
+def _native_chain(native: ctypes.CDLL, parent: bytes, data: bytes, block_size: int) -> list[BlockKey] | None:
     """None if blocks are too long for native code."""
-    size = _TOKEN_BYTES * block_tokens
+    size = _TOKEN_BYTES * block_size
     memory = ctypes.create_string_buffer(parent, KEY_BYTES * (1 + len(data) // size))
     if not native.mp_chain(data, size, len(data) // size, memory):
         return None

@@ -215,7 +215,7 @@ class PoolPart:
         if not self.has(layer, block):
             return
         data = self.slice(layer, block)
-        if valid_tokens < self.layout.block_tokens:
+        if valid_tokens < self.layout.block_size:
             data = memoryview(bytearray(data))
             self.layout.zero_invalid(layer, data, valid_tokens)
         self.set_hash(layer, block, slice_hash(data))

@@ -98,7 +98,7 @@ class BlockingReader:
         found = self._shapes.get(blocks)
         if found is None:
             layout = self._layout
-            found = frame_shape(range(layout.layers), blocks, range(layout.head_shares), layout.block_tokens)
+            found = frame_shape(range(layout.layers), blocks, range(layout.head_shares), layout.block_size)
             self._shapes = {**self._shapes, blocks: found} if len(self._shapes) < MAX_SHAPES else {blocks: found}
         return found
 
@@ -194,7 +194,7 @@ class BlockingWriter:
     def _ask(self, blocks: BlocksToPut, about: bytes) -> int:
         """Sends blocks; returns the number of the answer."""
         layout, keys, count = self._layout, blocks.keys, len(blocks.keys)
-        shape = frame_shape(range(layout.layers), count, range(layout.head_shares), layout.block_tokens)
+        shape = frame_shape(range(layout.layers), count, range(layout.head_shares), layout.block_size)
         bindings, packed = shape.bindings(keys), pack_keys((*keys, *blocks.parents))
         if self._staging is None:
             slices = itertools.starmap(blocks.read, shape.cells)

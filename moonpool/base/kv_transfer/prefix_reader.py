@@ -113,7 +113,7 @@ class PrefixRead:
         if kind == "opened" and (buffer := self._all(message.opened, nbytes)) is not None:
             return buffer
         runs = whole_runs(header, nbytes, self._layout)
-        if runs is None or any(run.valid_tokens != self._layout.block_tokens for run, _ in runs):
+        if runs is None or any(run.valid_tokens != self._layout.block_size for run, _ in runs):
             return None
         if kind == "opened" and not self._began:
             self._opened(message.opened)
@@ -127,7 +127,7 @@ class PrefixRead:
         small = slices <= MAX_FRAME_SLICES and nbytes <= FRAME_BYTES
         if self._into is not None and small and not self._plan.windows_from:
             self._expected_all = self._targets(
-                frame_shape(self._layers, blocks, self._heads, layout.block_tokens), self._into
+                frame_shape(self._layers, blocks, self._heads, layout.block_size), self._into
             )
 
     def _targets(self, shape: FrameShape, into: Into) -> _WholeRead | None:
@@ -143,7 +143,7 @@ class PrefixRead:
             return None
         if self._plan.windows_from:
             return None
-        shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
+        shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_size)
         if shape is None:
             return None
         self._check_opened(opened)
@@ -292,7 +292,7 @@ class PrefixRead:
             self.damaged_key = self._keys[error.block]
             raise
         for run, data, hashes in opened:
-            if run.valid_tokens != self._layout.block_tokens:
+            if run.valid_tokens != self._layout.block_size:
                 raise FrameError(f"{run}: stored blocks are full")
             bitmap.accept(run)
             for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):

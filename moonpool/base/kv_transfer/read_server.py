@@ -59,9 +59,11 @@ class FrameReceiver:
         self.window_bytes = window_bytes
         self._returns = CreditReturn(window_bytes)
 
-    def welcome(self, receiver: kv_pb2.Instance, transport: kv_pb2.Lane | None = None) -> kv_pb2.StreamWelcome:
+    def welcome(
+        self, receiver: kv_pb2.Instance, transport: kv_pb2.TransportOffer | None = None
+    ) -> kv_pb2.StreamWelcome:
         """Answer to the peer's StreamHello, with the transport that is offered, if any."""
-        return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes, lane=transport)
+        return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes, transport=transport)
 
     @property
     def kept(self) -> int:

@@ -178,7 +178,7 @@ class InboundTransfer:
             held_blocks: Leading blocks that are here and will not be sent.
             last_valid_tokens: Valid tokens in the last block; all others are full.
         """
-        if not (num_blocks >= 1 and 1 <= last_valid_tokens <= layout.block_tokens):
+        if not (num_blocks >= 1 and 1 <= last_valid_tokens <= layout.block_size):
             raise ValueError(f"impossible transfer: {num_blocks} blocks, {last_valid_tokens} tokens in the last")
         self.transfer_id = transfer_id
         self.generation = generation
@@ -194,7 +194,7 @@ class InboundTransfer:
         self._written = False
         self._trusted = True
         self._when_quiet: Callable[[], None] | None = None
-        tokens = (num_blocks - 1) * layout.block_tokens + last_valid_tokens
+        tokens = (num_blocks - 1) * layout.block_size + last_valid_tokens
         unsent = dict.fromkeys(layout.windowed_layers, layout.first_windowed_block(tokens))
         self._ledger = SliceBitmap(range(layout.layers), num_blocks, range(layout.head_shares), held_blocks, unsent)
 
@@ -256,7 +256,7 @@ class InboundTransfer:
                 f"transfer {self.transfer_id} is {self.state.value}: {self.reason or 'no slices wanted'}"
             )
         last = run.first_block + run.block_count == self.num_blocks
-        valid_tokens = self.last_valid_tokens if last else self.layout.block_tokens
+        valid_tokens = self.last_valid_tokens if last else self.layout.block_size
         if run.valid_tokens != valid_tokens:
             raise FrameError(f"{run}: the last block of the run must have {valid_tokens} valid tokens")
 

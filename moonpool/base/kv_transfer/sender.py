@@ -66,16 +66,16 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
             forgotten: deletions that the sent KV is younger than.
 
         Raises:
-            Mismatch: decode does not take this KV, or is not the incarnation that promised.
+            Mismatch: decode does not take this KV, or is not the epoch that promised.
             StreamBroken: decode cannot be reached.
             TransferFailed: the transfer is open already.
         """
         transfer = OutboundTransfer(target, self._layout, self._send_timeout_s, self._frame_bytes)
         session = await self._stream.open((target.transfer_id, target.generation), transfer)
         try:
-            incarnation = session.welcome.receiver.incarnation
-            if incarnation != target.decode.incarnation:
-                raise Mismatch("incarnation", f"promised by {target.decode.incarnation}, {incarnation} answers")
+            epoch = session.welcome.receiver.epoch
+            if epoch != target.decode.epoch:
+                raise Mismatch("epoch", f"promised by {target.decode.epoch}, {epoch} answers")
             transfer.begin(session, forgotten)
         except BaseException:
             session.close()
@@ -119,7 +119,7 @@ class OutboundTransfer:
         opened = decode_pb2.TransferOpen(
             transfer_id=target.transfer_id,
             generation=target.generation,
-            decode_incarnation=target.decode.incarnation,
+            decode_epoch=target.decode.epoch,
             forgotten=forgotten,
         )
         session.post(decode_pb2.ReceiveKVRequest(open=opened))

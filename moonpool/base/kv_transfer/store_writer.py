@@ -205,7 +205,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
             session.post(kvstore_pb2.PutRequest(open=opening))
             return None
         layout = self._layout
-        shape = frame_shape(range(layout.layers), len(keys), range(layout.head_shares), layout.block_tokens)
+        shape = frame_shape(range(layout.layers), len(keys), range(layout.head_shares), layout.block_size)
         slices = [read(layer, index) for layer, index in shape.cells]
         hashes = bind_all([value for _, value in slices], shape.bindings(keys))
         header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
@@ -242,4 +242,4 @@ def missing_slices(
             for index in wanted[start : start + group]:
                 if index in missing:
                     data, value = read(layer, index)
-                    yield Slice(layer, index, data, layout.block_tokens, value ^ bindings[index] ^ of_layer)
+                    yield Slice(layer, index, data, layout.block_size, value ^ bindings[index] ^ of_layer)

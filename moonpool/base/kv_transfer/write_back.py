@@ -287,7 +287,7 @@ class WriteBack:
 
 
 def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
-    """A store is an id at an address; the store's incarnation does not matter here."""
+    """A store is an id at an address; the store's epoch does not matter here."""
     return store.id, store.address
 
 

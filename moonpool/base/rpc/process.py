@@ -93,7 +93,7 @@ class ProcessContext:
 
     Attributes:
         stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
-        incarnation: random 63-bit number, never 0, drawn at start.
+        epoch: random 63-bit number, never 0, drawn at start.
         exit_code: the process's exit code after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
         announced: the service is ready.
@@ -106,7 +106,7 @@ class ProcessContext:
         self.stopping = asyncio.Event()
         self.exit_code = 0
         self.world = world.CURRENT.get()
-        self.incarnation = self.world.draws.bits(63) or 1
+        self.epoch = self.world.draws.bits(63) or 1
         self.id = instance_id
         self.spans = spans
         self.announced = False
@@ -138,7 +138,7 @@ class ProcessContext:
 
     def instance(self, kind: "kv_pb2.InstanceKind.ValueType", id: str, address: str) -> kv_pb2.Instance:  # noqa: A002
         """This process's description for others; `id` empty = `self.id`."""
-        return kv_pb2.Instance(id=id or self.id, incarnation=self.incarnation, kind=kind, address=address)
+        return kv_pb2.Instance(id=id or self.id, epoch=self.epoch, kind=kind, address=address)
 
 
 Main = Callable[[ProcessContext], Awaitable[None]]

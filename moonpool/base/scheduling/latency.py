@@ -94,15 +94,15 @@ def work_of(new_tokens: int, prefix_tokens: int, steps: int = 1) -> PrefillWork:
     return PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
 
 
-def steps_of(tokens: int, step_tokens: int) -> int:
-    """Steps that `tokens` tokens take; `step_tokens` 0 = all in one step."""
-    return -(-tokens // step_tokens) if step_tokens else 1
+def steps_of(tokens: int, max_num_batched_tokens: int) -> int:
+    """Steps that `tokens` tokens take; `max_num_batched_tokens` 0 = all in one step."""
+    return -(-tokens // max_num_batched_tokens) if max_num_batched_tokens else 1
 
 
-def prompt_work(tokens: int, prefix_tokens: int, step_tokens: int) -> PrefillWork:
-    """Work that a prompt needs behind a prefix, in steps of at most `step_tokens` tokens; 0 = in one step."""
+def prompt_work(tokens: int, prefix_tokens: int, max_num_batched_tokens: int) -> PrefillWork:
+    """Work that a prompt needs behind a prefix, in steps of `max_num_batched_tokens` at most; 0 = one step."""
     new = tokens - prefix_tokens
-    return work_of(new, prefix_tokens, steps_of(new, step_tokens))
+    return work_of(new, prefix_tokens, steps_of(new, max_num_batched_tokens))
 
 
 def prefill_seconds(

@@ -132,7 +132,7 @@ def longest_wait_s(step_s: float) -> float:
     return MAX_WAIT_STEPS * max(step_s, min(SAVED * step_s, SAVED_S / MAX_WAIT_STEPS))
 
 
-def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
+def finished_blocks(step: Step, block_size: int) -> list[tuple[int, int]]:
     """Pool blocks that may be sent after a step, each with the number of valid tokens.
 
     These are the blocks that become full, and, if layers are reported, a prompt's part-filled last block.
@@ -142,10 +142,10 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
         if sequence.full_hit:
             continue
         end = sequence.start + len(sequence.token_ids) // 4
-        first, last = sequence.start // block_tokens, end // block_tokens
-        found.update((block, block_tokens) for block in sequence.block_table[first:last])
-        if end % block_tokens and step.layer_events and sequence.sample is not None:
-            found[sequence.block_table[last]] = end % block_tokens
+        first, last = sequence.start // block_size, end // block_size
+        found.update((block, block_size) for block in sequence.block_table[first:last])
+        if end % block_size and step.layer_events and sequence.sample is not None:
+            found[sequence.block_table[last]] = end % block_size
     return list(found.items())
 
 

@@ -282,12 +282,12 @@ class ListenOptions:
 
     Attributes:
         config: Of the service; says at which host to listen, and which address to advertise.
-        incarnation: Of this process.
+        epoch: Of this process.
         backlog: Connections that may wait to be accepted.
     """
 
     config: ServiceConfig
-    incarnation: int
+    epoch: int
     backlog: int
 
 
@@ -298,12 +298,12 @@ class OfferedRegions:
     Attributes:
         shared: The peer may read these regions.
         mailbox: The peer may write payloads here; None if the peer sends none.
-        nixl_agent: NIXL's description for this process; if given, the peer reads over NIXL, and gets no descriptors.
+        description: NIXL's description for this process; if given, the peer reads over NIXL, and gets no descriptors.
     """
 
     shared: Sequence[SharedRegion] = ()
     mailbox: Mailbox | None = None
-    nixl_agent: bytes = b""
+    description: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,9 +344,9 @@ class Transport(ABC):
 
     Attributes:
         name: As flags, logs and gauges name the transport.
-        kind: The transport's number in messages: from LaneKind, or a free number from 100 on.
+        kind: The transport's number in messages: from TransportKind, or a free number from 100 on.
         scope: Only processes with the same scope can use the transport together; "" for all. The scope travels in
-            `StreamHello.lane_place`: at most one of a process's transports has a scope.
+            `StreamHello.transport_place`: at most one of a process's transports has a scope.
         takes_one_shot: Connections carry one-shot messages (framing.py), also from a blocking client.
         encrypted_as: Transport to use instead if the process has certificates: the same transport if no other machine
             can read or change the bytes; None if there is none. With None, the transport needs `kv_transports_trusted`.
@@ -403,7 +403,7 @@ class Transport(ABC):
 
     def can_use(self, hello: kv_pb2.StreamHello) -> bool:
         """Whether a hello's sender and this process can use the transport together."""
-        return not self.scope or hello.lane_place == self.scope
+        return not self.scope or hello.transport_place == self.scope
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
         """What a client shows to the peer; no regions unless a subclass offers some.
@@ -415,7 +415,7 @@ class Transport(ABC):
         return OfferedRegions()
 
     def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.LaneOpen
+        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
     ) -> tuple[Mapping[int, MappedRegion | RemoteRegion], tuple[int, MappedRegion] | None]:
         """A server's mappings for a client's regions: `readable` and `borrowed` in the `ConnectionEnd`.
 

@@ -319,15 +319,15 @@ class BlockingStream(ClientStream[Req, Res]):
     async def _join(self) -> BlockingConnection | None:
         welcome = self._welcome
         assert welcome is not None, "the handshake is over"
-        incarnation, loop = welcome.receiver.incarnation, asyncio.get_running_loop()
-        if not welcome.lane.brief or loop.time() < self._dialer.retry_at(incarnation):
+        epoch, loop = welcome.receiver.epoch, asyncio.get_running_loop()
+        if not welcome.transport.brief or loop.time() < self._dialer.retry_at(epoch):
             return None
         try:
             return BlockingConnection(
-                await self._dialer.join(welcome.lane, incarnation, self._mailbox_bytes, self._share)
+                await self._dialer.join(welcome.transport, epoch, self._mailbox_bytes, self._share)
             )
         except (MoonpoolError, OSError, TimeoutError) as error:
-            self._dialer.failed(self.name, transport_name(welcome.lane.kind), incarnation, error)
+            self._dialer.failed(self.name, transport_name(welcome.transport.kind), epoch, error)
             return None
 
     def on_message(self, message: Res, payload: Any) -> None:

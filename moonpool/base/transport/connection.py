@@ -82,7 +82,7 @@ class MessageSender:
         try:
             if isinstance(item, OneShotAnswer):
                 return self._start_answer(item)
-            if isinstance(item, kv_pb2.LaneFrame):
+            if isinstance(item, kv_pb2.TransportFrame):
                 return self._send(item, [], None)
             if held is None:
                 data = item if isinstance(item, bytes) else item.SerializeToString()  # type: ignore[union-attr]
@@ -130,10 +130,10 @@ class MessageSender:
         self._unread.clear()
         self._unsent.clear()
 
-    def _frame(self, data: bytes) -> kv_pb2.LaneFrame:
+    def _frame(self, data: bytes) -> kv_pb2.TransportFrame:
         """Around a message; reports what was read on the way."""
         reads = self._take_reads()
-        return kv_pb2.LaneFrame(message=data, pulled=reads) if reads else kv_pb2.LaneFrame(message=data)
+        return kv_pb2.TransportFrame(message=data, pulled=reads) if reads else kv_pb2.TransportFrame(message=data)
 
     def _start_held(self, item: PendingPayload) -> UnsentRest | None:
         frame = self._frame(item.message.SerializeToString())
@@ -150,7 +150,9 @@ class MessageSender:
             item.finish()
         return unsent
 
-    def _send(self, frame: kv_pb2.LaneFrame, parts: list[memoryview], held: PendingPayload | None) -> UnsentRest | None:
+    def _send(
+        self, frame: kv_pb2.TransportFrame, parts: list[memoryview], held: PendingPayload | None
+    ) -> UnsentRest | None:
         data = frame.SerializeToString()
         left = self._sock.send_now([LENGTH_PREFIX.pack(len(data), sum(part.nbytes for part in parts)) + data, *parts])
         return UnsentRest(left, held) if left else None
@@ -168,7 +170,7 @@ class MessageSender:
         left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
         return UnsentRest(left) if left else None
 
-    def _in_mailbox(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> bool:
+    def _in_mailbox(self, item: PendingPayload, frame: kv_pb2.TransportFrame) -> bool:
         """Whether the payload was copied to the region that the peer lends, and `frame` says where."""
         place = self._copy_to_mailbox(item.parts, item.nbytes)
         if place is None:
@@ -189,7 +191,7 @@ class MessageSender:
         self._unread.append(None)
         return PayloadExtent(number, nbytes, offset)
 
-    def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> list[memoryview] | None:
+    def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.TransportFrame) -> list[memoryview] | None:
         """Says in `frame` which payload parts lie in our regions, and where; returns the parts that must follow."""
         found = [self._own.find(part) for part in item.parts]
         if not any(region for region, _ in found):
@@ -463,7 +465,7 @@ class MessageReceiver(Generic[M]):
 
         self._expect(buffer.targets, received, buffer.is_live)
 
-    def _read_payload(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
+    def _read_payload(self, frame: kv_pb2.TransportFrame, message: M, follow: memoryview) -> None:
         """Takes a payload from its place; a payload in a remote region is fetched first."""
         places: dict[int, list[tuple[int, int]]] = {}
         for extent in frame.extents:
@@ -479,7 +481,11 @@ class MessageReceiver(Generic[M]):
         self._use(message, self._parts(frame.extents, follow), lambda: self._count_read(awaited))
 
     async def _fetch(
-        self, places: Mapping[int, Sequence[tuple[int, int]]], frame: kv_pb2.LaneFrame, message: M, follow: memoryview
+        self,
+        places: Mapping[int, Sequence[tuple[int, int]]],
+        frame: kv_pb2.TransportFrame,
+        message: M,
+        follow: memoryview,
     ) -> None:
         """Fetches a payload's remote parts, by region, then takes the payload. Nothing else is received meanwhile."""
         found: list[FetchedParts] = []
@@ -607,12 +613,12 @@ class MessageReceiver(Generic[M]):
         return parsed
 
 
-def _parse_frame(data: bytes) -> kv_pb2.LaneFrame:
+def _parse_frame(data: bytes) -> kv_pb2.TransportFrame:
     try:
-        check_message(kv_pb2.LaneFrame, data)
-        return kv_pb2.LaneFrame.FromString(data)
+        check_message(kv_pb2.TransportFrame, data)
+        return kv_pb2.TransportFrame.FromString(data)
     except (DecodeError, InvalidRequest) as error:
-        raise FrameError(f"malformed LaneFrame: {error}") from error
+        raise FrameError(f"malformed TransportFrame: {error}") from error
 
 
 class SocketConnection(ZeroCopyConnection[M]):
@@ -638,7 +644,7 @@ class SocketConnection(ZeroCopyConnection[M]):
             end.readable,
             end.mailbox,
             self._out.on_reads,
-            lambda reads: acknowledge(kv_pb2.LaneFrame(pulled=reads)),
+            lambda reads: acknowledge(kv_pb2.TransportFrame(pulled=reads)),
         )
         self._error: Exception | None = None
 

@@ -159,7 +159,7 @@ class FramedSocket:
         """
         return _parse_message(cls, await self._after(await self._receive(LENGTH_PREFIX.size), most))
 
-    async def receive_opening(self, fds: list[int]) -> kv_pb2.LaneOpen:
+    async def receive_opening(self, fds: list[int]) -> kv_pb2.TransportOpen:
         """A connection's first message; descriptors with the message go to `fds`. Raises as `receive_message`."""
         while True:
             await self._wait(self._loop.add_reader, self._loop.remove_reader)
@@ -175,7 +175,7 @@ class FramedSocket:
             raise PeerLeftSilently("the peer has closed its end")
         if len(data) < LENGTH_PREFIX.size:
             raise StreamBroken("the peer has closed its end")
-        return _parse_message(kv_pb2.LaneOpen, await self._after(data, MAX_OPEN_BYTES))
+        return _parse_message(kv_pb2.TransportOpen, await self._after(data, MAX_OPEN_BYTES))
 
     async def _after(self, lengths: bytes, most: int) -> bytes:
         size, follow = LENGTH_PREFIX.unpack(lengths)

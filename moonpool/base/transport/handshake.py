@@ -62,10 +62,10 @@ class TransportListener:
         refused: connections that were not accepted.
     """
 
-    def __init__(self, transports: Sequence[Transport], incarnation: int, *, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(self, transports: Sequence[Transport], epoch: int, *, handshake_s: float = HANDSHAKE_S) -> None:
         """Listens nowhere yet."""
         self._transports = {transport.kind: transport for transport in transports}
-        self._incarnation = incarnation
+        self._epoch = epoch
         self._handshake_s = handshake_s
         self.addresses: dict[str, str] = {}
         self._offers: dict[bytes, _Offer] = {}
@@ -88,7 +88,7 @@ class TransportListener:
         try:
             with contextlib.ExitStack() as stack:
                 for transport in self._transports.values():
-                    options = ListenOptions(config, self._incarnation, MAX_HANDSHAKES)
+                    options = ListenOptions(config, self._epoch, MAX_HANDSHAKES)
                     listener, self.addresses[transport.name] = transport.listen(stack, options)
                     self._spawn(self._accept(listener, transport))
                 yield
@@ -125,7 +125,7 @@ class TransportListener:
             sock = transport.frame(raw, server=True)
             async with asyncio.timeout(self._handshake_s):
                 offer, end = await self._opening(sock, transport)
-            sock.send_message(kv_pb2.LaneOpened())
+            sock.send_message(kv_pb2.TransportOpened())
             offer.attach(end)
             taken = True
             self.opened[transport.name] += 1
@@ -138,7 +138,7 @@ class TransportListener:
             log.debug("connection refused", transport=transport.name, reason=str(failure) or "nothing came")
             if sock is not None:
                 with contextlib.suppress(StreamBroken):
-                    sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
+                    sock.send_message(kv_pb2.TransportOpened(refused=str(failure) or "nothing came"))
         finally:
             if sock is None:
                 raw.close()
@@ -152,7 +152,7 @@ class TransportListener:
         try:
             opening = await sock.receive_opening(fds)
             offer = self._offers.get(opening.token)
-            if offer is None or offer.transport is not transport or opening.incarnation != self._incarnation:
+            if offer is None or offer.transport is not transport or opening.epoch != self._epoch:
                 raise PermissionDenied("there is no such offer")
             self.withdraw(opening.token)
             readable, borrowed = transport.map_regions(fds, opening)
@@ -168,7 +168,7 @@ class TransportListener:
 
     def offer(
         self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool = False
-    ) -> kv_pb2.Lane | None:
+    ) -> kv_pb2.TransportOffer | None:
         """Offers the first transport of a hello that both sides can use; None if there is none.
 
         Args:
@@ -176,7 +176,7 @@ class TransportListener:
             attach: Gets this side's end of the connection.
             one_shot: Whether the stream takes one-shot messages.
         """
-        for kind in hello.lanes:
+        for kind in hello.transports:
             transport = self._transports.get(kind)
             if transport is None or transport.name not in self.addresses or not transport.can_use(hello):
                 continue
@@ -184,7 +184,7 @@ class TransportListener:
             timer = asyncio.get_running_loop().call_later(OFFER_S, self.withdraw, token)
             self._offers[token] = _Offer(transport, attach, timer)
             brief = one_shot and transport.takes_one_shot
-            return kv_pb2.Lane(kind=kind, address=self.addresses[transport.name], token=token, brief=brief)
+            return kv_pb2.TransportOffer(kind=kind, address=self.addresses[transport.name], token=token, brief=brief)
         return None
 
     def withdraw(self, token: bytes) -> None:
@@ -242,33 +242,33 @@ class TransportDialer:
         self._share = share
         self._retry_s = retry_s
         self._dial_s = dial_s
-        self._failed: dict[int, float] = {}  # when, by the peer's incarnation
+        self._failed: dict[int, float] = {}  # when, by the peer's epoch
         self._connections: list[Connection[Any]] = []
         self.failures = 0
 
     def fill(self, hello: kv_pb2.StreamHello) -> None:
         """Says in a hello what this side can use."""
         for transport in self._transports.values():
-            hello.lanes.append(cast("Any", transport.kind))
-            hello.lane_place = hello.lane_place or transport.scope
+            hello.transports.append(cast("Any", transport.kind))
+            hello.transport_place = hello.transport_place or transport.scope
 
-    def retry_at(self, incarnation: int) -> float:
-        """From when on the transports of an incarnation may be tried, on the event loop's clock."""
-        failed_at = self._failed.get(incarnation)
+    def retry_at(self, epoch: int) -> float:
+        """From when on the transports of an epoch may be tried, on the event loop's clock."""
+        failed_at = self._failed.get(epoch)
         return 0.0 if failed_at is None else failed_at + self._retry_s
 
-    def failed(self, name: str, transport: str, incarnation: int, error: Exception) -> None:
+    def failed(self, name: str, transport: str, epoch: int, error: Exception) -> None:
         """A connection to a peer could not be opened, or broke: streams to the peer stay on gRPC for a while."""
         self.failures += 1
-        self._failed[incarnation] = asyncio.get_running_loop().time()
+        self._failed[epoch] = asyncio.get_running_loop().time()
         if len(self._failed) > MAX_FAILURES:
             del self._failed[min(self._failed, key=self._failed.__getitem__)]
         log.warning("transport failed; using gRPC", stream=name, transport=transport, error=str(error))
 
     async def dial(
         self,
-        offer: kv_pb2.Lane,
-        incarnation: int,
+        offer: kv_pb2.TransportOffer,
+        epoch: int,
         cls: type[M],
         mailbox_bytes: int,
         acknowledge: Callable[[Message], None],
@@ -277,7 +277,7 @@ class TransportDialer:
 
         Args:
             offer: Of the peer's welcome.
-            incarnation: Of the peer.
+            epoch: Of the peer.
             cls: Messages that come.
             mailbox_bytes: Payload bytes that the peer may be ahead in sending; 0 if this side sends payloads.
             acknowledge: Sends a message to the peer, in turn.
@@ -287,13 +287,13 @@ class TransportDialer:
             OSError: No process listens there.
             TimeoutError: Opening took too long.
         """
-        connection = (await self.join(offer, incarnation, mailbox_bytes)).open(cls, acknowledge)
+        connection = (await self.join(offer, epoch, mailbox_bytes)).open(cls, acknowledge)
         self._connections = [each for each in self._connections if not each.closed]
         self._connections.append(connection)
         return connection
 
     async def join(
-        self, offer: kv_pb2.Lane, incarnation: int, mailbox_bytes: int, share: Sequence[SharedRegion] = ()
+        self, offer: kv_pb2.TransportOffer, epoch: int, mailbox_bytes: int, share: Sequence[SharedRegion] = ()
     ) -> ConnectionEnd:
         """As `dial`, without a `Connection`; `share` is more memory for the peer to read, if the peer may read any."""
         transport = self._transports.get(offer.kind)
@@ -310,7 +310,7 @@ class TransportDialer:
                 transport.check_peer(sock.raw_socket)
                 await sock.secure()
                 regions = transport.offer_regions([*self._share(), *share], mailbox_bytes)
-                opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
+                opening = kv_pb2.TransportOpen(token=offer.token, epoch=epoch)
                 return await _shake_hands(transport, sock, opening, regions)
             except BaseException as error:
                 sock.close(error if isinstance(error, Exception) else StreamBroken("given up"))
@@ -338,16 +338,16 @@ DIALER_METRICS: tuple[Metric[TransportDialer], ...] = (
 
 
 async def _shake_hands(
-    transport: Transport, sock: FramedSocket, opening: kv_pb2.LaneOpen, regions: OfferedRegions
+    transport: Transport, sock: FramedSocket, opening: kv_pb2.TransportOpen, regions: OfferedRegions
 ) -> ConnectionEnd:
     """Shows the token and the regions, and waits for the answer."""
     shared, mailbox = regions.shared, regions.mailbox
-    opening.nixl_agent = regions.nixl_agent
-    if regions.nixl_agent:
+    opening.description = regions.description
+    if regions.description:
         opening.regions.extend(kv_pb2.Region(bytes=each.data.nbytes, address=address_of(each.data)) for each in shared)
     else:
         opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
-    fds = [] if regions.nixl_agent else [each.fd for each in shared]
+    fds = [] if regions.description else [each.fd for each in shared]
     readable: dict[int, MappedRegion] = {}
     try:
         if mailbox is not None:
@@ -358,7 +358,7 @@ async def _shake_hands(
     finally:
         if mailbox is not None:
             mailbox.close()
-    answer = await sock.receive_message(kv_pb2.LaneOpened)
+    answer = await sock.receive_message(kv_pb2.TransportOpened)
     if answer.refused:
         raise MoonpoolError(f"refused: {answer.refused}")
     return ConnectionEnd(transport, sock, ExportedRegions(shared), readable, next(iter(readable), None))

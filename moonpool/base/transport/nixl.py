@@ -45,7 +45,7 @@ class NixlAgent:
     """This process at NIXL: registered memory, known peers, reads. To be used on the event loop.
 
     Args:
-        agent: a `nixl_agent`.
+        agent: a `description` of a peer.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -207,7 +207,7 @@ class NixlTransport(TcpTransport):
     """TCP, and reads over NIXL: no encryption, no authentication besides the offer's token."""
 
     name = "nixl"
-    kind = kv_pb2.LANE_KIND_NIXL
+    kind = kv_pb2.TRANSPORT_KIND_NIXL
     encrypted_as = "tls"
     takes_one_shot = False
 
@@ -223,16 +223,16 @@ class NixlTransport(TcpTransport):
         """Shows `share` if payloads go to the peer."""
         if mailbox_bytes or not share:
             return OfferedRegions()
-        return OfferedRegions(share, nixl_agent=self._agent.describe(share))
+        return OfferedRegions(share, description=self._agent.describe(share))
 
     def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.LaneOpen
+        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
     ) -> tuple[Mapping[int, MappedRegion | RemoteRegion], None]:
         """Regions that are read over NIXL."""
         if fds or any(each.lent or not 0 < each.bytes <= MAX_REGION_BYTES for each in opening.regions):
             raise FrameError("regions of NIXL come without descriptors, are not lent, and have bytes")
         if not opening.regions:
             return {}, None
-        peer = self._agent.add_peer(opening.nixl_agent, len(opening.regions))
+        peer = self._agent.add_peer(opening.description, len(opening.regions))
         regions = [NixlRegion(self._agent, peer, each.address, each.bytes) for each in opening.regions]
         return dict(enumerate(regions, 1)), None

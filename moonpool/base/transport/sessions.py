@@ -268,24 +268,24 @@ class MuxConnection(ClientStream[Req, Res]):
         spec, welcome = self._spec, self.welcome
         if not self._passed_over or self.sessions or welcome is None or spec.options.dialer is None:
             return False
-        return asyncio.get_running_loop().time() >= spec.options.dialer.retry_at(welcome.receiver.incarnation)
+        return asyncio.get_running_loop().time() >= spec.options.dialer.retry_at(welcome.receiver.epoch)
 
     async def _open_connection(self) -> None:
         spec, welcome = self._spec, self.welcome
         assert welcome is not None, "the handshake is over"
-        if spec.options.dialer is None or not welcome.HasField("lane"):
+        if spec.options.dialer is None or not welcome.HasField("transport"):
             return
-        incarnation = welcome.receiver.incarnation
-        self._passed_over = asyncio.get_running_loop().time() < spec.options.dialer.retry_at(incarnation)
+        epoch = welcome.receiver.epoch
+        self._passed_over = asyncio.get_running_loop().time() < spec.options.dialer.retry_at(epoch)
         if self._passed_over:
             return
         try:
             connection = await spec.options.dialer.dial(
-                welcome.lane, incarnation, spec.answers, spec.window_bytes, self.send_queue.post
+                welcome.transport, epoch, spec.answers, spec.window_bytes, self.send_queue.post
             )
         except (MoonpoolError, OSError, TimeoutError) as error:
             self._passed_over = True
-            spec.options.dialer.failed(spec.name, transport_name(welcome.lane.kind), incarnation, error)
+            spec.options.dialer.failed(spec.name, transport_name(welcome.transport.kind), epoch, error)
             return
         log.info("transport opened", stream=spec.name, transport=connection.name)
         self.use_connection(connection)
@@ -365,7 +365,7 @@ class MuxConnection(ClientStream[Req, Res]):
         """Fails every session."""
         spec, welcome = self._spec, self.welcome
         if self.connection_error is not None and spec.options.dialer is not None and welcome is not None:
-            spec.options.dialer.failed(spec.name, self.transport, welcome.receiver.incarnation, self.connection_error)
+            spec.options.dialer.failed(spec.name, self.transport, welcome.receiver.epoch, self.connection_error)
         self.credits.close(error)
         if self._lingering is not None:
             self._lingering.cancel()
@@ -592,14 +592,14 @@ C = TypeVar("C", bound=PeerClient)
 class _PeerEntry(Generic[C]):
     client: C
     quiet_until: float = 0.0
-    quiet_incarnation: int = 0
+    quiet_epoch: int = 0
 
 
 class PeerClients(Generic[C]):
     """A process's clients for one kind of stream.
 
-    A peer is an id at an address. The incarnation does not matter here: clients connect again after a restart, and
-    sessions check which incarnation they speak to.
+    A peer is an id at an address. The epoch does not matter here: clients connect again after a restart, and
+    sessions check which epoch they speak to.
     """
 
     def __init__(self, open_client: Callable[[str], C], *, max_peers: int = 64) -> None:
@@ -637,12 +637,12 @@ class PeerClients(Generic[C]):
         """Leave a peer that has failed alone until a time on the caller's clock, or until the peer has restarted."""
         peer = self._peers.get((instance.id, instance.address))
         if peer is not None:
-            peer.quiet_until, peer.quiet_incarnation = until, instance.incarnation
+            peer.quiet_until, peer.quiet_epoch = until, instance.epoch
 
     def paused(self, instance: kv_pb2.Instance, now: float) -> bool:
         """Whether a peer is left alone now."""
         peer = self._peers.get((instance.id, instance.address))
-        return peer is not None and peer.quiet_until > now and peer.quiet_incarnation == instance.incarnation
+        return peer is not None and peer.quiet_until > now and peer.quiet_epoch == instance.epoch
 
     async def aclose(self) -> None:
         """Closes all clients. Idempotent."""

@@ -43,7 +43,7 @@ class SharedMemoryTransport(SocketTransport):
     """
 
     name = "local"
-    kind = kv_pb2.LANE_KIND_LOCAL
+    kind = kv_pb2.TRANSPORT_KIND_LOCAL
     encrypted_as = "local"  # never leaves the machine, and only the user can connect
 
     def __init__(self, folder: Path, uid: int | None = None) -> None:
@@ -63,9 +63,9 @@ class SharedMemoryTransport(SocketTransport):
             raise TransportUnavailableError(str(error)) from error
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
-        """Listens at a socket in the folder, named after the process' incarnation."""
+        """Listens at a socket in the folder, named after the process' epoch."""
         remove_stale(self.folder)
-        path = socket_path(self.folder, options.incarnation)
+        path = socket_path(self.folder, options.epoch)
         try:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind(os.fspath(path))
@@ -89,7 +89,7 @@ class SharedMemoryTransport(SocketTransport):
         return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
 
     def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.LaneOpen
+        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
     ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
         """Maps all of them."""
         return map_regions(fds, opening.regions)
@@ -117,9 +117,9 @@ def _socket_folder(folder: Path | None) -> Path:
     return folder
 
 
-def socket_path(folder: Path, incarnation: int) -> Path:
-    """Where an incarnation's instance listens."""
-    return folder / f"{incarnation:016x}.sock"
+def socket_path(folder: Path, epoch: int) -> Path:
+    """Where an epoch's instance listens."""
+    return folder / f"{epoch:016x}.sock"
 
 
 def remove_stale(folder: Path) -> None:

@@ -305,14 +305,14 @@ class ServerStream(Generic[Req]):
         self._tasks = 0
         self._finishing = False
         self._listener = listener
-        self._offered: kv_pb2.Lane | None = None
+        self._offered: kv_pb2.TransportOffer | None = None
         self._connection: ZeroCopyConnection[Req] | None = None
 
     async def on_hello(self, message: Req) -> None:
         """Checks the first message and posts the answer. An exception refuses the stream."""
         raise NotImplementedError
 
-    def offer_transport(self, message: Req) -> kv_pb2.Lane | None:
+    def offer_transport(self, message: Req) -> kv_pb2.TransportOffer | None:
         """The transport that the welcome offers to the peer; None: no offer.
 
         Args:

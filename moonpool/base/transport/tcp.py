@@ -24,7 +24,7 @@ class TcpTransport(SocketTransport):
     """Plain TCP: no encryption, no authentication besides the offer's token."""
 
     name = "tcp"
-    kind = kv_pb2.LANE_KIND_TCP
+    kind = kv_pb2.TRANSPORT_KIND_TCP
     encrypted_as = "tls"
 
     @classmethod

@@ -167,7 +167,7 @@ class TlsTransport(TcpTransport):
     """TCP within TLS, at a separate port."""
 
     name = "tls"
-    kind = kv_pb2.LANE_KIND_TLS
+    kind = kv_pb2.TRANSPORT_KIND_TLS
     encrypted_as = "tls"
 
     def __init__(self, tls: Tls) -> None:

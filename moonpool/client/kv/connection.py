@@ -134,7 +134,7 @@ class KVConnection:
     def __init__(self, store: StoreAddress) -> None:
         self._store = store
         self._channels = Channels(store.tls)
-        self._sender = kv_pb2.Instance(id="kv-client", incarnation=world.random_bits(63) or 1)
+        self._sender = kv_pb2.Instance(id="kv-client", epoch=world.random_bits(63) or 1)
         self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
     def portion(self, layout: KVLayout) -> int:

@@ -83,7 +83,7 @@ class OpenCall:
         kind: what the call does.
         request: number of the request.
         sequence: id that the instance sees; says to which attempt the call belongs.
-        instance, incarnation: the called instance.
+        instance, epoch: the called instance.
         claim: claim on the cluster that the call holds; 0 = none.
     """
 
@@ -91,7 +91,7 @@ class OpenCall:
     request: int
     sequence: str
     instance: str
-    incarnation: int
+    epoch: int
     claim: int = 0
 
 
@@ -229,9 +229,9 @@ class AttemptCalls:
     ) -> ScheduledAttempt:
         """Begins an attempt: from now on the prompt counts at the prefill instance."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
-        incarnation = self._cluster.incarnation(decision.prefill.id)
+        epoch = self._cluster.epoch(decision.prefill.id)
         claim = self.claim_prefill(request, decision, now)
-        attempt = request.attempt = ScheduledAttempt(sequence, decision, incarnation, candidates, claim, begun=now)
+        attempt = request.attempt = ScheduledAttempt(sequence, decision, epoch, candidates, claim, begun=now)
         request.enter(RequestState.PLACED)
         self._take_part(request, attempt, decision.prefill.id)
         return attempt
@@ -241,7 +241,7 @@ class AttemptCalls:
     ) -> None:
         """Places the prompt at another prefill instance; the reservation at decode stays."""
         attempt.decision, attempt.begun = decision, now
-        attempt.incarnation = self._cluster.incarnation(decision.prefill.id)
+        attempt.epoch = self._cluster.epoch(decision.prefill.id)
         attempt.prefill_claim = self.claim_prefill(request, decision, now)
         self._take_part(request, attempt, decision.prefill.id)
 
@@ -292,8 +292,8 @@ class AttemptCalls:
             begins_at,
         )
         claim = self._cluster.claim_decode(choice.id, answer)
-        incarnation = self._cluster.incarnation(choice.id)
-        call = OpenCall(CallKind.RESERVE, spec.number, attempt.sequence, choice.id, incarnation, claim)
+        epoch = self._cluster.epoch(choice.id)
+        call = OpenCall(CallKind.RESERVE, spec.number, attempt.sequence, choice.id, epoch, claim)
         attempt.pending_reserve = io = self.open.begin(call)
         self._take_part(request, attempt, choice.id)
         request.reserves += 1
@@ -304,7 +304,7 @@ class AttemptCalls:
                 spec.number,
                 attempt.sequence,
                 choice.id,
-                incarnation,
+                epoch,
                 tbt_slo_s=None if request.recovering else spec.slo.tbt_s,
                 starts_in_s=self._gate.starts_in_s(decision),
                 stores=tuple(store.id for store in decision.write_back),
@@ -320,14 +320,10 @@ class AttemptCalls:
         attempt.failed = Failure(FailureKind.UNAVAILABLE, f"{call.instance} did not answer in time")
         request.suspect(call.instance)
 
-    def instance_lost(self, attempt: ScheduledAttempt, instance: str, incarnation: int, failure: Failure) -> bool:
+    def instance_lost(self, attempt: ScheduledAttempt, instance: str, epoch: int, failure: Failure) -> bool:
         """Drops what a lost instance may still promise. Returns whether the instance was asked for memory."""
         calls = (attempt.pending_reserve, *attempt.overdue_reserves)
-        lost = [
-            io
-            for io in calls
-            if (call := self.open.get(io)) and (call.instance, call.incarnation) == (instance, incarnation)
-        ]
+        lost = [io for io in calls if (call := self.open.get(io)) and (call.instance, call.epoch) == (instance, epoch)]
         attempt.pending_reserve = 0 if attempt.pending_reserve in lost else attempt.pending_reserve
         attempt.overdue_reserves = [io for io in attempt.overdue_reserves if io not in lost]
         attempt.failed = failure if lost else attempt.failed
@@ -350,10 +346,10 @@ class AttemptCalls:
         if not isinstance(result, ReserveGranted):
             self._cluster.release(call.claim, now)
             if isinstance(result, Failure) and result.kind in UNANSWERED_KINDS:
-                unknown = DecodeReservation(call.instance, call.incarnation, "", 0, 0, 0)
+                unknown = DecodeReservation(call.instance, call.epoch, "", 0, 0, 0)
                 self._actions.append(CancelReservation(call.sequence, unknown))
             return False
-        if attempt is None or not waits or result.target.incarnation != call.incarnation:
+        if attempt is None or not waits or result.target.epoch != call.epoch:
             self._actions.append(CancelReservation(call.sequence, result.target))
             self._cluster.release(call.claim, now)
             return False
@@ -384,16 +380,16 @@ class AttemptCalls:
         """Calls the prefill instance."""
         decision, number = attempt.decision, request.spec.number
         attempt.max_queue_s = self.stale_check.max_queue_s(decision, attempt.stale_answers, now)
-        prefill, incarnation = decision.prefill.id, attempt.incarnation
+        prefill, epoch = decision.prefill.id, attempt.epoch
         attempt.enter_prefill(PrefillPhase.CALLED)
-        attempt.prefill_io = self.open.begin(OpenCall(CallKind.PREFILL, number, attempt.sequence, prefill, incarnation))
+        attempt.prefill_io = self.open.begin(OpenCall(CallKind.PREFILL, number, attempt.sequence, prefill, epoch))
         self._actions.append(
             CallPrefill(
                 attempt.prefill_io,
                 number,
                 attempt.sequence,
                 decision,
-                incarnation,
+                epoch,
                 attempt.reservation,
                 attempt.max_queue_s,
             )
@@ -429,7 +425,7 @@ class AttemptCalls:
         attempt.enter_decode(DecodePhase.STARTED)
         claim, attempt.decode_claim = attempt.decode_claim, 0
         attempt.sequence_io = self.open.begin(
-            OpenCall(CallKind.SEQUENCE, number, attempt.sequence, target.decode, target.incarnation, claim)
+            OpenCall(CallKind.SEQUENCE, number, attempt.sequence, target.decode, target.epoch, claim)
         )
         self._timers.clear((TimerKind.RENEWAL, number))
         self._actions.append(StartDecode(attempt.sequence_io, number, attempt.sequence, target, compute))
@@ -455,7 +451,7 @@ class AttemptCalls:
         answer = PlacedAnswer(context, 0, spec.choices, spec.stratum, now, request.tokens, number=0)
         claim = self._cluster.claim_decode(target.decode, answer)
         request.followed_call = self.open.begin(
-            OpenCall(CallKind.TAKE_OVER, spec.number, resumed.sequence, target.decode, target.incarnation, claim)
+            OpenCall(CallKind.TAKE_OVER, spec.number, resumed.sequence, target.decode, target.epoch, claim)
         )
         self._actions.append(
             TakeOverSequence(request.followed_call, spec.number, resumed.sequence, target, resumed.fence)

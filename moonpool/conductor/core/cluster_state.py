@@ -78,10 +78,10 @@ class ClusterView:
         """Whether at least one prefill and one decode instance take requests."""
         return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
-    def incarnation(self, instance_id: str) -> int:
-        """Incarnation of an instance; 0 = not a member."""
+    def epoch(self, instance_id: str) -> int:
+        """Epoch of an instance; 0 = not a member."""
         instance = self._instances.get(instance_id)
-        return instance.facts.incarnation if instance is not None else 0
+        return instance.facts.epoch if instance is not None else 0
 
     def all_suspected(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""
@@ -103,14 +103,14 @@ class ClusterView:
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Adds an instance, with all blocks free until the first report.
 
-        If the same incarnation is a member already, the claims and learnt speeds are kept. An earlier incarnation of
+        If the same epoch is a member already, the claims and learnt speeds are kept. An earlier epoch of
         the id is replaced.
         """
         earlier = self._instances.get(facts.id)
         if earlier is not None:
             self._take_out(earlier)
         self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
-        same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
+        same = earlier if earlier is not None and earlier.facts.epoch == facts.epoch else None
         instance = same or new_instance(facts, now)
         instance.slot = self.index.slot(facts.id)
         if isinstance(instance, StoreInstanceState):
@@ -193,7 +193,7 @@ class ClusterView:
         instance = self.prefills.get(decision.prefill.id)
         if instance is None or self.shape is None:
             return
-        size, foreseen = self.shape.block_tokens, self.tokens_to_compute(decision)
+        size, foreseen = self.shape.block_size, self.tokens_to_compute(decision)
         instance.learnt.overhead.observe(overhead_s)
         if abs(computed - foreseen) < size and not overtaken:  # else another prompt was predicted
             instance.observe(decision.prefill, there_s)
@@ -245,7 +245,7 @@ class ClusterView:
         """Learns what the read of a claim took."""
         instance, shape = self._instances.get(source), self.shape
         if instance is not None and shape is not None:
-            nbytes = shape.moved_bytes(blocks * shape.block_tokens, 0)
+            nbytes = shape.moved_bytes(blocks * shape.block_size, 0)
             self._reads.measured(claim, instance.link, nbytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: PlacedAnswer) -> int:

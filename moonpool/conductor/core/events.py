@@ -145,7 +145,7 @@ class ChangeRole:
     """Order an instance to drain, and to come back in the other role."""
 
     instance: str
-    incarnation: int
+    epoch: int
     kind: InstanceKind
 
 
@@ -167,7 +167,7 @@ class DecodeReservation:
     """KV blocks that a decode instance keeps for one transfer."""
 
     decode: str
-    incarnation: int
+    epoch: int
     address: str
     transfer_id: int
     generation: int
@@ -403,13 +403,13 @@ class InstanceJoined:
 
 @frozen
 class InstanceLeft:
-    """An incarnation of an instance is no member any more.
+    """An epoch of an instance is no member any more.
 
     With `lost`, the instance's requests fail now, for this reason.
     """
 
     instance: str
-    incarnation: int
+    epoch: int
     lost: str = ""
 
 
@@ -483,7 +483,7 @@ class CallReserve:
     request: int
     sequence: str
     decode: str
-    incarnation: int
+    epoch: int
     tbt_slo_s: float | None
     starts_in_s: float
     stores: tuple[str, ...]
@@ -502,7 +502,7 @@ class CallPrefill:
     request: int
     sequence: str
     plan: RoutingDecision
-    incarnation: int
+    epoch: int
     target: DecodeReservation | None
     max_queue_s: float | None
 

@@ -31,13 +31,13 @@ class InstanceFacts:
 
     Attributes:
         id: stable name.
-        incarnation: changes at every start.
+        epoch: changes at every start.
         kind: the instance's kind.
         total_blocks: blocks in the pool.
         shape: an engine's KV shape; None for a kvstore.
         speeds: first ones.
         stages: a prefill instance's pipeline stages; so many steps overlap.
-        step_tokens: a prefill step computes at most; 0 = a whole prompt.
+        max_num_batched_tokens: a prefill step computes at most; 0 = a whole prompt.
         capacity_bytes: a kvstore's capacity; 0 = not known.
         either: an engine that comes back in the other role on order.
         reports_ssd: a kvstore that reports which blocks are on SSD only.
@@ -49,13 +49,13 @@ class InstanceFacts:
     """
 
     id: str
-    incarnation: int
+    epoch: int
     kind: InstanceKind
     total_blocks: int
     shape: KVShape | None = None
     speeds: Speeds = field(default_factory=Speeds)
     stages: int = 1
-    step_tokens: int = 0
+    max_num_batched_tokens: int = 0
     capacity_bytes: int = 0
     switches_role: bool = False
     reports_ssd: bool = False
@@ -237,12 +237,12 @@ class SpeedClassKey:
 
     levels: SpeedLevels
     stages: int = 1
-    step_tokens: int = 0
+    max_num_batched_tokens: int = 0
 
     @property
     def kind(self) -> tuple[int, int]:
         """What must be equal."""
-        return self.stages, self.step_tokens
+        return self.stages, self.max_num_batched_tokens
 
     def distance(self, levels: SpeedLevels) -> float:
         """The largest distance from the middle, in class widths."""
@@ -296,7 +296,7 @@ class LoadRanking:
         turn: int,
         name: str = "",
         stages: int = 1,
-        step_tokens: int = 0,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         """Adds an instance, or ranks one anew. `load` computes the load at the class's speeds."""
         before = self._of.get(slot)
@@ -310,12 +310,12 @@ class LoadRanking:
             return
         levels = tuple([log(it) / self._log_width if it > 0.0 else None for it in seconds])
         key = before[0].key if before is not None else None
-        if key is not None and key.kind == (stages, step_tokens) and key.distance(levels) <= CLASS_LEAVE:
+        if key is not None and key.kind == (stages, max_num_batched_tokens) and key.distance(levels) <= CLASS_LEAVE:
             self.move(slot, load, turn)
         else:
             if before is not None:
                 self.remove(slot)
-            found = self._class_for(SpeedClassKey(levels, stages, step_tokens), speeds)
+            found = self._class_for(SpeedClassKey(levels, stages, max_num_batched_tokens), speeds)
             found.mask |= 1 << slot
             self.mask |= 1 << slot
             place = RankedInstance(load(found.speeds), turn, name, slot)

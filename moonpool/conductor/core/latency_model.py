@@ -217,7 +217,7 @@ class KVShape:
         window_bytes: bytes of one block's windowed slices, which are not in `token_bytes`.
     """
 
-    block_tokens: int
+    block_size: int
     token_bytes: int
     layers: int
     emulated: bool = False
@@ -229,23 +229,23 @@ class KVShape:
         nbytes = max(0, tokens - held) * self.token_bytes
         if not self.window_bytes:
             return nbytes
-        blocks = self.blocks_for(tokens) - held // self.block_tokens
+        blocks = self.blocks_for(tokens) - held // self.block_size
         return nbytes + max(0, min(blocks, self.window_blocks + 1)) * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
         """Prompt tokens that need no computing if the first `blocks` blocks are there.
 
         The last token is always computed: its logits give the answer's first token.
         """
-        return min(blocks * self.block_tokens, tokens - 1)
+        return min(blocks * self.block_size, tokens - 1)
 
     def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
         """Blocks for `choices` answers that share the full blocks of their first `tokens` tokens."""
-        shared = tokens // self.block_tokens
+        shared = tokens // self.block_size
         return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)
 
 
@@ -263,7 +263,7 @@ class PrefillLatencyModel:
         self._tokens = demand.prompt_tokens
         self._shape = shape
         self.sources = sources
-        self._block_bytes = shape.block_tokens * shape.token_bytes
+        self._block_bytes = shape.block_size * shape.token_bytes
         self._layers = shape.layers or 1
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
@@ -271,13 +271,15 @@ class PrefillLatencyModel:
         """By tokens of a step: prefixes that may be loaded, their blocks, and the work after each."""
 
     def cost(
-        self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int, *, loads: bool = True
+        self, speeds: Speeds, stages: int, max_num_batched_tokens: int, local_blocks: int, *, loads: bool = True
     ) -> PrefillCost:
         """The prediction for an instance with these speeds and `local_blocks` leading blocks.
 
         `loads`: the instance can load a longer prefix from others.
         """
-        local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
+        local = self._works.get((local_blocks, max_num_batched_tokens)) or self._work(
+            local_blocks, max_num_batched_tokens
+        )
         # Asked some twenty times for each request: what is short stands here in full, and constructors are passed by.
         base_s, token_s, pair_s = speeds.prefill_base_s, speeds.prefill_per_token_s, speeds.prefill_per_pair_s
         prompt_s, cached_s = speeds.prefill_per_prompt_s, speeds.prefill_per_cached_token_s
@@ -287,7 +289,7 @@ class PrefillLatencyModel:
         least_blocks = threshold * local_blocks if threshold > 1.0 else local_blocks
         rate_here = speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
         peer_rate_here = speeds.peer_bytes_per_s or rate_here
-        for load in self._loads.get(step_tokens) or self._loadable(step_tokens) if loads else ():
+        for load in self._loads.get(max_num_batched_tokens) or self._loadable(max_num_batched_tokens) if loads else ():
             source, blocks, (steps, new, pairs, longer) = load
             if blocks <= least_blocks:
                 continue
@@ -324,21 +326,23 @@ class PrefillLatencyModel:
         cold = source.cold_blocks(local_blocks) if source.warm is not None else 0
         return make(PrefillCost, (least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold))
 
-    def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
+    def alone_s(self, speeds: Speeds, stages: int, max_num_batched_tokens: int, blocks: int) -> float:
         """Seconds to the first token on an idle instance with `blocks` leading blocks, loading nothing."""
-        work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
+        work = self._works.get((blocks, max_num_batched_tokens)) or self._work(blocks, max_num_batched_tokens)
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
-    def _loadable(self, step_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
+    def _loadable(self, max_num_batched_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
         """The prefixes that may be loaded."""
-        found = self._loads[step_tokens] = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self.sources]
+        found = self._loads[max_num_batched_tokens] = [
+            (it, it.blocks, self._work(it.blocks, max_num_batched_tokens)) for it in self.sources
+        ]
         return found
 
-    def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
+    def _work(self, blocks: int, max_num_batched_tokens: int) -> PrefillWork:
         """Work left behind `blocks` leading blocks."""
         prefix = self._shape.reused_tokens(self._tokens, blocks)
-        work = self._works[blocks, step_tokens] = prompt_work(self._tokens, prefix, step_tokens)
+        work = self._works[blocks, max_num_batched_tokens] = prompt_work(self._tokens, prefix, max_num_batched_tokens)
         return work
 
 
@@ -400,7 +404,7 @@ class DecodeLatencyModel:
     def _lacking_bytes(self, held_blocks: int) -> int:
         nbytes = self._lacking.get(held_blocks)
         if nbytes is None:
-            held = min(held_blocks * self._shape.block_tokens, self._prompt_tokens)
+            held = min(held_blocks * self._shape.block_size, self._prompt_tokens)
             nbytes = self._lacking[held_blocks] = self._shape.moved_bytes(self._prompt_tokens, held)
         return nbytes
 

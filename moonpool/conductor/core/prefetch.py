@@ -135,7 +135,7 @@ class Prefetch:
         if not self._budget or self._cluster.shape is None:
             return None
         session = self._sessions.facts(tenant, prompt.turn) if prompt.turn.id else None
-        tokens = len(keys) * self._cluster.shape.block_tokens + 1
+        tokens = len(keys) * self._cluster.shape.block_size + 1
         key = QueueKey(tenant, now, 0)
         request = RoutingRequest(tokens, 1, keys, keys[-1], now, queue_key=key, session=session)
         try:

@@ -322,7 +322,7 @@ class PrefillInstanceState:
     full_step: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
-        self.full_step = work_of(self.facts.step_tokens or TYPICAL_TOKENS, 0)
+        self.full_step = work_of(self.facts.max_num_batched_tokens or TYPICAL_TOKENS, 0)
 
     @property
     def busy(self) -> bool:
@@ -457,7 +457,9 @@ class PrefillInstanceState:
         """Seconds of the step under way at most."""
         longest_s = max([it.busy_s for it in prompts])
         return (
-            min(longest_s, work_seconds(self.learnt.speeds, *self.full_step)) if self.facts.step_tokens else longest_s
+            min(longest_s, work_seconds(self.learnt.speeds, *self.full_step))
+            if self.facts.max_num_batched_tokens
+            else longest_s
         )
 
     def there(self, now: float) -> InstanceLoad:
@@ -603,7 +605,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             instance.turn,
             facts.id,
             facts.stages,
-            facts.step_tokens,
+            facts.max_num_batched_tokens,
         )
 
     def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
@@ -705,11 +707,11 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Predicts a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
-        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=facts.loads)
+        cost = model.cost(learnt.speeds, facts.stages, facts.max_num_batched_tokens, blocks, loads=facts.loads)
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         queue_s = free_at - now if free_at > now else 0.0
         growing_s = (prefill_s - fixed_s) / learnt.growing
-        waits = facts.step_tokens and queue_s
+        waits = facts.max_num_batched_tokens and queue_s
         tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
         rest_s = queue_s + tail_s + load_s + fixed_s
         optimism = self.optimism_factor(instance)
@@ -801,7 +803,9 @@ class PoolCandidates(Candidates):
         found = ranks.search(
             self._allowed,
             self._prefixes,
-            lambda ranked, blocks: cost(model.cost(ranked.speeds, ranked.key.stages, ranked.key.step_tokens, blocks)),
+            lambda ranked, blocks: cost(
+                model.cost(ranked.speeds, ranked.key.stages, ranked.key.max_num_batched_tokens, blocks)
+            ),
             lambda free_at: free_at - now if free_at > now else 0.0,
             limit,
         )

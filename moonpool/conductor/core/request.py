@@ -207,7 +207,7 @@ class ScheduledAttempt:
     Attributes:
         sequence: id that engines see. The id ends with the attempt's number, which fences earlier attempts off.
         decision: instances that the router chose.
-        incarnation: the prefill instance's.
+        epoch: the prefill instance's.
         decode_candidates: decode instances still to be asked for memory, best first.
         prefill_claim: claim of the prompt at prefill; 0 = released.
         prefill_phase, decode_phase: how far the attempt is.
@@ -232,7 +232,7 @@ class ScheduledAttempt:
 
     sequence: str
     decision: RoutingDecision
-    incarnation: int
+    epoch: int
     decode_candidates: list[DecodeChoice]
     prefill_claim: int
     prefill_phase: PrefillPhase = PrefillPhase.NOT_CALLED

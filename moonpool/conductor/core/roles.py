@@ -108,7 +108,7 @@ class RoleBalancer:
             kind = OTHER_ROLE[place.facts.kind]
             self.change = RoleChange(instance, kind, now)
             self._restart_holds()
-            out.append(ChangeRole(instance, place.facts.incarnation, kind))
+            out.append(ChangeRole(instance, place.facts.epoch, kind))
 
     def joined(self, now: float, facts: InstanceFacts) -> None:
         """An instance has joined, which may end the change under way."""

@@ -525,7 +525,7 @@ class PrefixReplication:
 
 
 DECODE_STEP_TOKENS = 256
-"""Most tokens that a decode instance computes beside the batch in a step (`step_tokens` there)."""
+"""Most tokens that a decode instance computes beside the batch in a step (`max_num_batched_tokens` there)."""
 
 
 @frozen
@@ -836,7 +836,7 @@ class Router:
     ) -> float:
         """Seconds that the chosen instance's link has to do for the KV that the best decode instance lacks."""
         speeds = self._prefills.by_slot[self._index.slot(best.id)].learnt.speeds
-        held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * shape.block_tokens
+        held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * shape.block_size
         return transfer_seconds(speeds, shape.moved_bytes(demand.prompt_tokens, held))
 
     def _hint(
@@ -858,7 +858,9 @@ class Router:
             facts = instance.facts
             if not facts.kv_domain:
                 optimism = self._prefills.optimism_factor(instance)
-                alone_s = model.alone_s(instance.learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
+                alone_s = model.alone_s(
+                    instance.learnt.speeds, facts.stages, facts.max_num_batched_tokens, source.blocks
+                )
                 one = soonest_s + alone_s * optimism, choice.id, choice, instance
                 if one[0] < best_s and (found is None or one < found):
                     found, least_s = one, one[0]
@@ -866,8 +868,8 @@ class Router:
             return None
         ttft_s, target, choice, instance = found
         gain_s = best_s - ttft_s
-        nbytes = shape.moved_bytes(source.blocks * shape.block_tokens, choice.local_blocks * shape.block_tokens)
-        cold_bytes = source.cold_blocks(choice.local_blocks) * shape.block_tokens * shape.token_bytes
+        nbytes = shape.moved_bytes(source.blocks * shape.block_size, choice.local_blocks * shape.block_size)
+        cold_bytes = source.cold_blocks(choice.local_blocks) * shape.block_size * shape.token_bytes
         read_s = source.read_s(source.rate(instance.learnt.speeds), nbytes, cold_bytes)
         return ReplicationHint(source.blocks, target, source.id, gain_s, read_s)
 

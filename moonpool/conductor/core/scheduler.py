@@ -314,8 +314,8 @@ class RequestScheduler:
         self._memory_reported(now, instance)
 
     def _instance_left(self, now: float, event: InstanceLeft) -> None:
-        """With `lost` all that requests have at the incarnation is gone."""
-        instance, incarnation, lost = event.instance, event.incarnation, event.lost
+        """With `lost` all that requests have at the epoch is gone."""
+        instance, epoch, lost = event.instance, event.epoch, event.lost
         self.memory_queue.forget(instance)
         self.ledger.left(instance)
         if not lost:
@@ -325,30 +325,30 @@ class RequestScheduler:
             request = self.requests[number]
             if request.attempt is not None:
                 self._attempt_lost(now, request, request.attempt, event, failure)
-        followed = [it for it in self.requests.values() if self._follows(it) == (instance, incarnation)]
+        followed = [it for it in self.requests.values() if self._follows(it) == (instance, epoch)]
         for request in followed:
             self._calls.end_followed(request)
         for request in [it for it in followed if it.state is RequestState.TAKEN_OVER]:  # others have a new placement
             self._attempt_failed(now, request, failure, [instance])
 
     def _follows(self, request: ScheduledRequest) -> tuple[str, int] | None:
-        """Instance and incarnation of the sequence that is followed without an attempt."""
+        """Instance and epoch of the sequence that is followed without an attempt."""
         call = self._calls.open.get(request.followed_call)
-        return (call.instance, call.incarnation) if call is not None else None
+        return (call.instance, call.epoch) if call is not None else None
 
     def _attempt_lost(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, left: InstanceLeft, failure: Failure
     ) -> None:
         """An instance is lost on which an attempt may have something."""
         instance, target = left.instance, attempt.reservation
-        if target is not None and (target.decode, target.incarnation) == (instance, left.incarnation):
+        if target is not None and (target.decode, target.epoch) == (instance, left.epoch):
             if attempt.decode_phase is DecodePhase.RESERVED:
                 self._calls.lose_reservation(attempt, now)
             self._attempt_failed(now, request, failure, [instance])
-        elif (attempt.decision.prefill.id, attempt.incarnation) == (instance, left.incarnation):
+        elif (attempt.decision.prefill.id, attempt.epoch) == (instance, left.epoch):
             self._prefill_lost(now, request, attempt, failure)
         elif attempt.decode_phase is DecodePhase.RESERVING and self._calls.instance_lost(
-            attempt, instance, left.incarnation, failure
+            attempt, instance, left.epoch, failure
         ):
             request.suspect(instance)
             self._reserve(now, request, attempt)
@@ -889,10 +889,10 @@ class RequestScheduler:
         owner = request.owner
         if owner is None:
             return False
-        incarnation = self._cluster.incarnation(owner.decode)
-        if incarnation and incarnation != owner.incarnation:
+        epoch = self._cluster.epoch(owner.decode)
+        if epoch and epoch != owner.epoch:
             return False  # restarted: the instance does not know the sequence
-        if incarnation:
+        if epoch:
             request.enter(RequestState.TAKEN_OVER)
             self._calls.take_over(request, now)
         else:
@@ -1102,13 +1102,13 @@ class ConductorCore:
                 self.cluster.report(instance, load, now)
                 self.roles.load_reported(now, out)
             case KeysChanged(instance):
-                if self.cluster.incarnation(instance) and self.cluster.keys_changed(event):
+                if self.cluster.epoch(instance) and self.cluster.keys_changed(event):
                     out.append(Resync(instance))
             case InstanceJoined(facts):
                 self.cluster.join(facts, now)
                 self.roles.joined(now, facts)
-            case InstanceLeft(instance, incarnation):
-                if self.cluster.incarnation(instance) == incarnation:
+            case InstanceLeft(instance, epoch):
+                if self.cluster.epoch(instance) == epoch:
                     self.cluster.leave(instance)
             case RoleChangeRequested(instance):
                 self.roles.order(now, instance, out)

@@ -65,14 +65,14 @@ class ConductorActivity:
 
     Attributes:
         conductor: id.
-        incarnation: the conductor's start.
+        epoch: the conductor's start.
         age_s: seconds since the last message.
         tenants: rows that have changed since the instance's last report.
         more: further rows follow with the next report.
     """
 
     conductor: str
-    incarnation: int
+    epoch: int
     age_s: float
     tenants: tuple[TenantActivity, ...] = ()
     more: bool = False

@@ -281,7 +281,7 @@ class TenantLedger:
         """
         news: list[TenantActivity] = []
         for use in told:
-            name, told_at = (use.conductor, use.incarnation), now - use.age_s
+            name, told_at = (use.conductor, use.epoch), now - use.age_s
             other = self._others.get(name)
             follows = other is not None and told_at - other.told_at <= LIVE_HEARTBEATS * self._heartbeat_s
             if use.tenants or not follows:

@@ -36,7 +36,7 @@ class DecodeConfig(EngineConfig):
         description="seconds a load from a kvstore may take beyond what is predicted; after that the KV is computed",
     )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the pool that admitting a request leaves free")
-    step_tokens: int = Field(
+    chunked_prefill_size: int = Field(
         256,
         ge=1,
         description="most tokens of preempted sequences and of prompt suffixes computed in one step",
@@ -83,7 +83,7 @@ class DecodeConfig(EngineConfig):
     @property
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        return self.max_num_seqs + self.step_tokens
+        return self.max_num_seqs + self.chunked_prefill_size
 
     @property
     def most_decoded(self) -> int:

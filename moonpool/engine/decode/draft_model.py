@@ -55,7 +55,7 @@ class DraftModel:
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         self._engine, self._max_tokens = engine, max_tokens
-        self._size, self._chunk = engine.layout.block_tokens, engine.step_tokens
+        self._size, self._chunk = engine.layout.block_size, engine.max_num_batched_tokens
         self._free = list(range(engine.blocks))
         self._answers: dict[int, _Drafted] = {}
         """Least recently guessed first."""

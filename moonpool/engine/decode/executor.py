@@ -94,9 +94,9 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
     tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
     if total <= tokens:
         raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
-    if incoming.spec.width > config.max_batch:
+    if incoming.spec.width > config.max_num_seqs:
         field = "beam_width" if incoming.sampling.params.deferred else "n"
-        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_batch} places in a step")
+        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} places in a step")
     needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
     if needed > config.num_blocks:
         have = f"this instance has {config.num_blocks}"
@@ -173,7 +173,7 @@ class RunLoop:
         self._drafts, self._model, self._clock = drafts, model, parts.clock
         self._live, self._max_tokens = live, max_tokens
         self._post, self._abort = post, abort
-        self._block_tokens = parts.engine.layout.block_tokens
+        self._block_size = parts.engine.layout.block_size
         self._order: StartRun | None = None
         self._wake = asyncio.Event()
         self._last_ns = 0
@@ -214,7 +214,7 @@ class RunLoop:
         if self._model is not None and run.drafts and await self._draft_by_model(self._model, run, sequences):
             return
         steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
-        size = self._block_tokens
+        size = self._block_size
         parts = [self._next_token(it, steps) for it in sequences]
         for chunk in run.chunks:
             sequences.append(self._live.sequences[chunk.id])
@@ -229,7 +229,7 @@ class RunLoop:
         """The sequence's part in a step, or in a run's first step, that computes the last token."""
         may_skip = sequence.request.search is None
         last = len(sequence.tokens) - 1
-        return sequence.step(last, 1, self._block_tokens, sample=True, steps=steps, may_skip=may_skip)
+        return sequence.step(last, 1, self._block_size, sample=True, steps=steps, may_skip=may_skip)
 
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
         """Some steps in the run have ended, not the last step. A run ends early if guesses pay now."""
@@ -245,7 +245,7 @@ class RunLoop:
             return []
         each = []
         for sequence in sequences:
-            most = sequence.room_for_guesses(self._block_tokens, self._max_tokens)
+            most = sequence.room_for_guesses(self._block_size, self._max_tokens)
             if sequence.drafter is None and most > 0:
                 total = sequence.sampling.total_tokens(self._max_tokens)
                 sequence.drafter = self._drafts.drafter(sequence.tokens, total)
@@ -257,7 +257,7 @@ class RunLoop:
         context = sum(len(it.tokens) for it in sequences)
         most = self._drafts.model_guesses(len(sequences), context, model.speeds)
         most = min(most, run.drafts // len(sequences))
-        rooms = [min(most, it.room_for_guesses(self._block_tokens, self._max_tokens)) for it in sequences]
+        rooms = [min(most, it.room_for_guesses(self._block_size, self._max_tokens)) for it in sequences]
         wanted = [
             DraftRequest(it.id, it.tokens, it.sampling.at(it.tokens, it.choice), room)
             for it, room in zip(sequences, rooms, strict=True)
@@ -294,7 +294,7 @@ class RunLoop:
         """Executes a run with one step that checks guesses; returns how many guesses were right."""
         began, parts = self._clock(), list[SequenceStep]()
         for sequence, guess in zip(sequences, guesses, strict=True):
-            parts += sequence.draft_steps(guess, self._block_tokens) if guess else [self._next_token(sequence)]
+            parts += sequence.draft_steps(guess, self._block_size) if guess else [self._next_token(sequence)]
         step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient)
         result = await self._engine.run(step)
         if not result.aborted:
@@ -326,7 +326,7 @@ class RunLoop:
             if sequence.request.ending:
                 continue
             try:
-                filled += sequence.take_filled(self._block_tokens)
+                filled += sequence.take_filled(self._block_size)
                 sequence.append(token, result.logprobs.get(index))
             except Exception:
                 self._defect(sequence.request)
@@ -366,7 +366,7 @@ class RunLoop:
             return
         try:
             if (search := request.search) is not None:
-                told.filled += sequence.take_filled(self._block_tokens)
+                told.filled += sequence.take_filled(self._block_size)
                 candidates = search.propose(sequence.choice, result.several[index], self._max_tokens)
                 told.candidates.append((sequence.id, candidates))
                 return
@@ -374,7 +374,7 @@ class RunLoop:
             for place in range(index, index + 1 + len(guess)):
                 if (token := result.sampled[place]) is None:  # behind a right guess: computed again, as the next token
                     break
-                told.filled += sequence.take_filled(self._block_tokens)
+                told.filled += sequence.take_filled(self._block_size)
                 sequence.append(token, result.logprobs.get(place))
                 reason = sequence.check_finish(self._max_tokens)
                 if reason or guess[place - index : place - index + 1] != [token]:

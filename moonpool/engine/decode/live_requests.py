@@ -198,29 +198,29 @@ class LiveSequence:
         """Key of the block before `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
-    def room_for_guesses(self, block_tokens: int, max_tokens: int) -> int:
+    def room_for_guesses(self, block_size: int, max_tokens: int) -> int:
         """Guessed tokens that the sequence has blocks for, and may take in one step."""
-        room = len(self.table) * block_tokens - len(self.tokens)
+        room = len(self.table) * block_size - len(self.tokens)
         return 0 if self.stopped or self.request.search is not None else min(room, self.most_steps(max_tokens) - 1)
 
     def most_steps(self, max_tokens: int) -> int:
         """Most steps that the sequence can take in one run."""
         return self.sampling.steady(len(self.tokens), max_tokens)
 
-    def take_filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+    def take_filled(self, block_size: int) -> list[tuple[int, BlockKey]]:
         """The sequence's id and the key of the block that became full with the tokens computed so far, if any."""
-        index, rest = divmod(len(self.tokens), block_tokens)
+        index, rest = divmod(len(self.tokens), block_size)
         if rest or index <= len(self.keys):
             return []
-        [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_size:], block_size)
         self.keys.append(key)
         return [(self.id, key)]
 
-    def add_keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
+    def add_keys(self, block_size: int) -> tuple[BlockKey, ...]:
         """Adds the keys of all blocks that are full without the last token; returns the new keys."""
-        there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
-        tokens = self.tokens[there * block_tokens : full * block_tokens]
-        new = tuple(block_keys(self.parent(there), tokens, block_tokens))
+        there, full = len(self.keys), (len(self.tokens) - 1) // block_size
+        tokens = self.tokens[there * block_size : full * block_size]
+        new = tuple(block_keys(self.parent(there), tokens, block_size))
         self.keys += new
         return new
 
@@ -228,7 +228,7 @@ class LiveSequence:
         self,
         start: int,
         count: int,
-        block_tokens: int,
+        block_size: int,
         *,
         sample: bool,
         steps: int = 1,
@@ -243,7 +243,7 @@ class LiveSequence:
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
-            block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
+            block_table=self.table[: -(-(start + count + steps - 1) // block_size)],
             sample=self.sampling.at(self.tokens, self.choice) if sample else None,
             full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
@@ -252,12 +252,12 @@ class LiveSequence:
             history=self.history,
         )
 
-    def draft_steps(self, guess: Sequence[int], block_tokens: int) -> list[SequenceStep]:
+    def draft_steps(self, guess: Sequence[int], block_size: int) -> list[SequenceStep]:
         """The sequence's parts in a step that checks guessed next tokens: one for the last token, one for each guess.
 
         Each part samples the token behind, as if all guesses before were right.
         """
-        first = self.step(len(self.tokens) - 1, 1, block_tokens, sample=True, steps=1 + len(guess), may_skip=True)
+        first = self.step(len(self.tokens) - 1, 1, block_size, sample=True, steps=1 + len(guess), may_skip=True)
         parts = [replace(first, end_token_ids=frozenset())]
         for token in guess:
             last = parts[-1]
@@ -380,7 +380,7 @@ class LiveRequest:
             if len(first):
                 sequence.take_first(first.part(sequence.choice, sequence.choice + 1))
         if any(known):
-            size = self.transfer.layout.block_tokens
+            size = self.transfer.layout.block_size
             self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
@@ -388,7 +388,7 @@ class LiveRequest:
         """Begins with the prompt alone; the missing part is computed here."""
         [sequence] = self.sequences
         sequence.begin()
-        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
+        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_size
         del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
 
     def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:

@@ -62,7 +62,7 @@ class TransferReceiver:
         """Bytes taken and not handed back to the sender."""
         return self._credits.kept
 
-    def welcome(self, transport: kv_pb2.Lane | None) -> None:
+    def welcome(self, transport: kv_pb2.TransportOffer | None) -> None:
         """Answers the hello, offering a transport if any."""
         self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, transport)))
 
@@ -105,7 +105,7 @@ class TransferReceiver:
 
     def _open(self, message: decode_pb2.TransferOpen) -> None:
         request = self._executor.get(message.transfer_id, message.generation)
-        if message.decode_incarnation != self._instance.incarnation:
+        if message.decode_epoch != self._instance.epoch:
             self._answer(
                 message.transfer_id,
                 message.generation,

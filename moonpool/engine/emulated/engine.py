@@ -120,8 +120,8 @@ class EmulatedEngine:
         return self._pool.blocks
 
     @property
-    def step_tokens(self) -> int:
-        """See `Engine.step_tokens`."""
+    def max_num_batched_tokens(self) -> int:
+        """See `Engine.max_num_batched_tokens`."""
         return STEP_TOKENS
 
     @property
@@ -282,7 +282,7 @@ class EmulatedEngine:
     def _schedule(self, step: Step) -> _LayerSchedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
-        seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_tokens)
+        seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_size)
         seconds *= self._emulated.noise.factor(step.step_id, slowed=self.slowed)
         return _LayerSchedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
@@ -297,7 +297,7 @@ class EmulatedEngine:
     ) -> bool:
         """All layers of a stage; False when the step was aborted before the last."""
         first, end = self._ranges[stage]
-        finished = finished_blocks(step, self.layout.block_tokens)
+        finished = finished_blocks(step, self.layout.block_size)
         for layer in range(first, end):
             if step.gated:
                 await self._gate(flight, layer, schedule)

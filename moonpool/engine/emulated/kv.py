@@ -35,7 +35,7 @@ class EmulatedKV:
         assert not group.scaled
         self.layout = layout
         planes = group.planes * group.kv_heads
-        self._plane_bytes = layout.block_tokens * SLOT_BYTES
+        self._plane_bytes = layout.block_size * SLOT_BYTES
         # a is odd, so that no two bytes become one; no two planes of up to 256 have the same a and b.
         self._tables = [
             [
@@ -186,7 +186,7 @@ class EmulatedSequences:
         self._emulated = emulated
         self._kv = kv
         self._pool = pool
-        self._size = kv.layout.block_tokens
+        self._size = kv.layout.block_size
         self._known: WeakKeyDictionary[TokenHistory, _SequenceState] = WeakKeyDictionary()
         self.slices_checked = 0
 

@@ -80,9 +80,9 @@ class Profile:
     kv_dtype: str = ""
     """Element type of the KV that was measured over; "" = not given."""
 
-    def layout(self, block_tokens: int) -> KVLayout:
+    def layout(self, block_size: int) -> KVLayout:
         """Arrangement of the emulated KV: 8 bytes per token, head, layer, and K or V."""
-        return KVLayout.uniform(self.layers, self.kv_heads, SLOT_BYTES // 2, block_tokens, KV_DTYPE)
+        return KVLayout.uniform(self.layers, self.kv_heads, SLOT_BYTES // 2, block_size, KV_DTYPE)
 
     @property
     def kv_scale(self) -> float:

@@ -28,7 +28,7 @@ def selected(device: torch.device | str, dtype: torch.dtype) -> str:
 
 def paged_attention(
     q: Tensor,  # [T, heads, head_dim], each row dense, stride(0) free
-    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], as `_check_pool` says
+    kv: Tensor,  # [blocks, kv_heads, planes, block_size, head_dim], as `_check_pool` says
     block_tables: Tensor,  # [S, max_blocks] int32, entries past a sequence's blocks are never read
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
@@ -36,15 +36,15 @@ def paged_attention(
     out: Tensor | None = None,  # [T, heads, head_dim], contiguous
     *,
     kind: AttentionKind = PLAIN,
-    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_tokens] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_size] float32, of quantised KV
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for every query row, causal, [T, heads, head_dim]; `out` if given.
 
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
-    context_lens[s] - n + i and sees the keys up to that position. A sequence's token t is slot t % block_tokens in
-    block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
+    context_lens[s] - n + i and sees the keys up to that position. A sequence's token t is slot t % block_size in
+    block block_tables[s, t // block_size]. Query head h reads key/value head h // (heads / kv_heads).
 
     Planes are two, K and V; or one plane with latent vectors, which are K and V both. Native kernels and Triton have
     two.
@@ -96,11 +96,11 @@ def paged_attention(
 def write_kv(
     k: Tensor,  # [T, kv_heads, head_dim], each row dense
     v: Tensor | None,  # [T, kv_heads, head_dim], each row dense; None where kv has one plane
-    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], as `_check_pool` says
+    kv: Tensor,  # [blocks, kv_heads, planes, block_size, head_dim], as `_check_pool` says
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
     *,
-    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_tokens] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_size] float32, of quantised KV
 ) -> None:
     """Store T tokens' keys and values, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
@@ -195,7 +195,7 @@ def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: Atte
 def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
     """Check that blocks are dense; of quantised KV, planes are dense, and all planes of a block equally far apart."""
     if kv.dim() != 5 or kv.shape[2] not in (1, 2):
-        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
+        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_size, head_dim], not {list(kv.shape)}")
     quantized = kv.dtype in reference.QUANTIZED_MAX
     if quantized != (scales is not None):
         raise ValueError(f"scales: {'needed' if quantized else 'only'} for quantised kv, which is {kv.dtype}")

@@ -18,14 +18,14 @@ from moonpool.engine.kernels.kind import first_seen
 class DecodeGroup:
     """Sequences with one query row each and similar lengths, computed together, padded to the longest.
 
-    Rows in the gathered copy belong to one token in one head each: [planes, G, kv_heads, blocks * block_tokens].
+    Rows in the gathered copy belong to one token in one head each: [planes, G, kv_heads, blocks * block_size].
     """
 
     rows: Tensor | None  # [G] int64: query rows; None: all rows of the batch, in order
     members: int  # G
     gather: Tensor  # [planes * G * kv_heads * blocks] int64: pool rows, each for one plane, block and head
     stale: Tensor | None  # [n] int64: gathered rows that belong to no token of their sequence
-    mask: Tensor | None  # [G * kv_heads, 1, blocks * block_tokens]: 0 or -inf; None: all slots are seen
+    mask: Tensor | None  # [G * kv_heads, 1, blocks * block_size]: 0 or -inf; None: all slots are seen
 
 
 @dataclass(slots=True)
@@ -126,14 +126,14 @@ def _decode_group(
 
     `unseen`: for each sequence in the group, leading gathered tokens that the row does not see.
     """
-    _, kv_heads, planes, block_tokens, _ = kv.shape
+    _, kv_heads, planes, block_size, _ = kv.shape
     width = max(len(tables[s]) for s in group)
     padded = torch.tensor([tables[s] + tables[s][:1] * (width - len(tables[s])) for s in group])
     lengths = [contexts[s] for s in group]
     rows = [starts[s] for s in group]
     index = None if rows == list(range(starts[-1])) else torch.tensor(rows)
     gather = _gather_index(padded, kv_heads, planes)
-    tokens = width * block_tokens
+    tokens = width * block_size
     if min(lengths) == tokens and max(unseen) <= 0:
         return DecodeGroup(index, len(group), gather, None, None)
     position = torch.arange(tokens)
@@ -143,8 +143,8 @@ def _decode_group(
     # Only the slots after a sequence's last token: padding beyond the last block repeats a valid block, unless that
     # first block is the last block.
     single = torch.tensor([len(tables[s]) == 1 for s in group])[:, None]
-    unwritten = torch.where(single, position % block_tokens, position) >= length
-    own = position < torch.tensor([len(tables[s]) * block_tokens for s in group])[:, None]
+    unwritten = torch.where(single, position % block_size, position) >= length
+    own = position < torch.tensor([len(tables[s]) * block_size for s in group])[:, None]
     where = (unwritten & (own | single)).flatten().nonzero().flatten()  # index into [G * tokens]
     member, slot = where // tokens, where % tokens
     each = torch.arange(planes)[:, None, None] * len(group)
@@ -237,7 +237,7 @@ def make_plan(
         ValueError: an argument has a wrong shape, type or value; the message begins with the argument's name.
     """
     if kv.dim() != 5 or kv.shape[2] not in (1, 2):
-        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
+        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_size, head_dim], not {list(kv.shape)}")
     for name, tensor, dims in (("block_tables", block_tables, 2), ("query_start", query_start, 1)):
         if tensor.dim() != dims or tensor.dtype != torch.int32:
             raise ValueError(f"{name}: must be {dims}-dimensional int32, not {list(tensor.shape)} {tensor.dtype}")
@@ -249,8 +249,8 @@ def make_plan(
     starts: list[int] = query_start.tolist()
     lengths: list[int] = context_lens.tolist()
     _check_lengths(starts, lengths)
-    blocks, block_tokens = kv.shape[0], kv.shape[3]
-    used = [-(-length // block_tokens) for length in lengths]
+    blocks, block_size = kv.shape[0], kv.shape[3]
+    used = [-(-length // block_size) for length in lengths]
     if max(used, default=0) > block_tables.shape[1]:
         raise ValueError(f"block_tables: {block_tables.shape[1]} columns do not hold {max(lengths)} tokens")
     tables: list[list[int]] = [row[:n] for row, n in zip(block_tables.tolist(), used, strict=True)]

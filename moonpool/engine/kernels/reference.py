@@ -7,11 +7,11 @@ as far as implemented. Arguments have been checked by the dispatch. Every elemen
 simple, so that reading the code shows correctness.
 
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G. `kv`
-is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, latent vectors that are K
+is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_size, D]; or, with one plane, latent vectors that are K
 and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
-`scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_tokens] float32 holds
+`scales` is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_size] float32 holds
 each token's factors (see `moonpool.engine.kernels.kv_quantization`): then planes are dense, and equally far apart. A
-sequence's token t is slot t % block_tokens in block block_tables[s, t // block_tokens]; entries past a sequence's
+sequence's token t is slot t % block_size in block block_tables[s, t // block_size]; entries past a sequence's
 blocks are never read, slots past the context never reach the result.
 """
 
@@ -217,7 +217,7 @@ def add_weighted(
 
 
 def dequantize(kv: Tensor, scales: Tensor | None, precision: torch.dtype) -> Tensor:
-    """Return the numbers that blocks [n, kv_heads, 2, block_tokens, D] stand for; `scales` have no last dimension."""
+    """Return the numbers that blocks [n, kv_heads, 2, block_size, D] stand for; `scales` have no last dimension."""
     wide = kv.to(precision)
     return wide if scales is None else wide * scales.to(precision)[..., None]
 

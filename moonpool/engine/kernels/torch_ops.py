@@ -66,13 +66,13 @@ def paged_attention(
     At most about `gather_bytes` of keys and values are gathered for a group of sequences, and about `tile_bytes` of
     scores are computed at once.
     """
-    blocks, kv_heads, planes, block_tokens, head_dim = kv.shape
+    blocks, kv_heads, planes, block_size, head_dim = kv.shape
     if scales is not None:
         kv = _widen(kv, scales, plan, q.dtype)
     elif not kv.is_contiguous():
         kv = kv.contiguous()
     q = q.contiguous()
-    pool = kv.view(blocks * kv_heads * planes, block_tokens * head_dim)
+    pool = kv.view(blocks * kv_heads * planes, block_size * head_dim)
     division = plan.division(kv, gather_bytes)
     for group in division.decode:
         _decode(q, pool, group, division, plan.kv_shape[1], scale, out, kind)

@@ -20,11 +20,11 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.engine.kernels.plan import AttentionPlan
 
 LayersKV = Tensor | Sequence[Tensor]
-"""A stage's KV, by layer [blocks, kv_heads, planes, block_tokens, head_dim]: one tensor for equal layers, else a tensor
+"""A stage's KV, by layer [blocks, kv_heads, planes, block_size, head_dim]: one tensor for equal layers, else a tensor
 for each.
 """
 LayersScales = Tensor | Sequence[Tensor | None]
-"""Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_tokens] float32."""
+"""Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_size] float32."""
 
 
 class BatchLoras:
@@ -80,7 +80,7 @@ class PackedBatch:
     block_ids: Tensor  # [T] int64: the block for each row's KV; -1: already there
     offsets: Tensor  # [T] int64: and the token slot inside
     last_rows: Tensor  # [S] int64: each sequence's last row, whose logits choose the next token
-    block_tokens: int
+    block_size: int
     # As `block_tables` and `block_ids`, of layers with a window or a recurrent state: by window slots if the pool has
     # such, else the same tensors. A block without slot is 0 in tables, where no row sees it, and -1 in ids.
     slot_tables: Tensor
@@ -111,7 +111,7 @@ class PackedBatch:
     def build(
         cls,
         sequences: Sequence[tuple[bytes, int, Sequence[int]]],
-        block_tokens: int,
+        block_size: int,
         device: torch.device | str = "cpu",
         *,
         full_hits: Collection[int] = (),
@@ -135,12 +135,12 @@ class PackedBatch:
             count = len(tokens) // 4
             if not count or len(tokens) % 4 or start < 0:
                 raise InvalidRequest(f"sequences[{i}]", f"{len(tokens)} bytes of tokens from position {start}")
-            if len(table) * block_tokens < start + count:
-                raise _too_short(i, start + count, len(table), block_tokens)
+            if len(table) * block_size < start + count:
+                raise _too_short(i, start + count, len(table), block_size)
             starts.append(start)
             counts.append(count)
             tables.append(table)
-        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens, slot_of))
+        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_size, slot_of))
         for index in full_hits:
             begin, end = batch.query_start[index : index + 2].tolist()
             batch.block_ids[begin:end] = batch.slot_ids[begin:end] = -1
@@ -156,7 +156,7 @@ class PackedBatch:
         """
         if self.num_tokens != len(self.context_lens):
             return self._packed_anew(tokens)
-        its, size = self.arrays, self.block_tokens
+        its, size = self.arrays, self.block_size
         positions, tables = its["positions"], its["block_tables"]
         positions += 1
         self.room = (self.room or int((its["capacity"] - positions).min()) + 1) - 1
@@ -188,7 +188,7 @@ class PackedBatch:
         """Blocks that the step fills, for a batch with one token per sequence."""
         if self.within:
             return []
-        filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
+        filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_size - 1].tolist()
         return filled
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -198,23 +198,23 @@ class PackedBatch:
         slots = moved["block_tables"], moved["block_ids"]
         if self.slot_of is not None:
             slots = self.slot_tables.to(device), self.slot_ids.to(device)
-        its = PackedBatch(**moved, block_tokens=self.block_tokens, slot_tables=slots[0], slot_ids=slots[1])
+        its = PackedBatch(**moved, block_size=self.block_size, slot_tables=slots[0], slot_ids=slots[1])
         its.loras = None if self.loras is None else self.loras.to(self.query_start, device)
         return its
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
-        used = (self.arrays["capacity"] // self.block_tokens).tolist()
+        used = (self.arrays["capacity"] // self.block_size).tolist()
         tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
         ids = [array("i", [token]).tobytes() for token in tokens]
         parts = list(zip(ids, self.context_lens.tolist(), tables, strict=True))
-        batch = PackedBatch.build(parts, self.block_tokens, slot_of=self.slot_of)
+        batch = PackedBatch.build(parts, self.block_size, slot_of=self.slot_of)
         batch.loras = None if self.loras is None else self.loras.of_steps()
         return batch
 
 
-def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:
+def _too_short(index: int, tokens: int, blocks: int, block_size: int) -> InvalidRequest:
     return InvalidRequest(
-        f"sequences[{index}].block_table", f"{blocks} blocks of {block_tokens} tokens do not hold {tokens}"
+        f"sequences[{index}].block_table", f"{blocks} blocks of {block_size} tokens do not hold {tokens}"
     )
 
 
@@ -223,7 +223,7 @@ def _packed(
     starts: Sequence[int],
     counts: Sequence[int],
     tables: Sequence[Sequence[int]],
-    block_tokens: int,
+    block_size: int,
     slot_of: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
     """Return the fields of a batch."""
@@ -239,8 +239,8 @@ def _packed(
         "query_start": np.concatenate(([0], ends)).astype(np.int32),
         "context_lens": (np.array(starts) + rows_of).astype(np.int32),
         "block_tables": padded,
-        "block_ids": padded[sequence, positions // block_tokens].astype(np.int64),
-        "offsets": positions % block_tokens,
+        "block_ids": padded[sequence, positions // block_size].astype(np.int64),
+        "offsets": positions % block_size,
         "last_rows": ends - 1,
     }
     arrays["slot_tables"], arrays["slot_ids"] = arrays["block_tables"], arrays["block_ids"]
@@ -248,8 +248,8 @@ def _packed(
         arrays["slot_tables"] = np.maximum(slot_of[padded], 0).astype(np.int32)
         arrays["slot_ids"] = slot_of[arrays["block_ids"]]
     fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    capacity = np.array([len(table) for table in tables]) * block_tokens
-    return {**fields, "block_tokens": block_tokens, "slot_of": slot_of, "arrays": {**arrays, "capacity": capacity}}
+    capacity = np.array([len(table) for table in tables]) * block_size
+    return {**fields, "block_size": block_size, "slot_of": slot_of, "arrays": {**arrays, "capacity": capacity}}
 
 
 @dataclass(slots=True)

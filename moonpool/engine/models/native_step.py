@@ -86,9 +86,9 @@ class StepInputs:
     plan: AttentionPlan
     """Of `batch` and `kv`."""
     kv: Tensor
-    """These layers' pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], as `kernels.attention` takes each."""
+    """These layers' pool [layers, blocks, kv_heads, 2, block_size, head_dim], as `kernels.attention` takes each."""
     scales: Tensor | None = None
-    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32."""
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_size] float32."""
     last_rows: Sequence[int] | None = None
     """Number of each sequence's last rows that the last layer computes; the other rows stay undefined. None: all."""
     signals: StepSignals | None = None

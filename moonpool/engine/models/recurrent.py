@@ -43,7 +43,7 @@ class StateSpan:
 
 def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
     """Return each sequence's spans in a batch."""
-    size, found = batch.block_tokens, list[list[StateSpan]]()
+    size, found = batch.block_size, list[list[StateSpan]]()
     starts, tables = batch.query_start.tolist(), batch.slot_tables.tolist()
     positions, written = batch.positions.tolist(), batch.slot_ids.tolist()
     for sequence, (first, last) in enumerate(pairwise(starts)):

@@ -354,7 +354,7 @@ class StageModel:
     def _layer(
         self, index: int, weights: LayerWeights, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
     ) -> Tensor:
-        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_tokens, head_dim], which it reads."""
+        """Run layer `index` in torch over `kv` [blocks, kv_heads, planes, block_size, head_dim], which it reads."""
         if batch.loras is not None:
             weights = with_loras(batch.loras, index, weights)
         spec = weights.spec

@@ -37,7 +37,7 @@ class CpuKVMemory:
 
     def __init__(self, part: PoolPart) -> None:
         self.kv, self.scales = StageSlices.of_pool(part, pool_bytes(part)).typed()
-        self.blocks, self.block_tokens, self.slot_of = part.blocks, part.layout.block_tokens, slot_table(part)
+        self.blocks, self.block_size, self.slot_of = part.blocks, part.layout.block_size, slot_table(part)
         self.host_bytes = part.nbytes
         self._part = part
         self._finished: Sequence[tuple[int, int]] = ()
@@ -46,11 +46,11 @@ class CpuKVMemory:
         """See `KVMemory.begin`."""
         for source, block in step.copies:
             self._part.copy(source, block)
-        self._finished = finished_blocks(step, self._part.layout.block_tokens)
+        self._finished = finished_blocks(step, self._part.layout.block_size)
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
         """See `KVMemory.advance`."""
-        self._finished = [(block, self._part.layout.block_tokens) for block in full]
+        self._finished = [(block, self._part.layout.block_size) for block in full]
 
     def prepare_layer(self, layer: int) -> None:
         """The pool has the layer already."""

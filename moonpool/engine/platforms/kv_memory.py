@@ -109,14 +109,14 @@ class KVMemory(Protocol):
     """
 
     kv: LayersKV
-    """For each layer in the stage [blocks, kv_heads, planes, block_tokens, head_dim]; belongs to the compute stream."""
+    """For each layer in the stage [blocks, kv_heads, planes, block_size, head_dim]; belongs to the compute stream."""
     scales: LayersScales | None
-    """For quantised KV, for each layer [blocks, kv_heads, planes, block_tokens] float32; of the compute stream."""
+    """For quantised KV, for each layer [blocks, kv_heads, planes, block_size] float32; of the compute stream."""
     slot_of: NDArray[np.int64] | None
     """Each block's window slot, as the pool has it now (`PoolPart.slot_of`); None if layers with a window have all
     blocks."""
     blocks: int
-    block_tokens: int
+    block_size: int
     host_bytes: int
     """Host memory of KV, with the pool."""
 
@@ -200,12 +200,12 @@ class StageSlices:
     def typed(self) -> tuple[LayersKV, LayersScales | None]:
         """(`KVMemory.kv`, `KVMemory.scales`) over the same memory."""
         views = [
-            _typed(rows, self._layout.group(layer), self._layout.block_tokens)
+            _typed(rows, self._layout.group(layer), self._layout.block_size)
             for layer, rows in zip(self._layers, (row for part in self.parts for row in part), strict=True)
         ]
         kv, scales = [view for view, _ in views], [view for _, view in views]
         if len(self.parts) == 1 and len({(view.shape, view.dtype) for view in kv}) == 1:
-            return _typed(self.parts[0], self._layout.group(self._layers.start), self._layout.block_tokens)
+            return _typed(self.parts[0], self._layout.group(self._layers.start), self._layout.block_size)
         return kv, None if all(view is None for view in scales) else scales
 
     def copy(self, device: Device, source: "StageSlices", slices: Tensor) -> None:
@@ -238,12 +238,12 @@ def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:
     return part.layout.slice_bytes(layer), part.slots > 0 and layer in part.layout.windowed_layers
 
 
-def _typed(slices: Tensor, group: KVGroup, block_tokens: int) -> tuple[Tensor, Tensor | None]:
+def _typed(slices: Tensor, group: KVGroup, block_size: int) -> tuple[Tensor, Tensor | None]:
     """Values, and scales of quantised KV, over uint8 [..., blocks, slice_bytes]."""
     if not group.scaled:
-        shape = (group.kv_heads, group.planes, group.slots(block_tokens), group.head_dim)
+        shape = (group.kv_heads, group.planes, group.slots(block_size), group.head_dim)
         return slices.view(torch_dtype(group.dtype)).view(*slices.shape[:-1], *shape), None
-    sizes = {"kv_heads": group.kv_heads, "block_tokens": block_tokens, "head_dim": group.head_dim}
+    sizes = {"kv_heads": group.kv_heads, "block_size": block_size, "head_dim": group.head_dim}
     return kv_quantization.views(slices, kv_quantization.DTYPES[group.dtype], planes=group.planes, **sizes)
 
 
@@ -413,12 +413,12 @@ class TieredKVMemory:
         self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
         its = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
         self.kv, self.scales = its.typed()
-        self.blocks, self.block_tokens, self.slot_of = part.blocks, part.layout.block_tokens, slot_table(part)
+        self.blocks, self.block_size, self.slot_of = part.blocks, part.layout.block_size, slot_table(part)
         part.populate()
         device.register(host.flat)
         self._copy_home = partial(host.copy, device, its)
         self._device_slices = its
-        self._part, self._device, self._size = part, device, part.layout.block_tokens
+        self._part, self._device, self._size = part, device, part.layout.block_size
         own = part.nbytes if its.flat.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own
         self._callbacks = callbacks

@@ -258,7 +258,7 @@ class PrefillExecutor:
             case actions.RefusalReason.STOPPED:
                 return Unavailable(self._dead)
             case actions.RefusalReason.TOO_LONG:
-                room = self._engine.blocks * self._engine.layout.block_tokens
+                room = self._engine.blocks * self._engine.layout.block_size
                 tokens = len(request.incoming.token_ids)
                 return InvalidRequest("token_ids", f"{tokens} tokens do not fit this instance's {room}")
         waiting = f"{len(self._core.state.jobs)} prompts wait"

@@ -174,7 +174,7 @@ class BlockLoader:
             finally:
                 emulated.close()
             ended = world.monotonic()
-            read.came(loaded * self._layout.block_tokens, began, ended)
+            read.came(loaded * self._layout.block_size, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:
             log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))

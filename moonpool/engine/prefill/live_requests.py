@@ -148,7 +148,7 @@ class LivePrefill:
             prefill_s=told.prefill_s,
             loads=self.loads,
             chunks=self.chunks,
-            lane=self.transport,
+            transport=self.transport,
             misses=[
                 prefill_pb2.StoreMiss(store=sources[it.source], block=it.block, windowed=it.windowed)
                 for it in told.misses
@@ -221,7 +221,7 @@ def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
 def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
     """An instance as a source for so many blocks. A restarted instance is a new source: past failures do not count."""
     peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
-    return KVSource(f"{instance.id} {instance.incarnation}", blocks, peer)
+    return KVSource(f"{instance.id} {instance.epoch}", blocks, peer)
 
 
 def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
@@ -232,5 +232,5 @@ def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefil
 
 
 def _store_name(store: kv_pb2.Instance) -> str:
-    """Names a store by id and address, whatever the incarnation."""
+    """Names a store by id and address, whatever the epoch."""
     return f"{store.id} {store.address}"

@@ -241,10 +241,10 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
     layout = context.setup.layout
     return PrefillSettings(
         blocks=context.engine.blocks,
-        block_tokens=layout.block_tokens,
+        block_size=layout.block_size,
         layers=layout.layers,
         slice_bytes=layout.mean_slice_bytes,
-        step_tokens=config.max_num_batched_tokens or context.engine.step_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or context.engine.max_num_batched_tokens,
         stages=context.engine.stages,
         max_queue=config.max_queue,
         load_timeout_s=config.load_timeout_s,
@@ -342,6 +342,6 @@ async def serve(context: ProcessContext, config: PrefillConfig, start: StartEngi
         kv_pb2.INSTANCE_KIND_PREFILL,
         build,
         stages=config.pipeline_parallel_size,
-        step_tokens=lambda engine: config.max_num_batched_tokens or engine.step_tokens,
+        max_num_batched_tokens=lambda engine: config.max_num_batched_tokens or engine.max_num_batched_tokens,
         start=start,
     )

@@ -200,5 +200,5 @@ class EngineCollector(Collector):
             preemptions.add_metric(labels, sum(each.preemptions for each in decodes))
             drafted.add_metric(labels, sum(each.draft_tokens for each in decodes))
             accepted.add_metric(labels, sum(each.accepted_tokens for each in decodes))
-            config.add_metric((str(state.block_tokens), str(total), "True", ENGINE), 1.0)
+            config.add_metric((str(state.block_size), str(total), "True", ENGINE), 1.0)
         return usage, preemptions, drafted, accepted, config

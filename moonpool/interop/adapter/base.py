@@ -21,7 +21,7 @@ class EngineFacts:
     Attributes:
         version: software name and version.
         life: differs between two starts of the engine.
-        block_tokens: tokens per KV block.
+        block_size: tokens per KV block.
         blocks: KV blocks on the engine's devices.
         max_tokens: longest sequence.
         sources: where the ranks publish KV events; one for each rank.
@@ -32,7 +32,7 @@ class EngineFacts:
 
     version: str
     life: str
-    block_tokens: int
+    block_size: int
     blocks: int
     max_tokens: int
     sources: tuple[EventSource, ...]

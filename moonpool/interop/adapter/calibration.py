@@ -30,8 +30,8 @@ async def measured_speeds(
     Raises:
         Unavailable: the engine does not answer.
     """
-    short = facts.block_tokens
-    most = min(facts.max_tokens - ANSWER_TOKENS - 1, facts.blocks * facts.block_tokens // 2)
+    short = facts.block_size
+    most = min(facts.max_tokens - ANSWER_TOKENS - 1, facts.blocks * facts.block_size // 2)
     long = max(short + 1, min(LONG_TOKENS, most))
     await _timed(client, short, vocab_size, clock)  # an engine's first step takes longer
     short_s, _ = await _timed(client, short, vocab_size, clock)
@@ -126,7 +126,7 @@ class EngineTimer:
 
     async def prefill(self) -> list[StepSeconds]:
         """Prompts of several lengths, also behind cached prefixes. Raises Unavailable."""
-        size, room = self.facts.block_tokens, self._room()
+        size, room = self.facts.block_size, self._room()
         grid = [(one * size, before * size) for one in PREFILL_BLOCKS for before in (0, *PREFILL_BLOCKS[1:])]
         await self._prefilled(size, 0)  # an engine's first step takes longer
         found = []
@@ -138,7 +138,7 @@ class EngineTimer:
 
     async def decode(self) -> list[StepSeconds]:
         """Batches of answers of several lengths. Raises Unavailable."""
-        size, room = self.facts.block_tokens, self._room()
+        size, room = self.facts.block_size, self._room()
         found = []
         for batch in BATCHES:
             for blocks in CONTEXT_BLOCKS:
@@ -150,7 +150,7 @@ class EngineTimer:
 
     def _room(self) -> int:
         """Tokens of the longest prompt: half of the engine's memory at most."""
-        return min(self.facts.max_tokens, self.facts.blocks * self.facts.block_tokens // 2)
+        return min(self.facts.max_tokens, self.facts.blocks * self.facts.block_size // 2)
 
     async def _prefilled(self, tokens: int, prefix: int) -> float:
         whole = _prompt(prefix + tokens, 1, self.vocab_size)

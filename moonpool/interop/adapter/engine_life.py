@@ -65,9 +65,9 @@ class ServedCheckpoint:
         model = load_config(folder)
         return cls(model_name(config.model), model, resolve_dtype(model, config.dtype), weights_fingerprint(folder))
 
-    def layout(self, block_tokens: int) -> KVLayout:
+    def layout(self, block_size: int) -> KVLayout:
         """Arrangement of its KV in blocks of so many tokens."""
-        return kv_layout(self.config, self.dtype, block_tokens)
+        return kv_layout(self.config, self.dtype, block_size)
 
 
 def identify_loras(listed: Mapping[str, str]) -> dict[bytes, str]:
@@ -105,7 +105,7 @@ class EngineLife:
         notify: Callable[[], None],
         loras: Mapping[bytes, str] = MappingProxyType({}),
     ) -> None:
-        self.facts, self.layout = facts, checkpoint.layout(facts.block_tokens)
+        self.facts, self.layout = facts, checkpoint.layout(facts.block_size)
         self.namespace = facts.page_namespace if config.kvstores else namespace(checkpoint.fingerprint, self.layout)
         self.client, self._config, self._notify = client, config, notify
         self._checkpoint = checkpoint
@@ -113,7 +113,7 @@ class EngineLife:
         self._plain_roots = {name: chain_root(self.namespace, "", "", lora) for lora, name in loras.items()}
         self._plain_roots[""] = chain_root(self.namespace, "")
         self._epoch = ""  # in salts: another one after each deletion
-        self.cache = EngineCache(facts.block_tokens, self._root_of, NAMES_PER_BLOCK * facts.blocks)
+        self.cache = EngineCache(facts.block_size, self._root_of, NAMES_PER_BLOCK * facts.blocks)
         self.cache_changed = asyncio.Event()
         self.streams = [
             EventStream(source, self.cache.rank(source.rank), self.cache_changed) for source in facts.sources
@@ -176,7 +176,7 @@ class EngineLife:
         incoming = IncomingRequest.from_proto(
             spec,
             namespace=self.namespace,
-            block_tokens=self.facts.block_tokens,
+            block_size=self.facts.block_size,
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens=self.facts.max_tokens,
         )
@@ -287,15 +287,15 @@ class EngineLife:
         """Tokens behind the cached ones that the engine loads from a kvstore, as the conductor expects."""
         if not self._config.kvstores or not asked.HasField("source"):
             return 0
-        most = (len(incoming.token_ids) - 1) // self.facts.block_tokens
-        expected = min(asked.source.blocks, most) * self.facts.block_tokens
+        most = (len(incoming.token_ids) - 1) // self.facts.block_size
+        expected = min(asked.source.blocks, most) * self.facts.block_size
         return max(0, expected - self.cached_tokens(incoming))
 
     def cached_tokens(self, incoming: IncomingRequest) -> int:
         """Tokens of a prompt that the engine is known to hold; the last one is computed in any case."""
         blocks, _ = self.cache.matched_blocks(incoming.spec.keys)
-        most = (len(incoming.token_ids) - 1) // self.facts.block_tokens
-        return min(blocks, most) * self.facts.block_tokens
+        most = (len(incoming.token_ids) - 1) // self.facts.block_size
+        return min(blocks, most) * self.facts.block_size
 
     def promised(self, transfer_id: int, generation: int, request_id: str) -> PromisedRequest | None:
         """The request of a promise."""
@@ -333,7 +333,7 @@ class EngineLife:
             other = it.part.incoming.spec.keys
             most = min(len(keys), len(other))
             blocks = max(blocks, bisect_left(range(most), True, key=lambda at, its=other: its[at] != keys[at]))  # type: ignore[misc]
-        return min(blocks, (len(incoming.token_ids) - 1) // self.facts.block_tokens) * self.facts.block_tokens
+        return min(blocks, (len(incoming.token_ids) - 1) // self.facts.block_size) * self.facts.block_size
 
     def queue(self) -> tuple[float, int]:
         """Predicted seconds until all prompts are computed, and tokens to compute.

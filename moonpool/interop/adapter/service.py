@@ -237,7 +237,7 @@ class AdapterPrefillServicer:
             return life.take(incoming)
         target = request.target
         live = life.promised(target.transfer_id, target.generation, incoming.request_id)
-        known = self._adapter.identities.get(target.decode.incarnation)
+        known = self._adapter.identities.get(target.decode.epoch)
         if known is None or known.id != target.decode.id:
             raise TransferFailed(f"the engine's KV does not go to {target.decode.id}")
         if live is None or live.answers:
@@ -309,7 +309,7 @@ class AdapterDecodeServicer:
         live = life.reserve(incoming, request)
         self._adapter.watch(live)
         decode = self._adapter.identity(kv_pb2.INSTANCE_KIND_DECODE)
-        held = life.cached_tokens(incoming) // life.facts.block_tokens
+        held = life.cached_tokens(incoming) // life.facts.block_size
         return decode_pb2.ReserveResponse(
             target=kv_pb2.TransferTarget(
                 decode=decode, transfer_id=live.number, generation=live.number, held_blocks=held
@@ -471,7 +471,7 @@ async def _live(
 ) -> None:
     """The engine from the first answer to the last, or to the adapter's end."""
     bell, config = ChangeBell(), adapter.config
-    log.info("found the engine", version=facts.version, blocks=facts.blocks, block_tokens=facts.block_tokens)
+    log.info("found the engine", version=facts.version, blocks=facts.blocks, block_size=facts.block_size)
     try:
         speeds = await measured_speeds(client, facts, checkpoint.config.vocab_size)
         if config.role == "prefill" and not await keeps_kv(client):
@@ -491,15 +491,13 @@ async def _live(
     life.observe(load)
     adapter.lives += 1
     ended = asyncio.Event()
-    incarnation = world.random_bits(63) or 1
+    epoch = world.random_bits(63) or 1
     kinds = {name: kind for name, kind in KINDS.items() if config.role in ("both", name)}
     memberships = []
     adapter.identities = {}
     for number, (name, kind) in enumerate(kinds.items()):
-        instance = kv_pb2.Instance(
-            id=f"{config.id}-{name}", incarnation=incarnation + number, kind=kind, address=address
-        )
-        adapter.identities[instance.incarnation] = instance
+        instance = kv_pb2.Instance(id=f"{config.id}-{name}", epoch=epoch + number, kind=kind, address=address)
+        adapter.identities[instance.epoch] = instance
         report = InstanceReport(
             life.hello(instance, config.kv_domain or config.id, life.model_info()),
             lambda kind=kind: life.load_report(kind),  # type: ignore[misc]

@@ -14,7 +14,7 @@ from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad,
 from moonpool.interop.adapter.http_session import HttpSession, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
-LEAST_BLOCK_TOKENS = 16
+LEAST_BLOCK_SIZE = 16
 MAX_SEED = (1 << 31) - 1
 ROOM_BITS = 63
 NOBODY = "2.2.2.2"
@@ -34,13 +34,13 @@ class SglangClient(EngineClient):
     async def describe(self) -> EngineFacts:
         """See `EngineClient`."""
         info = await self._info()
-        block_tokens, tokens = int(info.get("page_size") or 1), int(info.get("max_total_num_tokens") or 0)
+        block_size, tokens = int(info.get("page_size") or 1), int(info.get("max_total_num_tokens") or 0)
         self._mode = info.get("disaggregation_mode") or "null"
         if info.get("disable_radix_cache") and self._mode != "decode":  # by default, decode sides keep nothing
             raise ConfigError("engine", "SGLang runs with --disable-radix-cache")
-        if block_tokens < LEAST_BLOCK_TOKENS:
-            raise ConfigError("engine", f"SGLang's pages have {block_tokens} tokens; start it with --page-size 64")
-        if tokens < block_tokens:
+        if block_size < LEAST_BLOCK_SIZE:
+            raise ConfigError("engine", f"SGLang's pages have {block_size} tokens; start it with --page-size 64")
+        if tokens < block_size:
             raise Unavailable("SGLang does not tell its memory (yet)")
         if self._mode == "prefill":
             host = urlsplit(self._http.url).hostname or ""
@@ -48,8 +48,8 @@ class SglangClient(EngineClient):
         return EngineFacts(
             version=f"sglang {info.get('version', '')}".strip(),
             life=_life(info),
-            block_tokens=block_tokens,
-            blocks=tokens // block_tokens,
+            block_size=block_size,
+            blocks=tokens // block_size,
             max_tokens=int(info.get("context_length") or info.get("max_req_input_len") or tokens),
             sources=self._sources(info),
             unsupported=UNSUPPORTED,

@@ -28,7 +28,7 @@ class VllmClient(EngineClient):
 
     def __init__(self, session: HttpSession) -> None:
         self._http = session
-        self._block_tokens = 1
+        self._block_size = 1
 
     async def describe(self) -> EngineFacts:
         """See `EngineClient`."""
@@ -40,11 +40,11 @@ class VllmClient(EngineClient):
             raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
         if GENERATE not in (await self._http.get_json("/openapi.json"))["paths"]:
             raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
-        self._block_tokens = int(cache["block_size"])
+        self._block_size = int(cache["block_size"])
         return EngineFacts(
             version=f"vllm {version}",
             life=_life(samples),
-            block_tokens=self._block_tokens,
+            block_size=self._block_size,
             blocks=int(cache["num_gpu_blocks"]),
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(await self._http.get_json("/kv_event_sources")),
@@ -90,7 +90,7 @@ class VllmClient(EngineClient):
         if prompt.keep:
             yield await self._prefill(prompt)
             return
-        if prompt.transfer is not None and (len(prompt.token_ids) - 1) % self._block_tokens == 0:
+        if prompt.transfer is not None and (len(prompt.token_ids) - 1) % self._block_size == 0:
             async with aclosing(self._after_whole_blocks(prompt)) as outputs:
                 async for again in outputs:
                     yield again

@@ -180,7 +180,7 @@ class _Routes:
         if body.model_name and not known and not self._indexer.serves(model, body.tenant_id):
             raise NotFound(f"no indexer for model={model} tenant={body.tenant_id}")
         for scope in known:
-            keys = rolled or rolling(salt_root(body.cache_salt), own_of(scope.block_tokens))
+            keys = rolled or rolling(salt_root(body.cache_salt), own_of(scope.block_size))
             for instance, match in index.match(scope, keys).items():
                 if body.instance_id is None or str(body.instance_id) == instance:
                     found[instance] = match

@@ -145,7 +145,7 @@ class Indexer:
             case "joined":
                 served, model = message.joined.model, None
                 if message.joined.HasField("model"):
-                    model = ClusterModel(served.name, served.namespace, served.layout.block_tokens)
+                    model = ClusterModel(served.name, served.namespace, served.layout.block_size)
                 self.cluster.joined(message.joined.instance.id, model)
             case "left":
                 self.cluster.left(message.left)

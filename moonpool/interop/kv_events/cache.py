@@ -35,9 +35,9 @@ KeysOf = Callable[[bytes, Sequence[int], int, str], Sequence[BlockKey]]
 """Keys of the blocks behind a root or a key: parent, tokens, tokens per block, and the LoRA adapter's name."""
 
 
-def _chain_keys(parent: bytes, token_ids: Sequence[int], block_tokens: int, lora: str) -> Sequence[BlockKey]:
+def _chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int, lora: str) -> Sequence[BlockKey]:
     """Moonpool's own keys, of which the root knows the adapter."""
-    return block_keys(parent, token_ids, block_tokens)
+    return block_keys(parent, token_ids, block_size)
 
 
 class RankCache:
@@ -47,7 +47,7 @@ class RankCache:
     groups hold. Names of blocks outlive the blocks: a hash means the same chain as long as the engine lives.
 
     Args:
-        block_tokens: tokens per block; blocks of other sizes are not told.
+        block_size: tokens per block; blocks of other sizes are not told.
         root_of: finds the chain of a first block.
         changed: called with keys that are held from now on, and keys that are not any more.
         max_names: hashes that are remembered at most, beside those of held blocks.
@@ -57,14 +57,14 @@ class RankCache:
 
     def __init__(
         self,
-        block_tokens: int,
+        block_size: int,
         root_of: RootOf,
         changed: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
         max_names: int,
         media: Sequence[str] = DEVICE_MEDIA,
         keys_of: KeysOf = _chain_keys,
     ) -> None:
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self._root_of = root_of
         self._changed = changed
         self._max_names = max_names
@@ -112,7 +112,7 @@ class RankCache:
         self._name(event)
         if event.medium not in self._media:
             return
-        if event.block_tokens != self._block_tokens or event.kind not in (*WHOLE_KINDS, *WINDOWED_KINDS):
+        if event.block_size != self._block_size or event.kind not in (*WHOLE_KINDS, *WINDOWED_KINDS):
             self._opaque = True
             self._retract(list(self._told))
             return
@@ -126,8 +126,8 @@ class RankCache:
 
     def _name(self, event: BlockStored) -> None:
         """Notes which keys the hashes mean; none if the blocks are not a chain's of the cluster."""
-        whole = len(event.token_ids) == len(event.hashes) * event.block_tokens
-        if event.block_tokens != self._block_tokens or not whole or not event.hashes:
+        whole = len(event.token_ids) == len(event.hashes) * event.block_size
+        if event.block_size != self._block_size or not whole or not event.hashes:
             return
         extra, salted = _without(event.lora, event.extra_keys), 0
         if event.parent is None:
@@ -139,8 +139,8 @@ class RankCache:
         named = len(event.hashes)
         if extra is not None:  # from a block with an image or the like on, hashes mean more than tokens
             named = next((at for at, keys in enumerate(extra) if keys and at >= salted), named)
-        tokens = event.token_ids[: named * self._block_tokens]
-        keys = self._keys_of(parent, tokens, self._block_tokens, event.lora)
+        tokens = event.token_ids[: named * self._block_size]
+        keys = self._keys_of(parent, tokens, self._block_size, event.lora)
         for block, key in zip(event.hashes, keys, strict=False):
             if self._names.pop(block, key) != key:
                 self._retract([block])
@@ -210,8 +210,8 @@ class EngineCache:
     Arguments as of `RankCache`.
     """
 
-    def __init__(self, block_tokens: int, root_of: RootOf, max_names: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_size: int, root_of: RootOf, max_names: int) -> None:
+        self._block_size = block_size
         self._root_of = root_of
         self._max_names = max_names
         self._caches: dict[int, RankCache] = {}
@@ -222,7 +222,7 @@ class EngineCache:
         """The cache of a rank; empty at first."""
         if rank not in self._caches:
             changed = partial(self._changed, 1 << rank)
-            self._caches[rank] = RankCache(self._block_tokens, self._root_of, changed, self._max_names)
+            self._caches[rank] = RankCache(self._block_size, self._root_of, changed, self._max_names)
         return self._caches[rank]
 
     @property

@@ -22,8 +22,8 @@ class BlockStored:
     Attributes:
         hashes: the blocks' hashes.
         parent: hash of the block before them; None = they begin the chain.
-        token_ids: tokens for all blocks, `block_tokens` each.
-        block_tokens: tokens per block.
+        token_ids: tokens for all blocks, `block_size` each.
+        block_size: tokens per block.
         medium: memory or storage that holds them.
         extra_keys: for each block; None = the engine does not tell them.
         lora: name of the LoRA adapter that computed them; "" = none.
@@ -34,7 +34,7 @@ class BlockStored:
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
     token_ids: Sequence[int]
-    block_tokens: int
+    block_size: int
     medium: str = ""
     extra_keys: tuple[ExtraKeys, ...] | None = None
     lora: str = ""
@@ -118,7 +118,7 @@ def _map_of(event: EngineEvent) -> dict[str, object]:
                 "block_hashes": event.hashes,
                 "parent_block_hash": event.parent,
                 "token_ids": event.token_ids,
-                "block_size": event.block_tokens,
+                "block_size": event.block_size,
                 "lora_id": None,
                 "medium": event.medium,
                 "lora_name": event.lora or None,

@@ -203,7 +203,7 @@ def copy_whole_blocks(
     layout, count = spec.format.layout, len(spec.keys)
     memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
     spare = memoryview(bytearray(layout.largest_slice_bytes if present else 0))  # for unneeded slices
-    shape = frame_shape(spec.layers, count, spec.heads, layout.block_tokens)
+    shape = frame_shape(spec.layers, count, spec.heads, layout.block_size)
     targets = [
         memory[block][layout.place(layer)] if block in memory else spare[: layout.slice_bytes(layer)]
         for layer, block in shape.cells
@@ -215,7 +215,7 @@ def copy_whole_blocks(
 
 
 def _check_full(run: SliceRun, layout: KVLayout) -> None:
-    if run.valid_tokens != layout.block_tokens:
+    if run.valid_tokens != layout.block_size:
         raise FrameError(f"{run}: only full blocks are stored")
 
 

@@ -8,7 +8,7 @@ All integers are little-endian.
     16      4             header_bytes: a multiple of 4096; the data begin there
     20      4             layers (also the number of slice hashes)
     24      32 · 3        key, parent key, namespace
-    120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes; of other versions than 1:
+    120     4 · 5         layout version, kv_heads, head_dim, block_size, scale_bytes; of other versions than 1:
                           version, bytes of the layout's message, zeros
     140     16            dtype, ASCII, zero-padded; of other versions than 1 zeros
     156     4             length of the tenant's name
@@ -159,7 +159,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0, seal: 
     if message:
         shape = (layout.version, len(message), 0, 0, 0)
     else:
-        (group,), tokens = layout.groups, layout.block_tokens
+        (group,), tokens = layout.groups, layout.block_size
         shape = (layout.version, group.kv_heads, group.head_dim, tokens, 0)
         dtype = group.dtype.encode()
     _FIXED.pack_into(
@@ -205,7 +205,7 @@ def header_bytes_of(data: bytes | bytearray) -> int:
 @functools.lru_cache(maxsize=64)
 def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes, message: bytes) -> BlockFormat:
     """A format in header form, cached: few differ, and a scan reads a million headers."""
-    version, kv_heads, head_dim, block_tokens, scale_bytes = shape
+    version, kv_heads, head_dim, block_size, scale_bytes = shape
     if version != UNIFORM_VERSION:
         found = kv_pb2.KVLayout.FromString(message)
     else:
@@ -214,7 +214,7 @@ def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes,
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            block_tokens=block_tokens,
+            block_size=block_size,
             dtype=dtype.rstrip(b"\0").decode("ascii"),
             scale_bytes=scale_bytes,
         )

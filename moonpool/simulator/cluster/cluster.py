@@ -125,10 +125,10 @@ class Cluster:
 
     def _ask(self, coming: Placed) -> None:
         place, trace = coming
-        block_tokens = self.config.block_tokens
-        lengths, keys = (trace.input_length, trace.output_length), keys_of(trace, block_tokens)
+        block_size = self.config.block_size
+        lengths, keys = (trace.input_length, trace.output_length), keys_of(trace, block_size)
         wanted = Request(place, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
-        wanted.prompt_key = prompt_key_of(trace, block_tokens)
+        wanted.prompt_key = prompt_key_of(trace, block_size)
         wanted.name, wanted.session = trace.name, trace.session
         self.clients.arrive(wanted)
 
@@ -164,7 +164,7 @@ class Cluster:
     def _at(self, target: DecodeReservation) -> SimulatedDecode | None:
         """A promise's instance, if the instance is still there."""
         decode = self._engines.decodes[target.decode]
-        return decode if decode.up and decode.incarnation == target.incarnation else None
+        return decode if decode.up and decode.epoch == target.epoch else None
 
     def _open(self, target: DecodeReservation) -> Link | None:
         decode = self._at(target)

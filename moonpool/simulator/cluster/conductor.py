@@ -197,7 +197,7 @@ class Conductor:
 
     def _keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Of prompt and answer so far."""
-        return keys_of_chain(request, (request.tokens + request.kept) // self._config.block_tokens)
+        return keys_of_chain(request, (request.tokens + request.kept) // self._config.block_size)
 
     def _first_token(self, number: int, told: ReportFirstToken) -> bool:
         serving = self._serving[number]
@@ -314,12 +314,12 @@ class Conductor:
     def back(self, instance: SimulatedPrefill | SimulatedDecode) -> None:
         """An instance is there (again)."""
         if self.up and instance.up:
-            self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.incarnation)
+            self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.epoch)
 
     def store_joins(self, store: Store) -> None:
         """A kvstore is there, perhaps instead of an earlier store."""
         if self.up:
-            self.members.join(store.name, store.load, store.held(), store.incarnation)
+            self.members.join(store.name, store.load, store.held(), store.epoch)
 
 
 def owner_of(stream: int, conductors: int) -> int:

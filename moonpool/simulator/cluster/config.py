@@ -12,7 +12,7 @@ from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
 from moonpool.engine.emulated.profile import Profile
 from moonpool.engine.prefill.core.jobs import PrefillSettings
 from moonpool.simulator.network import CallDelays
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE
 
 GB = 10**9
 
@@ -33,7 +33,7 @@ class DecodeMemory:
         watermark: pool share that is left free when a sequence is let in.
         preemption: how sequences give their blocks up.
         swap_bytes: DRAM for KV that is copied out of the pool.
-        step_tokens: most tokens computed again in one step.
+        max_num_batched_tokens: most tokens computed again in one step.
         assumed_answer_tokens: expected answer length until some answers have ended.
         lease_s: seconds without news after which a promise or transfer ends.
     """
@@ -41,7 +41,7 @@ class DecodeMemory:
     watermark: float = 0.01
     preemption: Preemption = Preemption.AUTO
     swap_bytes: int = 256 * GB
-    step_tokens: int = 256
+    max_num_batched_tokens: int = 256
     assumed_answer_tokens: int = 256
     lease_s: float = 60.0
 
@@ -66,10 +66,10 @@ class ClusterConfig:
         peers: prefixes are loaded from other engine instances too.
         copy_share: link share that copies of hot prefixes may take; 0 = no copies.
         prefetch_share: link share that prefetches into instances may take; 0 = no prefetches.
-        block_tokens: tokens in a KV block.
-        step_tokens: most tokens in a prefill step.
+        block_size: tokens in a KV block.
+        max_num_batched_tokens: most tokens in a prefill step.
         max_queue: prompts at a prefill instance at most.
-        max_batch: most sequences in a decode step.
+        max_num_seqs: most sequences in a decode step.
         pool_blocks: blocks in an instance's KV pool; 0 = what the profile's memory holds.
         store_bytes: a kvstore's DRAM.
         disk_bytes: a kvstore's SSD; 0 = none.
@@ -105,10 +105,10 @@ class ClusterConfig:
     peers: bool = True
     copy_share: float = 0.1
     prefetch_share: float = 0.5
-    block_tokens: int = BLOCK_TOKENS
-    step_tokens: int = 4096
+    block_size: int = BLOCK_SIZE
+    max_num_batched_tokens: int = 4096
     max_queue: int = 1024
-    max_batch: int = 256
+    max_num_seqs: int = 256
     pool_blocks: int = 0
     store_bytes: int = 1000 * GB
     disk_bytes: int = 0
@@ -131,7 +131,15 @@ class ClusterConfig:
     slow_factor: float = 6.0
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "conductors", "block_tokens", "step_tokens", "max_queue", "max_batch"):
+        for name in (
+            "prefill",
+            "decode",
+            "conductors",
+            "block_size",
+            "max_num_batched_tokens",
+            "max_queue",
+            "max_num_seqs",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, is {getattr(self, name)}")
         if self.widths and self.roles.swap:
@@ -161,7 +169,7 @@ class ClusterConfig:
     @property
     def block_bytes(self) -> int:
         """KV bytes per block."""
-        return self.block_tokens * self.profile.token_bytes
+        return self.block_size * self.profile.token_bytes
 
     @property
     def blocks(self) -> int:
@@ -180,7 +188,7 @@ class ClusterConfig:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
 
 @frozen
@@ -201,10 +209,10 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
     """Settings for a prefill instance's core. Each stage holds the stage's own layers from all blocks."""
     return PrefillSettings(
         blocks=stages * config.blocks,
-        block_tokens=config.block_tokens,
+        block_size=config.block_size,
         layers=config.profile.layers,
         slice_bytes=config.block_bytes // config.profile.layers,
-        step_tokens=max(config.step_tokens, config.block_tokens),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.block_size),
         stages=stages,
         max_queue=config.max_queue,
     )
@@ -215,14 +223,14 @@ def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
     memory = config.memory
     return DecodeSettings(
         num_blocks=config.blocks,
-        block_tokens=config.block_tokens,
+        block_size=config.block_size,
         block_bytes=config.block_bytes,
-        max_batch=config.max_batch,
+        max_num_seqs=config.max_num_seqs,
         lease_s=memory.lease_s,
         speeds=config.profile.speeds,
         preemption=memory.preemption,
         watermark_blocks=int(memory.watermark * config.blocks),
-        step_tokens=memory.step_tokens,
+        chunked_prefill_size=memory.max_num_batched_tokens,
         swap_blocks=memory.swap_bytes // config.block_bytes,
         assumed_answer_tokens=memory.assumed_answer_tokens,
         run_steps=runs.longest,

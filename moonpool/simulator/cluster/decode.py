@@ -183,13 +183,13 @@ class SimulatedDecode:
         self._machine = machine or SharedMachine()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
-        self.incarnation, self.up = 0, up
+        self.epoch, self.up = 0, up
         self.use = DecodeUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
-        self.incarnation += 1
+        self.epoch += 1
         self.core = DecodeScheduler(self._core_config)
         self.host: CoreHost[Event, actions.Action] = CoreHost(
             self._world, self.core, self._perform, before_tick=self._settle
@@ -230,7 +230,7 @@ class SimulatedDecode:
             return Failure(FailureKind.UNAVAILABLE, f"{self.name} is draining")
         number, request = self._came + 1, sequence.request
         self._came += sequence.width
-        keys = sequence.keys(self._config.block_tokens)
+        keys = sequence.keys(self._config.block_size)
         counts = sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
         for choice in range(sequence.width):
             self._sequences[number + choice] = DecodeSequence(sequence, number + choice, stores, *counts, choice)
@@ -289,10 +289,10 @@ class SimulatedDecode:
         for member in members:
             member.stream, member.started = stream, True
         if compute:
-            member.begin_with_prompt(self._config.block_tokens)
+            member.begin_with_prompt(self._config.block_size)
             self._tell(ComputePrompt(transfer, stream))
         else:
-            size = self._config.block_tokens
+            size = self._config.block_size
             keys = tuple([members[choice].begin_behind(count, size) for choice, count in enumerate(known)])
             first, *others = [0 if member.left else STOPPED for member in members]
             self._tell(StartDecoding(transfer, stream, first, tuple(others), (), known, keys))
@@ -429,7 +429,7 @@ class SimulatedDecode:
     def _answer(self, action: actions.ReservationGranted | actions.ReservationRefused) -> None:
         if isinstance(action, actions.ReservationGranted):
             self._taken += 1
-            target = DecodeReservation(self.name, self.incarnation, "", action.id, 0, action.held)
+            target = DecodeReservation(self.name, self.epoch, "", action.id, 0, action.held)
             self._answers[action.id] = ReserveGranted(target, self._core_config.lease_s, self._taken)
             return
         self._leave(action.id)

@@ -123,7 +123,7 @@ class DecodeStream:
 
     def __init__(self, calls: Calls, decode: SimulatedDecode, conductor: str, number: Callable[[], int]) -> None:
         self._calls, self._decode, self._conductor, self._new_number = calls, decode, conductor, number
-        self._incarnation = decode.incarnation
+        self._epoch = decode.epoch
         self._number = 0
         self._wire: SimulatedLink | None = None
         self._followers: dict[int, AnswerSubscription] = {}
@@ -204,7 +204,7 @@ class DecodeStream:
 
     def _there(self, deliver: Callable[[], None]) -> None:
         """At the instance, if the instance is still there."""
-        if self._decode.up and self._decode.incarnation == self._incarnation:
+        if self._decode.up and self._decode.epoch == self._epoch:
             deliver()
 
     def _broken(self) -> None:
@@ -325,7 +325,7 @@ class CallDispatcher:
         self._calls, self._members, self._post, self._token_came = calls, members, post, token_came
         self._engines = engines
         self._limit = ps(RESERVE_LIMIT * config.reserve_timeout_s)
-        self._block_tokens, self._keeps_tbt = config.block_tokens, keeps_tbt(config)
+        self._block_size, self._keeps_tbt = config.block_size, keeps_tbt(config)
         self._cancels: dict[int, Callable[[], None]] = {}
         self._prefilling: dict[int, PrefillCall] = {}
 
@@ -369,7 +369,7 @@ class CallDispatcher:
     def reserve(self, order: CallReserve, sequence: PlacedSequence) -> None:
         """Asks for room."""
         self._cancels[order.io] = _never
-        if not self._is_there(order.decode, order.incarnation):
+        if not self._is_there(order.decode, order.epoch):
             self._end(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left"))
             return
         late = Failure(FailureKind.DEADLINE, f"{order.decode} has not answered")
@@ -378,7 +378,7 @@ class CallDispatcher:
 
     def _ask(self, order: CallReserve, sequence: PlacedSequence) -> None:
         decode = self._engines.decodes[order.decode]
-        if _is_alive(decode, order.incarnation):
+        if _is_alive(decode, order.epoch):
             tbt_slo_s = (self._keeps_tbt and order.tbt_slo_s) or 0.0
             answer = decode.reserve(sequence, self._conductor, tbt_slo_s, order.starts_in_s, order.stores)
             self._calls.send(partial(self._end, order.io, answer))
@@ -392,16 +392,16 @@ class CallDispatcher:
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
         self._cancels[io] = lambda: self._cancel_prefill(call)
         self._prefilling[io] = call
-        if not self._is_there(name, order.incarnation):
+        if not self._is_there(name, order.epoch):
             self._end(io, Failure(FailureKind.UNAVAILABLE, f"{name} has left"))
             return
         wire.send(lambda: self._submit(call))
 
     def _submit(self, call: PrefillCall) -> None:
         instance, plan = call.instance, call.order.plan
-        if not _is_alive(instance, call.order.incarnation):
+        if not _is_alive(instance, call.order.epoch):
             return
-        there = self._members.incarnation
+        there = self._members.epoch
         call.sources = tuple([KVSource(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
         order, delay_s = call.order, plan.prefill.delay_s or 0.0
@@ -428,7 +428,7 @@ class CallDispatcher:
         self._end(call.io, Failure(FailureKind.UNAVAILABLE, "cancelled"))
 
     def _leave(self, call: PrefillCall) -> None:
-        if _is_alive(call.instance, call.order.incarnation):
+        if _is_alive(call.instance, call.order.epoch):
             call.instance.leave(call.job)
         call.wire.close()
 
@@ -446,7 +446,7 @@ class CallDispatcher:
         begin = sequence.continued + (not order.compute)
         known = () if order.compute else _known(sequence, begin)
         if order.compute:
-            held = order.target.held_blocks * self._block_tokens
+            held = order.target.held_blocks * self._block_size
             sequence.request.reused = min(held, sequence.request.tokens - 1)
         positions = [begin + its for its in known or (0,) * sequence.width]
         stream.start(transfer, following.members(positions), known, compute=order.compute)
@@ -454,7 +454,7 @@ class CallDispatcher:
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:
         """Takes over a sequence where the sequence runs, and follows the sequence."""
         target = order.target
-        if not self._is_there(target.decode, target.incarnation):
+        if not self._is_there(target.decode, target.epoch):
             self._post(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{target.decode} has left")))
             return
         stream, transfer = self.streams.get(target.decode), target.transfer_id
@@ -476,16 +476,16 @@ class CallDispatcher:
 
     def renew(self, order: RenewSession) -> None:
         """Keeps a promise."""
-        if self._is_there(order.target.decode, order.target.incarnation):
+        if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).open()
 
     def undo(self, order: CancelReservation) -> None:
         """Gives a promise back."""
-        if self._is_there(order.target.decode, order.target.incarnation):
+        if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).cancel(order.target.transfer_id)
 
-    def _is_there(self, name: str, incarnation: int) -> bool:
-        return incarnation == self._members.incarnation(name) != 0
+    def _is_there(self, name: str, epoch: int) -> bool:
+        return epoch == self._members.epoch(name) != 0
 
 
 def _known(sequence: PlacedSequence, begin: int) -> tuple[int, ...]:
@@ -498,5 +498,5 @@ def _never() -> None:
     """A `Reserve` is never cancelled."""
 
 
-def _is_alive(instance: SimulatedPrefill | SimulatedDecode, incarnation: int) -> bool:
-    return instance.up and instance.incarnation == incarnation
+def _is_alive(instance: SimulatedPrefill | SimulatedDecode, epoch: int) -> bool:
+    return instance.up and instance.epoch == epoch

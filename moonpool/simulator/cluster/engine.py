@@ -225,7 +225,7 @@ class DecodeEngine:
         """Leaps over steps in the run at the present slowdown; the first takes `first` if the engine is alone."""
         assert self._run is not None
         if self._ahead:
-            size = self._config.block_tokens
+            size = self._config.block_size
             steps = min([steps, *(it.until_filled(size) for it in self._batch(self._run))])
         more, slowdown = self._times.per_context_token * len(self._run.batch), self._member.slowdown
         if slowdown != 1.0:
@@ -301,7 +301,7 @@ class DecodeEngine:
 
     def _filled(self, members: list[DecodeSequence]) -> tuple[tuple[int, BlockKey], ...]:
         """Blocks that have become full with the last step."""
-        size = self._config.block_tokens
+        size = self._config.block_size
         return tuple([(it.number, key) for it in members if (key := it.filled(size)) is not None])
 
     def _advance(self, run: StartRun, steps: int) -> float:
@@ -318,7 +318,7 @@ class DecodeEngine:
         elapsed, batch = last - leap.time_of(begin), len(run.batch)
         self._use.count(steps, batch, elapsed)
         self._use.tokens_time += elapsed * (tokens - batch * (steps + 1) / 2)
-        self._use.slots_time += elapsed * blocks * self._config.block_tokens
+        self._use.slots_time += elapsed * blocks * self._config.block_size
         return elapsed / PS
 
 

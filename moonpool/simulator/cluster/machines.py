@@ -36,10 +36,10 @@ EngineInstance = SimulatedPrefill | SimulatedDecode
 
 @frozen
 class Draining:
-    """An instance that is leaving, and the instance's incarnation."""
+    """An instance that is leaving, and the instance's epoch."""
 
     instance: EngineInstance
-    incarnation: int
+    epoch: int
 
 
 class Machines:
@@ -68,13 +68,13 @@ class Machines:
     def change(self, order: ChangeRole) -> None:
         """Orders an instance to change role; ignored if the instance is lost or drains already."""
         instance = self._engines[order.instance]
-        if instance.up and instance.incarnation == order.incarnation and not instance.draining:
+        if instance.up and instance.epoch == order.epoch and not instance.draining:
             instance.drain()
-            self._look(Draining(instance, order.incarnation))
+            self._look(Draining(instance, order.epoch))
 
     def _look(self, leaving: Draining) -> None:
         instance = leaving.instance
-        if not instance.up or instance.incarnation != leaving.incarnation:
+        if not instance.up or instance.epoch != leaving.epoch:
             return  # the instance was lost meanwhile
         if not instance.empty:
             self._world.after(ps(LOOK_S), self._look, leaving)

@@ -27,7 +27,7 @@ class MemberInstance:
     Args:
         calls: carry the instance's messages.
         post: hands events to the conductor.
-        name, incarnation: the instance's.
+        name, epoch: the instance's.
         load: returns the current load.
         gap: between two reports, picoseconds.
     """
@@ -37,11 +37,11 @@ class MemberInstance:
         calls: Calls,
         post: Callable[[Event], None],
         name: str,
-        incarnation: int,
+        epoch: int,
         load: Callable[[], LoadFacts],
         gap: int,
     ) -> None:
-        self.incarnation = incarnation
+        self.epoch = epoch
         self._world, self._post, self._name, self._load = calls.world, post, name, load
         self._wire = SimulatedLink(calls, lambda: None)
         self._sequence = 1
@@ -96,15 +96,15 @@ class Members:
 
     def __init__(self, config: ClusterConfig, calls: Calls, post: Callable[[Event], None]) -> None:
         self._config, self._calls, self._post = config, calls, post
-        self._shape = KVShape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
+        self._shape = KVShape(config.block_size, config.profile.token_bytes, config.profile.layers, emulated=True)
         self._members: dict[str, MemberInstance] = {}
 
-    def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
+    def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, epoch: int) -> None:
         """Lets an instance join with cached keys; an earlier instance with the name is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
-        member = self._members[name] = MemberInstance(self._calls, self._post, name, incarnation, load, gap)
-        self._post(InstanceJoined(self.facts(name, member.incarnation)))
+        member = self._members[name] = MemberInstance(self._calls, self._post, name, epoch, load, gap)
+        self._post(InstanceJoined(self.facts(name, member.epoch)))
         stored, removed, cooled = map(tuple, held)
         self._post(KeysChanged(name, 1, stored, removed, snapshot_begin=True, snapshot_end=True, cooled=cooled))
         self._post(LoadReported(name, load()))
@@ -122,18 +122,18 @@ class Members:
         self._members.clear()
 
     def leave(self, name: str, why: str) -> int:
-        """An instance is lost; returns the instance's incarnation, 0 if the instance was not here."""
+        """An instance is lost; returns the instance's epoch, 0 if the instance was not here."""
         member = self._members.pop(name, None)
         if member is None:
             return 0
         member.lose()
-        self._post(InstanceLeft(name, member.incarnation, why))
-        return member.incarnation
+        self._post(InstanceLeft(name, member.epoch, why))
+        return member.epoch
 
-    def incarnation(self, name: str) -> int:
-        """An instance's incarnation; 0 = the instance is not here."""
+    def epoch(self, name: str) -> int:
+        """An instance's epoch; 0 = the instance is not here."""
         member = self._members.get(name)
-        return member.incarnation if member is not None else 0
+        return member.epoch if member is not None else 0
 
     def keys(self, name: str, changes: KeyChanges) -> None:
         """An instance tells what came and what left; reports from an unjoined instance are ignored."""
@@ -147,21 +147,21 @@ class Members:
         if member is not None:
             member.changed()
 
-    def facts(self, name: str, incarnation: int) -> InstanceFacts:
+    def facts(self, name: str, epoch: int) -> InstanceFacts:
         """What an instance reports when joining."""
         config, kind = self._config, _KINDS[name[0]]
         store = kind is InstanceKind.KVSTORE
         stages = config.stages_of(name) if kind is InstanceKind.PREFILL else 1
         return InstanceFacts(
             id=name,
-            incarnation=incarnation,
+            epoch=epoch,
             kind=kind,
             total_blocks=0 if store else stages * config.blocks,
             shape=None if store else self._shape,
             speeds=config.profile.speeds,
             switches_role=config.roles.swap and not store,
             stages=stages,
-            step_tokens=config.step_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             capacity_bytes=config.store_bytes if store else 0,
             reports_ssd=store and config.disk_bytes > 0,
         )

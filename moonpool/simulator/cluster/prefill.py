@@ -237,14 +237,14 @@ class SimulatedPrefill:
         self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
         self._machine = machine or SharedMachine()
         self._came = self._copies_came = 0
-        self.incarnation = 0
+        self.epoch = 0
         self.up = up
         self.use = PrefillUse()
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
-        self.incarnation += 1
+        self.epoch += 1
         self.core = PrefillScheduler(self._settings, self._config.profile.speeds)
         self.host: CoreHost[Event, actions.Action] = CoreHost(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
@@ -284,7 +284,7 @@ class SimulatedPrefill:
     ) -> int:
         """Queues a prompt, to be computed and sent to the target if there is one; returns the prompt's number."""
         self._came += 1
-        keys = sequence.keys(self._config.block_tokens)
+        keys = sequence.keys(self._config.block_size)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
         spec = EngineRequest(keys, sequence.tokens, sequence.tokens, tenant=sequence.request.tenant)
@@ -533,7 +533,7 @@ class SimulatedPrefill:
 
     def _bytes(self, pieces: Iterable[actions.LayerBlocks], tokens: int) -> int:
         """Bytes of the tokens in the blocks; a prompt's last block may be part-filled."""
-        size, slice_bytes, nbytes = self._config.block_tokens, self._settings.slice_bytes, 0
+        size, slice_bytes, nbytes = self._config.block_size, self._settings.slice_bytes, 0
         for piece in pieces:
             begin, end = piece.first * size, (piece.first + len(piece.blocks)) * size
             nbytes += (min(tokens, end) - begin) * slice_bytes // size

@@ -165,20 +165,20 @@ class PlacedSequence:
         """The answer's tokens that were there at placement."""
         return self.request.answer - self.left
 
-    def keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
+    def keys(self, block_size: int) -> tuple[BlockKey, ...]:
         """Keys for full blocks with KV from prefill."""
-        return keys_of_chain(self.request, self.tokens // block_tokens)
+        return keys_of_chain(self.request, self.tokens // block_size)
 
 
-def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
+def keys_of(request: TraceRequest, block_size: int) -> tuple[BlockKey, ...]:
     """Block keys for a trace request's full blocks, uniform bytes like real keys; no two tenants share."""
-    full = request.hash_ids[: request.input_length // block_tokens]
+    full = request.hash_ids[: request.input_length // block_size]
     return tuple([_key_of(hash_id, request.tenant) for hash_id in full])
 
 
-def prompt_key_of(request: TraceRequest, block_tokens: int) -> bytes:
+def prompt_key_of(request: TraceRequest, block_size: int) -> bytes:
     """Key for a prompt without a full block, by the prompt's first block id; empty if no key is needed."""
-    if request.input_length >= block_tokens or not request.hash_ids:
+    if request.input_length >= block_size or not request.hash_ids:
         return b""
     return _key_of(request.hash_ids[0], request.tenant)
 
@@ -266,16 +266,16 @@ class DecodeSequence:
         else:
             self.made.add(first, gaps, last)
 
-    def begin_with_prompt(self, block_tokens: int) -> None:
+    def begin_with_prompt(self, block_size: int) -> None:
         """The first token is not known, and made here. A last block that is full has a key."""
         self.tokens -= 1
         self.left += 1
-        self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
+        self.keys = min(self.keys, (self.tokens - 1) // block_size)
 
-    def begin_behind(self, known: int, block_tokens: int) -> tuple[BlockKey, ...]:
+    def begin_behind(self, known: int, block_size: int) -> tuple[BlockKey, ...]:
         """Takes so many tokens behind the first token as known; returns keys for the blocks that these tokens fill."""
         before, self.tokens, self.left = self.keys, self.tokens + known, self.left - known
-        self.keys = max(before, (self.tokens - 1) // block_tokens)
+        self.keys = max(before, (self.tokens - 1) // block_size)
         return self.chain(self.keys)[before:]
 
     def again(self, position: int, stream: int, now: int) -> TokenTimes | None:
@@ -284,13 +284,13 @@ class DecodeSequence:
         self.made, self.told, self.stream = None, True, stream
         return TokenTimes(now, [0] * (lacking - 1), now) if lacking > 0 else None
 
-    def until_filled(self, block_tokens: int) -> int:
+    def until_filled(self, block_size: int) -> int:
         """Steps until a block becomes full."""
-        return block_tokens - (self.tokens - 1) % block_tokens
+        return block_size - (self.tokens - 1) % block_size
 
-    def filled(self, block_tokens: int) -> BlockKey | None:
+    def filled(self, block_size: int) -> BlockKey | None:
         """Key for the block that became full with the last step; None if no block did."""
-        index, rest = divmod(self.tokens - 1, block_tokens)
+        index, rest = divmod(self.tokens - 1, block_size)
         if rest or index <= self.keys:
             return None
         self.keys = index

@@ -145,7 +145,7 @@ class Store:
         self._world, self._network, self._config, self._on_keys = world, network, config, on_keys
         self._changed = changed
         self._puts: deque[Put] = deque()
-        self.incarnation = 0
+        self.epoch = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -156,7 +156,7 @@ class Store:
         self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
         self._disk = SimulatedDisk(self._world, config.disk_bytes_per_s)
         self._left: list[BlockKey] = []  # DRAM, or the disk, since the last news
-        self.incarnation += 1
+        self.epoch += 1
         for put in self._puts:
             self._world.after(0, _call, put.done)
         self._puts.clear()
@@ -174,12 +174,12 @@ class Store:
 
     def tell(self, hint: SessionHint, prefetch: Sequence[BlockKey]) -> None:
         """Takes what is known about a session, and reads wanted blocks from SSD behind all earlier reads."""
-        life, told = self.incarnation, self._world.seconds
+        life, told = self.epoch, self._world.seconds
         self._order.hint(hint)
         cold = [key for key in self._dram.lacking(prefetch) if key in self._ssd]
 
         def came() -> None:
-            if self.incarnation == life:
+            if self.epoch == life:
                 self._keep(prefetch[: self.holds(prefetch)])
                 self._order.hint(hint.after(self._world.seconds - told))
 
@@ -192,12 +192,12 @@ class Store:
 
     def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
         """See `Readable.lend`; what is read is not evicted here before the end."""
-        life = self.incarnation
+        life = self.epoch
         self._reading += 1
         self._changed()
 
         def give_back() -> None:
-            if self.incarnation == life:
+            if self.epoch == life:
                 self._reading -= 1
                 self._changed()
 
@@ -236,14 +236,14 @@ class Store:
             self._write(self._puts.popleft())
 
     def _write(self, put: Put) -> None:
-        missing, life = len(self._lacking(put.keys)), self.incarnation
+        missing, life = len(self._lacking(put.keys)), self.epoch
         if not missing:
             self._keep(put.keys)
             self._world.after(0, _call, put.done)
             return
 
         def written() -> None:
-            if self.incarnation == life:
+            if self.epoch == life:
                 self.written_blocks += missing
                 self._keep(put.keys)
                 self._writing -= 1

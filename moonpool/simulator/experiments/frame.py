@@ -9,7 +9,7 @@ from moonpool.simulator.cluster.cluster import Cluster
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.experiments.report import Chart, Collector, Summary
 from moonpool.simulator.traces.agentic import AgenticWorkload
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest
 from moonpool.simulator.traces.workload import Workload, WorkloadMix
 
 Row = Mapping[str, object]
@@ -49,9 +49,9 @@ class RequestSource:
         return Workload(self.seed, self.mix).requests(self.requests or GENERATED_REQUESTS)
 
     @property
-    def block_tokens(self) -> int:
+    def block_size(self) -> int:
         """Tokens in a block."""
-        return BLOCK_TOKENS if self.path is None else Trace(self.path).block_tokens
+        return BLOCK_SIZE if self.path is None else Trace(self.path).block_size
 
     def describe(self) -> str:
         """For people."""

@@ -39,7 +39,7 @@ class MemoryLoad:
         max_tokens: what a request may ask for.
         samples: answers per request.
         pool_blocks: blocks in the instance's pool.
-        block_tokens: tokens per block.
+        block_size: tokens per block.
         seed: for the answers' lengths.
     """
 
@@ -49,7 +49,7 @@ class MemoryLoad:
     max_tokens: int = 4096
     samples: int = 1
     pool_blocks: int = 2000
-    block_tokens: int = DEFAULT_BLOCK_SIZE
+    block_size: int = DEFAULT_BLOCK_SIZE
     seed: int = 1
 
     def answer(self, number: int) -> int:
@@ -155,7 +155,7 @@ def groups_of(load: MemoryLoad, *, sharing: bool) -> list[Group]:
 
 
 def _sample(load: MemoryLoad, number: int, sample: int, prompt: int) -> Request:
-    blocks = range(load.prompt_tokens // load.block_tokens)
+    blocks = range(load.prompt_tokens // load.block_size)
     keys = tuple(BlockKey((prompt << 32 | block).to_bytes(32, "little")) for block in blocks)
     return Request(sample, 0, load.prompt_tokens, load.answer(number), keys, max_tokens=load.max_tokens)
 
@@ -163,8 +163,8 @@ def _sample(load: MemoryLoad, number: int, sample: int, prompt: int) -> Request:
 def run_pool(profile: Profile, load: MemoryLoad, way: FillPolicy) -> WaitingRequests:
     """Serves the load on one decode instance."""
     config = ClusterConfig(
-        profile=profile, prefill=1, decode=1, kvstore=0, block_tokens=load.block_tokens, memory=way.memory,
-        pool_blocks=load.pool_blocks, max_batch=1_000_000,
+        profile=profile, prefill=1, decode=1, kvstore=0, block_size=load.block_size, memory=way.memory,
+        pool_blocks=load.pool_blocks, max_num_seqs=1_000_000,
     )  # fmt: skip
     longest = config.blocks_for(load.prompt_tokens + load.max_tokens)
     waiting = WaitingRequests(
@@ -176,7 +176,7 @@ def run_pool(profile: Profile, load: MemoryLoad, way: FillPolicy) -> WaitingRequ
 
 def _row(name: str, load: MemoryLoad, way: FillPolicy, waiting: WaitingRequests) -> dict[str, object]:
     use, core, seconds = waiting.instance.use, waiting.instance.core, waiting.ended_at / PS
-    longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_tokens) * load.block_tokens
+    longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_size) * load.block_size
     slots = use.sequences_time * longest if way.longest_life else use.slots_time
     return {
         "mode": name,
@@ -220,7 +220,7 @@ def memory(profile: Profile, load: MemoryLoad, progress: Progress) -> Result:
     chart = Chart("Sequences at once in a fixed pool, mean", "", "sequences", {"sequences": points}, names=short)
     facts: dict[str, object] = {
         "profile": profile.name,
-        "pool": f"{load.pool_blocks} blocks of {load.block_tokens} tokens",
+        "pool": f"{load.pool_blocks} blocks of {load.block_size} tokens",
         "requests": f"{load.requests} at once, prompts of {load.prompt_tokens}, answers of {load.answer_tokens} "
         f"(exponential, seed {load.seed}), at most {load.max_tokens}",
     }

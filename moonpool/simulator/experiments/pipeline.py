@@ -132,7 +132,7 @@ def _facts(config: ClusterConfig, machines: int, requests: int) -> dict[str, obj
         "machines": machines,
         "profile": config.profile.name,
         "hardware": config.profile.hardware,
-        "step_tokens": config.step_tokens,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "requests": f"{requests} of equal length, {5 * requests} of the mix",
         "mix": f"{SHORT_SHARE:.0%} of {SHORT} tokens, the others of {LONG}",
         "policy": config.policy,

@@ -28,7 +28,7 @@ from moonpool.simulator.eviction import chains_of, optimum, replay
 from moonpool.simulator.experiments.frame import Progress, RequestSource, Result, assumptions, simulate
 from moonpool.simulator.experiments.report import Chart, digits
 from moonpool.simulator.network import CallDelays, Calls, Link, SimulatedNetwork
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, TraceRequest
 
 CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 1_000)
 """In blocks; 0 = no bound."""
@@ -53,9 +53,9 @@ COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-fi
 Chains = list[list[BlockKey]]
 
 
-def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_tokens: int = BLOCK_TOKENS) -> Chains:
+def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_size: int = BLOCK_SIZE) -> Chains:
     """Each request's block keys, for full blocks only or for all."""
-    full = [request.input_length // block_tokens if blocks == "full" else None for request in requests]
+    full = [request.input_length // block_size if blocks == "full" else None for request in requests]
     return chains_of(
         [(request.tenant, request.hash_ids[:count]) for request, count in zip(requests, full, strict=True)]
     )
@@ -83,7 +83,7 @@ def cache(
             raise ConfigError("policies", f"{policy!r} is none of {', '.join((*COMPARED, OPTIMUM))}")
     if blocks not in BLOCKS:
         raise ConfigError("blocks", f"must be one of {', '.join(BLOCKS)}, is {blocks!r}")
-    chains = chains_in(list(source.read()), blocks, source.block_tokens)
+    chains = chains_in(list(source.read()), blocks, source.block_size)
     rows: list[dict[str, object]] = []
     series: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
     for capacity in capacities:
@@ -135,15 +135,15 @@ class HotLoad:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.prefix_tokens < BLOCK_TOKENS:
-            raise ConfigError("prefix_tokens", f"must be at least a block of {BLOCK_TOKENS}, is {self.prefix_tokens}")
+        if self.prefix_tokens < BLOCK_SIZE:
+            raise ConfigError("prefix_tokens", f"must be at least a block of {BLOCK_SIZE}, is {self.prefix_tokens}")
 
     def arrivals(self) -> Iterator[TraceRequest]:
         """The requests; equal loads give equal requests."""
         draw, now, fresh = random.Random(f"hot {self.seed}"), 0.0, 0
-        blocks = self.prefix_tokens // BLOCK_TOKENS
-        tokens = blocks * BLOCK_TOKENS + self.question_tokens
-        rest = -(-self.question_tokens // BLOCK_TOKENS)
+        blocks = self.prefix_tokens // BLOCK_SIZE
+        tokens = blocks * BLOCK_SIZE + self.question_tokens
+        rest = -(-self.question_tokens // BLOCK_SIZE)
         for _ in range(self.requests):
             now += draw.expovariate(self.rate_per_s)
             hot = draw.random() < self.share
@@ -202,7 +202,7 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
     peers = Peers(_ignore_changes, lambda: None, lambda _: None, _alone, lambda _: False, _alone)
     instance = SimulatedPrefill(network, config, "p0", [store], lambda _: store, calls, peers)
-    keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
+    keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_size))
     if bytes_per_s:
         store.write(keys, Link("elsewhere", 1e18), lambda: None)
         world.run()

@@ -55,7 +55,7 @@ class Slowdowns:
     def add(self, request: Request) -> None:
         """A request has ended."""
         if request.outcome == DONE:
-            speeds, steps = self._config.profile.speeds, -(-request.tokens // self._config.step_tokens)
+            speeds, steps = self._config.profile.speeds, -(-request.tokens // self._config.max_num_batched_tokens)
             cold_s = prefill_seconds(speeds, request.tokens, 0, steps=steps)
             at = sum([request.tokens > last for last in LENGTH_CLASSES])
             self._classes[at].add((request.first_at - request.arrived) / PS / cold_s)

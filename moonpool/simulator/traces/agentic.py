@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest, reusable_share, write_trace
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, TraceRequest, reusable_share, write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class AgenticWorkload:
         at = max([agent.at, *(child.timestamp for child in ends)]) + delay
         chain = (*agent.system, *agent.history)
         ids = (*chain, next(self._ids)) if agent.rest else chain
-        tokens, answer = len(chain) * BLOCK_TOKENS + agent.rest, max(1, round(mix.answer.draw(draws)))
+        tokens, answer = len(chain) * BLOCK_SIZE + agent.rest, max(1, round(mix.answer.draw(draws)))
         request = TraceRequest(
             at, tokens, answer, ids, session=agent.session, name=f"{agent.session}#{agent.turns}", wait_for=wait_for,
             delay=delay,
@@ -153,11 +153,11 @@ class AgenticWorkload:
 
     def _grow(self, agent: _Agent, tokens: float) -> None:
         """Adds tokens at the history's end; blocks that become full get ids."""
-        blocks, agent.rest = divmod(agent.rest + max(1, round(tokens)), BLOCK_TOKENS)
+        blocks, agent.rest = divmod(agent.rest + max(1, round(tokens)), BLOCK_SIZE)
         agent.history += [next(self._ids) for _ in range(blocks)]
 
     def _blocks(self, tokens: float) -> list[int]:
-        return [next(self._ids) for _ in range(max(1, round(tokens / BLOCK_TOKENS)))]
+        return [next(self._ids) for _ in range(max(1, round(tokens / BLOCK_SIZE)))]
 
 
 def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from moonpool.simulator.traces.mooncake import ChainIds, TraceError, TraceRequest, trace_line
 
-BLOCK_TOKENS = 16
+BLOCK_SIZE = 16
 
 
 def read_bailian(path: Path) -> Iterator[TraceRequest]:
@@ -37,7 +37,7 @@ class _Reader:
     """Knows the conversations and blocks in the lines so far."""
 
     def __init__(self) -> None:
-        self._ids = ChainIds(BLOCK_TOKENS)
+        self._ids = ChainIds(BLOCK_SIZE)
         self._sessions: dict[int, str] = {}  # by chat
 
     def request(self, data: Mapping[str, Any]) -> TraceRequest:
@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     requests = sorted(read_bailian(options.file), key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"block_tokens": BLOCK_TOKENS}) + "\n")
+        out.write(json.dumps({"block_tokens": BLOCK_SIZE}) + "\n")
         out.writelines(map(trace_line, requests))
 
 

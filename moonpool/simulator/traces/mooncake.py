@@ -28,7 +28,7 @@ from blake3 import blake3
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.sampling_params import MAX_CHOICES
 
-BLOCK_TOKENS = 512
+BLOCK_SIZE = 512
 TRACE_VARIABLE = "MOONPOOL_TRACE"
 FIRST_TOKEN = 16
 """Ids below are left to special tokens."""
@@ -62,19 +62,19 @@ class TraceRequest:
     delay: float = 0.0
     """Milliseconds after the last of these ends: a tool works, a person thinks."""
 
-    def tokens(self, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
+    def tokens(self, vocab_size: int, block_size: int = BLOCK_SIZE) -> "array[int]":
         """The prompt; typecode "i"."""
         prompt = array("i")
         for hash_id in self.hash_ids:
-            prompt.extend(block_of(hash_id, vocab_size, block_tokens))
+            prompt.extend(block_of(hash_id, vocab_size, block_size))
         assert len(prompt) >= self.input_length, "a block of the trace has no id"
         return prompt[: self.input_length]
 
 
 @lru_cache(maxsize=4096)
-def block_of(hash_id: int, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
+def block_of(hash_id: int, vocab_size: int, block_size: int = BLOCK_SIZE) -> "array[int]":
     """A block's tokens."""
-    words = array("I", blake3(f"moonpool trace block {hash_id}".encode()).digest(length=4 * block_tokens))
+    words = array("I", blake3(f"moonpool trace block {hash_id}".encode()).digest(length=4 * block_size))
     return array("i", [FIRST_TOKEN + word % (vocab_size - FIRST_TOKEN) for word in words])
 
 
@@ -92,7 +92,7 @@ class Trace:
         limit: requests to read at most; 0 = all.
 
     Attributes:
-        block_tokens: tokens in a block.
+        block_size: tokens in a block.
 
     Raises:
         TraceError: the file cannot be read; while iterating also: a line is wrong.
@@ -107,13 +107,13 @@ class Trace:
         except (OSError, UnicodeDecodeError) as error:
             raise TraceError(f"{path}: {error}") from error
         self._has_header = head is not None
-        self.block_tokens = BLOCK_TOKENS if head is None else self._block_tokens_of(head)
+        self.block_size = BLOCK_SIZE if head is None else self._block_size_of(head)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return islice(self._requests(), self._limit or None)
 
     def _requests(self) -> Iterator[TraceRequest]:
-        check = _Checker(self.block_tokens)
+        check = _Checker(self.block_size)
         with self.path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 if self._has_header and number == 1:
@@ -123,10 +123,10 @@ class Trace:
                 except ValueError as error:
                     raise TraceError(f"{self.path}, line {number}: {error}") from error
 
-    def _block_tokens_of(self, head: Mapping[str, Any]) -> int:
+    def _block_size_of(self, head: Mapping[str, Any]) -> int:
         tokens = head["block_tokens"]
         if not _is_count(tokens) or tokens == 0:
-            raise TraceError(f"{self.path}, line 1: block_tokens must be a positive whole number, is {tokens!r}")
+            raise TraceError(f"{self.path}, line 1: block_size must be a positive whole number, is {tokens!r}")
         return int(tokens)
 
 
@@ -141,8 +141,8 @@ def _header(line: str) -> Mapping[str, Any] | None:
 class _Checker:
     """Turns lines into requests; raises ValueError if a line is wrong, or contradicts an earlier line."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._last = 0.0
         self._turns: dict[str, list[str]] = {}  # names of a session's requests
         self._times: dict[str, float] = {}  # of requests with a name
@@ -197,9 +197,9 @@ class _Checker:
     def _check_ids(self, tokens: int, ids: object) -> None:
         if not isinstance(ids, list) or not all(map(_is_count, ids)):
             raise ValueError("hash_ids must be a list of whole numbers of at least 0")
-        blocks = -(-tokens // self._block_tokens)
+        blocks = -(-tokens // self._block_size)
         if len(ids) != blocks:
-            raise ValueError(f"{tokens} tokens are {blocks} blocks of {self._block_tokens}, hash_ids has {len(ids)}")
+            raise ValueError(f"{tokens} tokens are {blocks} blocks of {self._block_size}, hash_ids has {len(ids)}")
         before = -1
         for hash_id in ids:
             known = self._before.setdefault(hash_id, before)
@@ -294,9 +294,9 @@ def trace_line(request: TraceRequest) -> str:
 class ChainIds:
     """Our ids for blocks with ids that may follow different blocks elsewhere: each of ours has a single predecessor."""
 
-    def __init__(self, block_tokens: int, fresh: Iterator[int] | None = None) -> None:
+    def __init__(self, block_size: int, fresh: Iterator[int] | None = None) -> None:
         """`fresh` gives ids that are not used yet; None = all are free."""
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self._fresh = count() if fresh is None else fresh
         self._known: dict[tuple[int, int], int] = {}  # our id, by our id before and the given id
 
@@ -304,25 +304,25 @@ class ChainIds:
         """Our ids for a prompt's blocks. Blocks without an id, and a last block that is not full, are not shared."""
         chain: list[int] = []
         before = -1
-        for place in range(-(-tokens // self._block_tokens)):
-            full = (place + 1) * self._block_tokens <= tokens
+        for place in range(-(-tokens // self._block_size)):
+            full = (place + 1) * self._block_size <= tokens
             fresh = next(self._fresh)
             before = self._known.setdefault((before, ids[place]), fresh) if full and place < len(ids) else fresh
             chain.append(before)
         return tuple(chain)
 
 
-def reusable_share(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> float:
+def reusable_share(requests: Sequence[TraceRequest], block_size: int = BLOCK_SIZE) -> float:
     """Share of prompt tokens in leading blocks that the tenant has had before: the limit for any cache's hit rate."""
     seen: set[tuple[str, int]] = set()
     hits = total = 0
     for request in requests:
         blocks = 0
-        for hash_id in request.hash_ids[: request.input_length // block_tokens]:
+        for hash_id in request.hash_ids[: request.input_length // block_size]:
             if (request.tenant, hash_id) not in seen:
                 break
             blocks += 1
-        hits += blocks * block_tokens
+        hits += blocks * block_size
         total += request.input_length
         seen.update((request.tenant, hash_id) for hash_id in request.hash_ids)
     return hits / total if total else 0.0

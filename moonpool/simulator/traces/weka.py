@@ -20,11 +20,11 @@ class WekaSessions:
     """Sessions from several files as one trace. Files share no blocks, since ids are a file's own.
 
     Attributes:
-        block_tokens: tokens in a block, in all files; 0 = no file was read.
+        block_size: tokens in a block, in all files; 0 = no file was read.
     """
 
     def __init__(self) -> None:
-        self.block_tokens = 0
+        self.block_size = 0
         self._ids = count()
 
     def read(self, path: Path, at_ms: float) -> list[TraceRequest]:
@@ -35,11 +35,11 @@ class WekaSessions:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            block_tokens = int(data["block_size"])
-            if block_tokens < 1 or self.block_tokens not in (0, block_tokens):
-                raise TraceError(f"{path}: block_size is {block_tokens}, other files have {self.block_tokens}")
-            self.block_tokens = block_tokens
-            session = _Session(str(data.get("id") or path.stem), block_tokens, self._ids)
+            block_size = int(data["block_size"])
+            if block_size < 1 or self.block_size not in (0, block_size):
+                raise TraceError(f"{path}: block_size is {block_size}, other files have {self.block_size}")
+            self.block_size = block_size
+            session = _Session(str(data.get("id") or path.stem), block_size, self._ids)
             return list(session.requests(data["requests"], session.name, (), at_ms))
         except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{path}: no session of an agent ({type(error).__name__}: {error})") from error
@@ -48,9 +48,9 @@ class WekaSessions:
 class _Session:
     """One file's session."""
 
-    def __init__(self, name: str, block_tokens: int, ids: "count[int]") -> None:
+    def __init__(self, name: str, block_size: int, ids: "count[int]") -> None:
         self.name = name
-        self._ids = ChainIds(block_tokens, ids)
+        self._ids = ChainIds(block_size, ids)
 
     def requests(
         self, entries: Sequence[Mapping[str, Any]], name: str, begin: tuple[str, ...], at_ms: float
@@ -96,7 +96,7 @@ def main() -> None:
     ]
     requests.sort(key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"block_tokens": sessions.block_tokens}) + "\n")
+        out.write(json.dumps({"block_tokens": sessions.block_size}) + "\n")
         out.writelines(map(trace_line, requests))
 
 

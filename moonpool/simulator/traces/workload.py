@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest, write_trace
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, TraceRequest, write_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Workload:
     def _ask(self, now: float, chain: Sequence[int], tenant: str) -> None:
         """A request. The last block is not full: once full, the block is another block, so that this id comes once."""
         ids = (*chain, *self._blocks(1))
-        tokens = len(chain) * BLOCK_TOKENS + self._random.randint(1, BLOCK_TOKENS - 1)
+        tokens = len(chain) * BLOCK_SIZE + self._random.randint(1, BLOCK_SIZE - 1)
         answer = 1 + round(self._random.expovariate(1 / self._mix.answer_tokens))
         choices = self._wishes.randint(2, self._mix.most_choices) if self._wishes.random() < self._mix.several else 1
         self._requests.append(TraceRequest(round(1000 * now), tokens, answer, ids, tenant, choices))

@@ -28,7 +28,7 @@ PREEMPTING = (
     "--set",
     "assumed_answer_tokens=4",
     "--set",
-    "step_tokens=40",
+    "max_num_batched_tokens=40",
     "--set",
     "blocks=40",
 )

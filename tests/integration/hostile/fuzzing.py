@@ -26,7 +26,7 @@ _INTS = {
 }
 MAX_DEPTH = 4
 TRUE, WRONG = 1, 2
-"""Numbers that stand for a live session, generation or incarnation, and for one that is not."""
+"""Numbers that stand for a live session, generation or epoch, and for one that is not."""
 
 Strategy = st.SearchStrategy[Any]
 
@@ -54,7 +54,7 @@ HINTS: dict[str, Strategy] = {
     "session": _one_of(TRUE, TRUE, WRONG, 0, (1 << 64) - 1),
     "transfer_id": _one_of(TRUE, TRUE, WRONG, 0, (1 << 64) - 1),
     "generation": _one_of(TRUE, TRUE, TRUE, WRONG, 0, (1 << 32) - 1),
-    "decode_incarnation": _one_of(TRUE, TRUE, WRONG),
+    "decode_epoch": _one_of(TRUE, TRUE, WRONG),
     "request_id": _one_of("", "live", "live", "a", "~", "x" * 300, "\x00"),
     "tenant": _one_of("", "raw", "x" * 2000),
     "layer": _INDEX,
@@ -202,13 +202,13 @@ class Facts:
 
     Attributes:
         namespace, layout: of the KV that is served.
-        incarnation: of the decode instance.
+        epoch: of the decode instance.
         reserve: gives a live transfer; asked for only when a message speaks of one.
     """
 
     namespace: bytes
     layout: kv_pb2.KVLayout
-    incarnation: int
+    epoch: int
     reserve: Callable[[], kv_pb2.TransferTarget]
     live: kv_pb2.TransferTarget | None = None
 
@@ -237,8 +237,8 @@ class Facts:
                 self._transfer(message, "transfer_id")
             case kv_pb2.FrameHeader() if transfers:
                 self._transfer(message, "session")
-        if isinstance(message, decode_pb2.TransferOpen) and message.decode_incarnation == TRUE:
-            message.decode_incarnation = self.incarnation
+        if isinstance(message, decode_pb2.TransferOpen) and message.decode_epoch == TRUE:
+            message.decode_epoch = self.epoch
         whole = isinstance(message, kvstore_pb2.PutRequest) and message.open.HasField("frame")
         carrier = message.open if whole else message
         fields = carrier.DESCRIPTOR.fields_by_name

@@ -163,13 +163,13 @@ class Stack:
 
     def hello(self) -> kv_pb2.StreamHello:
         """A proper first message of a KV stream."""
-        sender = kv_pb2.Instance(id="raw", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL, address="127.0.0.1:1")
+        sender = kv_pb2.Instance(id="raw", epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL, address="127.0.0.1:1")
         return kv_pb2.StreamHello(sender=sender, namespace=self.model.namespace, layout=self.model.layout)
 
     def join_hello(self, kind: kv_pb2.InstanceKind.ValueType) -> conductor_pb2.JoinHello:
         """The hello of a valid instance at the address of a running one."""
         names = {kv_pb2.INSTANCE_KIND_PREFILL: "prefill", kv_pb2.INSTANCE_KIND_DECODE: "decode"}
-        instance = kv_pb2.Instance(id="raw", incarnation=1, kind=kind, address=self.address(names.get(kind, "kvstore")))
+        instance = kv_pb2.Instance(id="raw", epoch=1, kind=kind, address=self.address(names.get(kind, "kvstore")))
         model = self.model if kind in names else None
         return conductor_pb2.JoinHello(instance=instance, model=model, total_blocks=10)
 

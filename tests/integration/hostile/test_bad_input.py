@@ -274,7 +274,7 @@ def test_hello_of_another_kv(stack: Stack, name: str) -> None:
         "namespace": namespace(bytes(31)),
         "layout.dtype": layout(dtype="float8"),
         "layout.layers": lambda hello: hello.layout.ClearField("layers"),
-        "layout.block_tokens": layout(block_tokens=17),
+        "layout.block_size": layout(block_size=17),
         "layout.version": layout(version=9),
     }
     if not name.startswith("kvstore."):
@@ -350,7 +350,7 @@ def test_addresses_that_cannot_be(stack: Stack, address: str) -> None:
 
 def test_a_target_without_a_service(stack: Stack) -> None:
     """The prefill fails within its deadlines and gives everything back."""
-    absent = kv_pb2.Instance(id="absent", incarnation=1, address="127.0.0.1:1")
+    absent = kv_pb2.Instance(id="absent", epoch=1, address="127.0.0.1:1")
     target = kv_pb2.TransferTarget(decode=absent, transfer_id=1, generation=1)
     outcome = stack.call(
         "prefill.Prefill", prefill_pb2.PrefillRequest(sequence=stack.spec("raw", PROMPT), target=target)

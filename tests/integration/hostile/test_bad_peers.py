@@ -49,7 +49,7 @@ def opening(target: kv_pb2.TransferTarget, **wrong: int) -> decode_pb2.ReceiveKV
     values: dict[str, Any] = {
         "transfer_id": target.transfer_id,
         "generation": target.generation,
-        "decode_incarnation": target.decode.incarnation,
+        "decode_epoch": target.decode.epoch,
     }
     return decode_pb2.ReceiveKVRequest(open=decode_pb2.TransferOpen(**(values | wrong)))
 
@@ -124,7 +124,7 @@ def test_frames_that_no_request_waits_for(stack: Stack) -> None:
         assert stream.read().HasField("welcome")
         stream.send(frame(stack, unknown), frame(stack, target), opening(target))
         stream.send(frame(stack, target, generation=target.generation + 1))
-        for wrong in ({"generation": target.generation + 1}, {"transfer_id": 1 << 63}, {"decode_incarnation": 5}, {}):
+        for wrong in ({"generation": target.generation + 1}, {"transfer_id": 1 << 63}, {"decode_epoch": 5}, {}):
             stream.send(opening(target, **wrong))
             assert verdict_on(stream).status == decode_pb2.TRANSFER_STATUS_FAILED
         stream.send(*(frame(stack, target, layer) for layer in range(stack.model.layout.layers)))
@@ -334,7 +334,7 @@ BAD_JOINS: list[tuple[grpc.StatusCode, str, Callable[[Any], Any]]] = [
     (MISMATCH, "model.config_hash", lambda hello: setattr(hello.model, "config_hash", bytes(32))),
     (MISMATCH, "model.vocab_size", lambda hello: setattr(hello.model, "vocab_size", 1)),
     (MISMATCH, "model.namespace", lambda hello: setattr(hello.model, "namespace", bytes(32))),
-    (MISMATCH, "model.layout.block_tokens", lambda hello: setattr(hello.model.layout, "block_tokens", 32)),
+    (MISMATCH, "model.layout.block_size", lambda hello: setattr(hello.model.layout, "block_size", 32)),
     (MISMATCH, "layout.dtype", lambda hello: setattr(hello.model.layout, "dtype", "float8")),
     (CODES.UNAVAILABLE, "", lambda hello: setattr(hello.instance, "address", "127.0.0.1:1")),
 ]

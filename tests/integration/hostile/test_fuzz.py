@@ -93,7 +93,7 @@ def facts_of(stack: Stack) -> Facts:
         return stack.reserve(stack.spec("live", tokens(BLOCK + 4, "fuzz")))
 
     decode = stack.instances["decode-0"]
-    return Facts(stack.model.namespace, stack.model.layout, decode.incarnation, reserve)
+    return Facts(stack.model.namespace, stack.model.layout, decode.epoch, reserve)
 
 
 def proper_requests(stack: Stack, name: str) -> list[Message]:
@@ -116,7 +116,7 @@ def _generates(stack: Stack) -> Iterable[dict[str, Any]]:
 
 def _joins(stack: Stack) -> Iterable[dict[str, Any]]:
     kind, address = kv_pb2.INSTANCE_KIND_KVSTORE, stack.address("kvstore")
-    hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="raw", incarnation=1, kind=kind, address=address))
+    hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="raw", epoch=1, kind=kind, address=address))
     yield {"hello": hello}
     yield {"events": kv_pb2.KVEvents(sequence=1, snapshot_begin=True, snapshot_end=True, stored_keys=bytes(64))}
     yield {"load": conductor_pb2.LoadReport(running=1)}
@@ -145,13 +145,13 @@ def _frames(stack: Stack, blocks: int, last_valid: int) -> Iterable[dict[str, An
 
 def _receives(stack: Stack) -> Iterable[dict[str, Any]]:
     yield {"hello": stack.hello()}
-    yield {"open": decode_pb2.TransferOpen(transfer_id=TRUE, generation=TRUE, decode_incarnation=TRUE)}
+    yield {"open": decode_pb2.TransferOpen(transfer_id=TRUE, generation=TRUE, decode_epoch=TRUE)}
     yield from _frames(stack, 2, 4)
     yield {"close": decode_pb2.TransferClose(transfer_id=TRUE, generation=TRUE)}
 
 
 def _steps(stack: Stack) -> Iterable[dict[str, Any]]:
-    yield {"hello": decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="raw", incarnation=1))}
+    yield {"hello": decode_pb2.StepsHello(conductor=kv_pb2.Instance(id="raw", epoch=1))}
     names: dict[str, Any] = {"request_id": "live", "transfer_id": TRUE, "generation": TRUE}
     yield {"start": decode_pb2.StartSequence(first_token_id=9, **names)}
     yield {"cancel": decode_pb2.CancelSequence(**names)}

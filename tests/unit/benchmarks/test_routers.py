@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.emulated_vllm import BLOCK_TOKENS, EmulatedVllm, PrefixCache, Request, words
+from benchmarks.emulated_vllm import BLOCK_SIZE, EmulatedVllm, PrefixCache, Request, words
 from benchmarks.frame import Absent, Row, Skipped
 from benchmarks.routers import BESIDE, OURS, Figures, prompts, rows
 from moonpool.base.bundled import model_dir
@@ -42,13 +42,13 @@ def test_events_tell_what_a_cache_holds() -> None:
             if isinstance(event, BlockStored):
                 assert event.parent is None or event.parent in told
                 for at, one in enumerate(event.hashes):
-                    told[one] = [*event.token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]]
+                    told[one] = [*event.token_ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]]
             elif isinstance(event, BlockRemoved):
                 for one in event.hashes:
                     del told[one]
         cache.events.clear()
         assert told.keys() == cache.held.keys()
-        assert all(len(tokens) == BLOCK_TOKENS for tokens in told.values())
+        assert all(len(tokens) == BLOCK_SIZE for tokens in told.values())
         assert len(cache.held) <= cache.capacity
         assert cache.used == 0
     assert hits > 0
@@ -87,7 +87,7 @@ async def test_answers_share_steps_and_prompts_wait_for_their_turn() -> None:
         assert (await ask(list(range(100))))[1] == 96
         assert (engine.counts["requests"], engine.counts["cached_tokens"]) == (3, 96)
         blocks = sum([len(event.hashes) for event in told if isinstance(event, BlockStored)])
-        assert blocks == len(engine.cache.held) == (100 + 4) // BLOCK_TOKENS + (40 + 4) // BLOCK_TOKENS
+        assert blocks == len(engine.cache.held) == (100 + 4) // BLOCK_SIZE + (40 + 4) // BLOCK_SIZE
     finally:
         running.cancel()
 
@@ -102,7 +102,7 @@ def test_prompts_are_the_traces_and_their_text_is_their_tokens(tmp_path: Path) -
     asked = prompts(argparse.Namespace(**OPTIONS | {"trace": str(path)}))
     assert [one.due_s for one in asked] == pytest.approx([0.0, 0.125, 0.25])
     assert [one.answer_tokens for one in asked] == [5, 16, 16]
-    assert asked[0].tokens[: 1 + 2 * BLOCK_TOKENS] == asked[1].tokens[: 1 + 2 * BLOCK_TOKENS]
+    assert asked[0].tokens[: 1 + 2 * BLOCK_SIZE] == asked[1].tokens[: 1 + 2 * BLOCK_SIZE]
     assert asked[0].tokens != asked[1].tokens
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     assert all(set(one.tokens[1:]) <= set(words(tokenizer)) for one in asked)

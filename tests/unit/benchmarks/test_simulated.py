@@ -15,7 +15,7 @@ REAL = replace(KINDS["real"], requests=2)
 def test_a_shrunk_request_keeps_its_blocks() -> None:
     found = shrunk(TraceRequest(5.0, 1030, 160, (7, 8, 9)), REAL)
     assert (found.input_length, found.output_length, found.hash_ids) == (64, 10, (7, 8))
-    assert REAL.block_tokens == 32
+    assert REAL.block_size == 32
     longest = shrunk(TraceRequest(5.0, 512 * 100, 1, tuple(range(100))), REAL)
     assert (longest.input_length, longest.output_length, len(longest.hash_ids)) == (1400, 8, 44)
 

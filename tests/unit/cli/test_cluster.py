@@ -19,7 +19,7 @@ def cells(row: str) -> list[str]:
 
 def cluster() -> FakeConductor:
     fake = FakeConductor()
-    instance = kv_pb2.Instance(id="decode-0", incarnation=7, kind=kv_pb2.INSTANCE_KIND_DECODE, address="host:1")
+    instance = kv_pb2.Instance(id="decode-0", epoch=7, kind=kv_pb2.INSTANCE_KIND_DECODE, address="host:1")
     load = pb.LoadReport(running=3, waiting=2, queued_tokens=1500, free_blocks=60, cached_blocks=30, promised_blocks=4)
     fake.state = pb.ClusterStateResponse(
         ready=True,

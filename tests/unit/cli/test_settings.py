@@ -29,12 +29,12 @@ def test_a_narrower_section_and_the_command_line_go_before(tmp_path: Path) -> No
     file = tmp_path / "stack.yaml"
     file.write_text(
         "conductor:\n  tenant_weights: {ann: 2}\n  peers: false\n"
-        "decode:\n  step_tokens: 7\nall:\n  step_tokens: 5\n  log_json: true\n"
+        "decode:\n  chunked_prefill_size: 7\nall:\n  chunked_prefill_size: 5\n  log_json: true\n"
         "kvstore:\n  data_dir: [/a, /b]\n"
     )
     found = stack_settings(file, ["conductor.peers=true"])
-    assert found["decode"] == ["--set", "step_tokens=7", "--set", "log_json=true"]
-    assert "step_tokens=5" not in found["conductor"], "only decode has this setting"
+    assert found["decode"] == ["--set", "chunked_prefill_size=7", "--set", "log_json=true"]
+    assert "chunked_prefill_size=5" not in found["conductor"], "only decode has this setting"
     config = config_class("conductor").load(["--model", "m", *found["conductor"]])
     assert (config.model_dump()["tenant_weights"], config.model_dump()["peers"]) == ({"ann": 2.0}, True)
     store = config_class("kvstore").load(found["kvstore"])
@@ -46,7 +46,7 @@ def test_a_narrower_section_and_the_command_line_go_before(tmp_path: Path) -> No
     [
         ("conductor.admission=soon", "conductor.admission", "'early' or 'predictive', got 'soon' (from --set)"),
         ("conductor.admision=early", "conductor.admision", "did you mean admission?"),
-        ("engine.block_tokens=16", "engine.block_tokens", "it is now block_size"),
+        ("engine.block_size=16", "engine.block_size", "it is now block_size"),
         ("decode.max_num_seqs=0", "decode.max_num_seqs", "greater than or equal to 1"),
         ("conducter.admission=early", "conducter", "did you mean conductor?"),
         ("decode.id=x", "decode.id", "`moonpool serve` decides this itself"),

@@ -284,10 +284,10 @@ def test_a_new_placement_is_told(dial: Dial) -> None:
 
 def test_queries_are_translated(dial: Dial) -> None:
     fake = FakeConductor()
-    instance = kv_pb2.Instance(id="decode-0", kind=kv_pb2.INSTANCE_KIND_DECODE, address="h:1", incarnation=3)
+    instance = kv_pb2.Instance(id="decode-0", kind=kv_pb2.INSTANCE_KIND_DECODE, address="h:1", epoch=3)
     fake.state = pb.ClusterStateResponse(
         ready=True,
-        model=pb.ModelInfo(name="tiny", max_tokens=64, layout=kv_pb2.KVLayout(block_tokens=16)),
+        model=pb.ModelInfo(name="tiny", max_tokens=64, layout=kv_pb2.KVLayout(block_size=16)),
         instances=[pb.InstanceState(instance=instance, load=pb.LoadReport(running=2), indexed_blocks=5)],
     )
     fake.explanations["r"] = pb.ExplainResponse(refused="too slow", candidates=[pb.CandidateExplanation(instance="p")])
@@ -296,7 +296,7 @@ def test_queries_are_translated(dial: Dial) -> None:
     )
     with dial(fake) as client:
         state = client.cluster_state()
-        assert (state.ready, state.model, state.max_tokens, state.block_tokens) == (True, "tiny", 64, 16)
+        assert (state.ready, state.model, state.max_tokens, state.block_size) == (True, "tiny", 64, 16)
         assert [(i.id, i.kind, i.running, i.indexed_blocks) for i in state.instances] == [("decode-0", "decode", 2, 5)]
         explanation = client.explain("r")
         assert (explanation.placement, explanation.refused) == (None, "too slow")

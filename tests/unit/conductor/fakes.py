@@ -19,7 +19,7 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
 from .logprobs import made_up, prompt_scores, scores, told
 
-BLOCK_TOKENS = 16
+BLOCK_SIZE = 16
 WAIT_S = 60.0
 
 
@@ -39,7 +39,7 @@ def expected(prompt_tokens: int, count: int, choice: int = 0) -> list[int]:
 
 def model_info(**changes: Any) -> conductor_pb2.ModelInfo:
     """What a fake engine serves; keywords change fields of the model or its layout."""
-    layout: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_tokens": BLOCK_TOKENS}
+    layout: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_size": BLOCK_SIZE}
     layout["dtype"] = "float32"
     layout |= {name: changes.pop(name) for name in list(changes) if name in layout}
     model = {
@@ -59,7 +59,7 @@ class FakeMember:
     id: str
     kind: kv_pb2.InstanceKind.ValueType
     total_blocks: int = 64
-    incarnation: int = 1
+    epoch: int = 1
     address: str = ""
     load: conductor_pb2.LoadReport = field(default_factory=conductor_pb2.LoadReport)
     keys: list[bytes] = field(default_factory=list)
@@ -81,7 +81,7 @@ class FakeMember:
 
     @property
     def instance(self) -> kv_pb2.Instance:
-        return kv_pb2.Instance(id=self.id, incarnation=self.incarnation, kind=self.kind, address=self.address)
+        return kv_pb2.Instance(id=self.id, epoch=self.epoch, kind=self.kind, address=self.address)
 
     def take_events(self) -> KeyChanges:
         stored, self.new_keys = self.new_keys, []
@@ -138,7 +138,7 @@ class ScriptedPrefill(FakeMember):
                 misses=self.misses,
                 chunks=self.chunks,
                 embedding=struct.pack("<2f", 0.6, 0.8) if wanted.embedding else b"",
-                lane="tcp",
+                transport="tcp",
                 prefill_s=self.took_s,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)

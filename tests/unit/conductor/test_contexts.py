@@ -12,17 +12,17 @@ from moonpool.client import Context, InvalidRequest, MoonpoolError, NotFound, Un
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
-from .fakes import BLOCK_TOKENS, WAIT_S, ScriptedPrefill, decode, prefill
+from .fakes import BLOCK_SIZE, WAIT_S, ScriptedPrefill, decode, prefill
 from .stack import Stack, stack
 from .stores import FakeStore
 
-PROMPT = list(range(30, 30 + 3 * BLOCK_TOKENS + 5))
+PROMPT = list(range(30, 30 + 3 * BLOCK_SIZE + 5))
 TWO = SamplingParams(max_tokens=2, temperature=0.0)
 SYSTEM = {"role": "system", "content": "the tide of a moon pool " * 8}
 
 
 def keys_of(tokens: list[int], tenant: str = "ours") -> list[bytes]:
-    return list(block_keys(chain_root(b"n" * 32, tenant), tokens, BLOCK_TOKENS))
+    return list(block_keys(chain_root(b"n" * 32, tenant), tokens, BLOCK_SIZE))
 
 
 def write_back(p: ScriptedPrefill, store: FakeStore) -> None:
@@ -61,7 +61,7 @@ async def test_a_context_of_tokens_is_computed_pinned_and_goes_before_prompts() 
         warmed = p.requests[-1]
         assert tokens_from_bytes(warmed.sequence.token_ids).tolist() == PROMPT
         assert not warmed.HasField("target")
-        p.cached_tokens = 2 * BLOCK_TOKENS
+        p.cached_tokens = 2 * BLOCK_SIZE
         for name in ("t", made.id):
             used = await s.client.generate(token_ids=[7, 8], context=name, tenant="ours", sampling=TWO)
             assert used.usage.prompt_tokens == len(PROMPT) + 2
@@ -70,7 +70,7 @@ async def test_a_context_of_tokens_is_computed_pinned_and_goes_before_prompts() 
             await s.client.generate(token_ids=[7], context=made.id, tenant="ours", cache_salt="s", sampling=TWO)
         assert salted.value.field == "cache_salt"
         counted = await settled(s, "t")
-        assert (counted.hits, counted.saved_tokens) == (2, 4 * BLOCK_TOKENS)
+        assert (counted.hits, counted.saved_tokens) == (2, 4 * BLOCK_SIZE)
 
 
 async def test_a_conversations_beginning_is_what_all_that_go_on_have_in_common() -> None:

@@ -9,7 +9,7 @@ from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.latency import Speeds
 
-from .fakes import BLOCK_TOKENS, ScriptedDecode, decode, expected, prefill
+from .fakes import BLOCK_SIZE, ScriptedDecode, decode, expected, prefill
 from .stack import Stack, stack
 
 PROMPT = list(range(30, 70))
@@ -27,7 +27,7 @@ def members(**settings: Any) -> tuple[Any, ScriptedDecode]:
 
 async def hold(s: Stack, d: ScriptedDecode) -> None:
     """The decode instance tells that it holds the prompt's two full blocks."""
-    d.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+    d.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)))
     await s.until(lambda: s.servicer.core.cluster.index.held("decode-0") == 2)
 
 
@@ -38,7 +38,7 @@ async def test_the_answer_comes_from_decode_alone_and_explain_says_so() -> None:
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert result.token_ids == expected(len(PROMPT), 8)
         assert (result.placement.prefill, result.placement.decode) == ("decode-0", "decode-0")
-        assert (result.usage.cached_tokens, len(p.requests), len(d.computed)) == (2 * BLOCK_TOKENS, 0, 1)
+        assert (result.usage.cached_tokens, len(p.requests), len(d.computed)) == (2 * BLOCK_SIZE, 0, 1)
         assert 0 < result.timing.ttft_s < result.timing.e2e_s
         found = await s.client.explain(result.request_id)
         assert found.placement is not None

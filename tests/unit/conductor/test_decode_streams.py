@@ -5,7 +5,7 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from moonpool.v1 import kv_pb2
 
-DECODE = kv_pb2.Instance(id="decode", incarnation=1, address="127.0.0.1:1")
+DECODE = kv_pb2.Instance(id="decode", epoch=1, address="127.0.0.1:1")
 
 
 class Reopener:

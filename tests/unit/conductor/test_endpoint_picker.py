@@ -35,7 +35,7 @@ from moonpool.v1.ext_proc_pb2 import (
 )
 from moonpool.v1.ext_proc_pb2_grpc import ExternalProcessorStub
 from tests.unit.base.rpc.certificates import issue
-from tests.unit.conductor.fakes import BLOCK_TOKENS, FakeMember, decode, prefill
+from tests.unit.conductor.fakes import BLOCK_SIZE, FakeMember, decode, prefill
 from tests.unit.conductor.stack import TINY, WAIT_S, Stack, stack, tiny
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -95,11 +95,11 @@ def body_of(responses: Sequence[ProcessingResponse]) -> bytes:
 
 
 def held(tokens: list[int]) -> list[bytes]:
-    return list(block_keys(chain_root(b"n" * 32, ""), tokens, BLOCK_TOKENS))
+    return list(block_keys(chain_root(b"n" * 32, ""), tokens, BLOCK_SIZE))
 
 
 async def test_a_streamed_request_goes_where_its_prefix_is_and_on_unchanged() -> None:
-    one, two, tokens = prefill(0), prefill(1), list(range(6 * BLOCK_TOKENS))
+    one, two, tokens = prefill(0), prefill(1), list(range(6 * BLOCK_SIZE))
     two.keys = held(tokens)
     async with proxied(one, two, policy="sglang") as (running, stub):  # the longest prefix decides
         await running.until(lambda: running.servicer.core.cluster.index.held("prefill-1") == 6)

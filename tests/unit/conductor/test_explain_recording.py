@@ -21,7 +21,7 @@ from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.experiments.frame import simulate
 from moonpool.simulator.traces.mooncake import Trace, TraceRequest
 
-from .fakes import BLOCK_TOKENS, decode, prefill
+from .fakes import BLOCK_SIZE, decode, prefill
 from .resuming import Call, two
 from .resuming import request as asked
 from .stack import WAIT_S, stack
@@ -33,10 +33,10 @@ KEYS = tuple(bytes([number]) * 32 for number in range(4))
 
 def opened(number: int, at: float, keys: int = 2, rest: int = 5, tenant: str = "") -> ValidRequest:
     """A request with `keys` full blocks of the same chain, and `rest` tokens of its own."""
-    tokens, key = keys * BLOCK_TOKENS + rest, bytes([100 + number]) * 32
+    tokens, key = keys * BLOCK_SIZE + rest, bytes([100 + number]) * 32
     spec = RequestSpec(number, f"r{number}", tokens, 8, key, SloLimits(), at, at + 60.0, tenant=tenant)
     prompt = array("i", range(tokens))
-    return ValidRequest(spec, prompt, GREEDY, (), (), b"", tuple(map(BlockKey, KEYS[:keys])), BLOCK_TOKENS)
+    return ValidRequest(spec, prompt, GREEDY, (), (), b"", tuple(map(BlockKey, KEYS[:keys])), BLOCK_SIZE)
 
 
 def recorded(path: Path, *requests: ValidRequest, ends: list[tuple[int, int]]) -> list[TraceRequest]:
@@ -58,7 +58,7 @@ async def test_a_recorded_conductor_is_simulated(tmp_path: Path) -> None:
         await s.client.generate(token_ids=FIRST, sampling=GREEDY, tenant="other")
     trace = Trace(path)
     requests = list(trace)
-    assert trace.block_tokens == BLOCK_TOKENS
+    assert trace.block_size == BLOCK_SIZE
     assert [it.input_length for it in requests] == [40, 80, 16, 40, 40]
     assert [it.output_length for it in requests] == [8] * 5
     assert requests[0].timestamp == 0.0
@@ -73,7 +73,7 @@ async def test_a_recorded_conductor_is_simulated(tmp_path: Path) -> None:
     assert len(set(ours)) == 1
     assert theirs not in {*ours, "", "other"}
 
-    config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, block_tokens=BLOCK_TOKENS)
+    config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, block_size=BLOCK_SIZE)
     slow = replace(config, rate=1e-4)  # one prompt is computed before the next one comes
     summary, _ = simulate(slow, requests)
     assert summary.requests == 5

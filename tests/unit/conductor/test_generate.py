@@ -9,7 +9,7 @@ from moonpool.base.kv.keys import block_keys, chain_root, unpack_keys
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import NotFound, Unavailable
 
-from .fakes import BLOCK_TOKENS, decode, expected, prefill
+from .fakes import BLOCK_SIZE, decode, expected, prefill
 from .stack import WAIT_S, stack
 
 PROMPT = list(range(30, 70))
@@ -36,7 +36,7 @@ async def test_happy_path() -> None:
         assert p.running == 0
 
         spec = p.requests[0].sequence
-        keys = block_keys(chain_root(s.model().namespace, "t"), PROMPT, BLOCK_TOKENS)
+        keys = block_keys(chain_root(s.model().namespace, "t"), PROMPT, BLOCK_SIZE)
         assert unpack_keys(spec.block_keys) == keys
         assert len(keys) == 2
         assert (spec.prompt_tokens, spec.request_id, list(spec.end_token_ids)) == (40, "r1", [1])
@@ -157,7 +157,7 @@ async def test_a_failed_sequence_continues_exactly_at_another_instance(failing: 
         again = next(request for p in engines[:2] for request in p.requests if "~1" in request.sequence.request_id)
         assert again.sequence.prompt_tokens == 40
         assert len(again.sequence.token_ids) == 4 * (40 + failing)
-        assert len(again.sequence.block_keys) == 32 * ((40 + failing) // BLOCK_TOKENS)
+        assert len(again.sequence.block_keys) == 32 * ((40 + failing) // BLOCK_SIZE)
         await s.rest()
         assert engines[2].reserved == {}
         assert engines[3].reserved == {}

@@ -18,7 +18,7 @@ MODEL = conductor_pb2.ModelInfo(name="tiny")
 
 
 def instance(name: str) -> kv_pb2.Instance:
-    return kv_pb2.Instance(id=name, incarnation=1)
+    return kv_pb2.Instance(id=name, epoch=1)
 
 
 def index_of(**held: list[bytes]) -> PrefixIndex:

@@ -8,7 +8,7 @@ from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.latency import Speeds
 
-from .fakes import BLOCK_TOKENS, decode, expected, prefill, store
+from .fakes import BLOCK_SIZE, decode, expected, prefill, store
 from .stack import stack
 
 PROMPT = list(range(30, 70))
@@ -37,7 +37,7 @@ async def test_those_of_a_prompt_come_once_and_what_is_cached_of_it_is_not_looke
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, other, k) as s:
         index = s.servicer.core.cluster.index
-        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         how = SamplingParams(max_tokens=4, prompt_logprobs=1)
         result = await s.client.generate(token_ids=PROMPT, sampling=how)
@@ -58,7 +58,7 @@ async def test_the_embedding_of_a_prompt_comes_once_and_uses_what_is_cached() ->
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, other, k) as s:
         index = s.servicer.core.cluster.index
-        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         result = await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=4, embedding=True))
         assert result.embedding == pytest.approx((0.6, 0.8))

@@ -78,7 +78,7 @@ async def test_a_report_from_an_earlier_life_is_refused() -> None:
         old = await s.serve(decode(0))
         call = await s.call_join(old)
         assert (await call.read()).HasField("welcome")
-        new = await s.call_join(await s.serve(decode(0, incarnation=2)))
+        new = await s.call_join(await s.serve(decode(0, epoch=2)))
         assert (await new.read()).HasField("welcome")
         member = s.cluster.registry.get(CUT)
         assert member is not None
@@ -86,5 +86,5 @@ async def test_a_report_from_an_earlier_life_is_refused() -> None:
         with pytest.raises(MoonpoolError) as caught:
             await call.read()
         assert isinstance(caught.value, Mismatch)
-        assert (member.instance.incarnation, member.load.draining) == (2, False)
+        assert (member.instance.epoch, member.load.draining) == (2, False)
         assert s.cluster.is_member(member)

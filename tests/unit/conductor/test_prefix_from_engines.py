@@ -6,7 +6,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.v1 import kv_pb2, prefill_pb2
 
-from .fakes import BLOCK_TOKENS, FakeMember, decode, prefill
+from .fakes import BLOCK_SIZE, FakeMember, decode, prefill
 from .stack import Stack, stack
 
 PROMPT = list(range(30, 70))
@@ -15,7 +15,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 async def held(s: Stack, member: FakeMember) -> list[bytes]:
     """A member has the prompt's blocks, and the conductor knows; returns their keys."""
-    keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+    keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)]
     member.store(keys)
     await s.until(lambda: s.servicer.core.cluster.index.held(member.id) == len(keys))
     return keys

@@ -6,7 +6,7 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.v1 import prefill_pb2
 
-from .fakes import BLOCK_TOKENS, decode, prefill, store
+from .fakes import BLOCK_SIZE, decode, prefill, store
 from .stack import stack
 
 PROMPT = list(range(30, 70))
@@ -18,7 +18,7 @@ async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
         index = s.servicer.core.cluster.index
-        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert (result.placement.kvstore, result.placement.predicted_cached_blocks) == ("kvstore-0", 2)
@@ -28,7 +28,7 @@ async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
         state = await s.client.cluster_state()
         assert {i.id: i.indexed_blocks for i in state.instances} == {"prefill-0": 0, "decode-0": 0, "kvstore-0": 2}
         assert state.ready
-        assert state.block_tokens == BLOCK_TOKENS
+        assert state.block_size == BLOCK_SIZE
 
 
 async def test_copies_are_named_to_prefill_and_decode() -> None:
@@ -36,7 +36,7 @@ async def test_copies_are_named_to_prefill_and_decode() -> None:
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, *stores, kvstore_replicas=2) as s:
         index = s.servicer.core.cluster.index
-        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)]
         stores[0].store(keys)
         stores[2].store(keys[:1])
         await s.until(lambda: (index.held("kvstore-0"), index.held("kvstore-2")) == (2, 1))
@@ -54,7 +54,7 @@ async def test_a_miss_corrects_the_index_until_the_store_reports_the_block_again
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
         index = s.servicer.core.cluster.index
-        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)]
         k.store(keys)
         await s.until(lambda: index.lengths(keys) == {"kvstore-0": 2})
         p.misses.append(prefill_pb2.StoreMiss(store=k.instance, block=1))
@@ -75,7 +75,7 @@ async def test_of_a_lost_window_only_the_windowed_slices_are_forgotten() -> None
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
         index = s.servicer.core.cluster.index
-        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_SIZE)]
         k.store([*with_window_keys(keys)])
         await s.until(lambda: index.lengths([window_key(keys[1])]) == {"kvstore-0": 1})
         p.misses.append(prefill_pb2.StoreMiss(store=k.instance, block=1, windowed=True))
@@ -88,5 +88,5 @@ async def test_of_a_lost_window_only_the_windowed_slices_are_forgotten() -> None
 async def test_a_prompt_shorter_than_a_block_has_a_store_for_its_answer() -> None:
     p, d, k = prefill(), decode(), store()
     async with stack(p, d, k) as s:
-        await s.client.generate(token_ids=PROMPT[: BLOCK_TOKENS - 1], sampling=GREEDY)
+        await s.client.generate(token_ids=PROMPT[: BLOCK_SIZE - 1], sampling=GREEDY)
         assert d.requests[0].write_back.id == "kvstore-0"

@@ -16,9 +16,9 @@ KINDS = {
 }
 
 
-def hello(name: str, *, incarnation: int = 1, model: conductor_pb2.ModelInfo | None = None) -> conductor_pb2.JoinHello:
+def hello(name: str, *, epoch: int = 1, model: conductor_pb2.ModelInfo | None = None) -> conductor_pb2.JoinHello:
     kind = name.split("-")[0]
-    instance = kv_pb2.Instance(id=name, incarnation=incarnation, kind=KINDS[kind], address="127.0.0.1:1")
+    instance = kv_pb2.Instance(id=name, epoch=epoch, kind=KINDS[kind], address="127.0.0.1:1")
     message = conductor_pb2.JoinHello(instance=instance, total_blocks=10)
     if kind != "kvstore":
         message.model.CopyFrom(model or model_info())
@@ -56,8 +56,8 @@ def test_the_model_is_adopted_from_the_first_engine_and_stays_while_one_is_left(
 
 def test_a_restarted_instance_replaces_its_earlier_self() -> None:
     registry = Registry(SERVED)
-    old = registry.join(hello("decode-0", incarnation=1))
-    new = registry.join(hello("decode-0", incarnation=2, model=model_info(namespace=b"n" * 32)))
+    old = registry.join(hello("decode-0", epoch=1))
+    new = registry.join(hello("decode-0", epoch=2, model=model_info(namespace=b"n" * 32)))
     assert list(registry) == [new]
     assert not registry.leave(old)
     assert registry.get("decode-0") is new

@@ -72,12 +72,12 @@ async def test_a_missing_message_empties_the_index_and_asks_for_a_snapshot() -> 
         call.cancel()
 
 
-async def test_a_later_incarnation_takes_the_place() -> None:
-    old, new = prefill(), prefill(incarnation=2)
+async def test_a_later_epoch_takes_the_place() -> None:
+    old, new = prefill(), prefill(epoch=2)
     async with stack(old) as s:
         registry = s.cluster.registry
         await s.join(new)
-        await s.until(lambda: (m := registry.get("prefill-0")) is not None and m.instance.incarnation == 2)
+        await s.until(lambda: (m := registry.get("prefill-0")) is not None and m.instance.epoch == 2)
         assert len(registry) == 1
 
 

@@ -26,7 +26,7 @@ from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 
 FAKE = "tests.unit.engine.fake_worker"
-LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 DIE, HANG, FAIL, WORK = 1, 2, 3, 10
 GREEDY = SampleSpec()
 

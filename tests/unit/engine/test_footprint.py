@@ -36,7 +36,7 @@ SAMPLED = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9, top_k=50, logpro
 def spec(checkpoint: Path, **changes: object) -> EngineSpec:
     config = load_config(checkpoint)
     layout = kv_layout(config, "float32", BLOCK)
-    plain = EngineSpec(str(checkpoint), "float32", layout, 40, step_tokens=1024, threads=2, measure=False)
+    plain = EngineSpec(str(checkpoint), "float32", layout, 40, max_num_batched_tokens=1024, threads=2, measure=False)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -87,11 +87,11 @@ def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
         return work_bytes(config, spec(checkpoint, **changes), native=native, threads=threads)
 
     least = work()
-    assert work(step_tokens=2048) > least
+    assert work(max_num_batched_tokens=2048) > least
     assert work(blocks=400, max_tokens=1 << 20) > least
     assert work(threads=8) > least
     assert work(native=False) > least
-    assert work(measure=True, step_tokens=16) > work(step_tokens=16)
+    assert work(measure=True, max_num_batched_tokens=16) > work(max_num_batched_tokens=16)
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert work_bytes(wide, plain, native=True, threads=2) - least >= 64 * 100_000 * 4
 
@@ -133,7 +133,7 @@ def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None
 def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
     config = load_config(checkpoint)
     least = device_work_bytes(config, spec(checkpoint))
-    assert device_work_bytes(config, spec(checkpoint, step_tokens=2048)) > least
+    assert device_work_bytes(config, spec(checkpoint, max_num_batched_tokens=2048)) > least
     assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16

@@ -246,7 +246,7 @@ async def test_joins_serves_and_drains(folder: Path) -> None:
         assert service is not None
         told = [line for line in life.out.getvalue().splitlines() if not line.startswith("starting: ")]
         assert told == ["loading: 0 1/2", f"ready: {hello.instance.address}"]
-        assert (hello.instance.id, hello.instance.incarnation) == ("x-0", life.context.incarnation)
+        assert (hello.instance.id, hello.instance.epoch) == ("x-0", life.context.epoch)
         assert (hello.total_blocks, hello.model.name) == (4, "small-model")
         await probe(hello.instance.address, WAIT_S)
         life.conductor.has_load.clear()

@@ -18,9 +18,9 @@ TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
 class ExactEngine:
     """Takes exactly the time that `TRUE` says, on paper."""
 
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
     stages = run_steps = 1
-    step_tokens = 512
+    max_num_batched_tokens = 512
     speeds = Speeds()
     pool: KVPool
     failed: "asyncio.Future[str]"
@@ -76,7 +76,7 @@ async def test_coefficients_are_recovered() -> None:
 async def test_on_a_device_sequences_have_blocks_of_their_own_and_all_timed_decode_steps_have_graphs() -> None:
     """Shared contexts would lie in a GPU's cache."""
     engine = ExactEngine(5000)
-    spec = EngineSpec("none", "float32", engine.layout, 5000, step_tokens=2048, graph_rows=24, device="cuda")
+    spec = EngineSpec("none", "float32", engine.layout, 5000, max_num_batched_tokens=2048, graph_rows=24, device="cuda")
     sizes = TimedSizes.of(spec)
     got = await measure(engine, sizes=sizes)
     assert got.decode_per_context_token_s == pytest.approx(TRUE.decode_per_context_token_s, rel=1e-3)

@@ -136,7 +136,7 @@ def test_a_step_goes_on_without_a_dropped_share(checkpoint: Path, count: int) ->
 
 
 def test_the_pool_is_computed_in_without_copies() -> None:
-    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
     kv, scales = StageSlices.of_pool(pool.parts[1], pool_bytes(pool.parts[1])).typed()
     assert scales is None
@@ -151,7 +151,7 @@ def test_the_pool_is_computed_in_without_copies() -> None:
 
 
 def test_quantised_pools_have_scales_behind_the_values_of_each_head() -> None:
-    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="float8_e4m3fn")
+    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float8_e4m3fn")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
     kv, scales = StageSlices.of_pool(pool.parts[1], pool_bytes(pool.parts[1])).typed()
     assert isinstance(scales, torch.Tensor)

@@ -30,7 +30,7 @@ def spec() -> kv_pb2.SequenceSpec:
 
 def unpacked(message: kv_pb2.SequenceSpec) -> IncomingRequest:
     return IncomingRequest.from_proto(
-        message, namespace=NAMESPACE, block_tokens=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH
+        message, namespace=NAMESPACE, block_size=BLOCK, vocab_size=VOCABULARY, max_tokens=LENGTH
     )
 
 

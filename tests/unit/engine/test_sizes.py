@@ -41,9 +41,9 @@ def spec(model: ModelConfig, **changes: object) -> EngineSpec:
 def test_a_pool_takes_what_weights_and_steps_leave(model: ModelConfig) -> None:
     asked = spec(model)
     sizes = choose_sizes(model, asked, [H100], None)
-    assert sizes.step_tokens == 8192
+    assert sizes.max_num_batched_tokens == 8192
     pool = sizes.blocks * asked.layout.block_bytes
-    chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+    chosen = replace(asked, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
     held = device_footprint(model, chosen, weights=H100.weights, pool=pool)
     assert 0.97 * 0.9 * H100.total < held.bound + GIB < 0.92 * H100.total
     assert pool + held.work + held.graphs < H100.free
@@ -55,8 +55,8 @@ def test_engines_on_one_gpu_have_room_for_each_other(model: ModelConfig) -> None
     """Both may look before the other has taken anything."""
     asked = spec(model, memory_share=0.45)
     sizes = choose_sizes(model, asked, [H100], None)
-    assert sizes.step_tokens == 4096
-    chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+    assert sizes.max_num_batched_tokens == 4096
+    chosen = replace(asked, blocks=sizes.blocks, max_num_batched_tokens=sizes.max_num_batched_tokens)
     pool = sizes.blocks * asked.layout.block_bytes
     assert 2 * device_footprint(model, chosen, weights=H100.weights, pool=pool).bound < 0.9 * H100.total
 
@@ -91,7 +91,7 @@ def test_smaller_gpus_take_smaller_steps(model: ModelConfig) -> None:
     asked = spec(model)
 
     def tokens(room: StageRoom) -> int:
-        return choose_sizes(model, asked, [room], None).step_tokens
+        return choose_sizes(model, asked, [room], None).max_num_batched_tokens
 
     assert tokens(replace(H100, processors=84)) == 4096
     assert tokens(replace(H100, processors=30)) == 2048
@@ -100,8 +100,8 @@ def test_smaller_gpus_take_smaller_steps(model: ModelConfig) -> None:
 
 def test_what_is_set_stays(model: ModelConfig) -> None:
     sizes = choose_sizes(model, spec(model, blocks=7), [H100], None)
-    assert (sizes.blocks, sizes.step_tokens) == (7, 8192)
-    assert choose_sizes(model, spec(model, step_tokens=320), [H100], None).step_tokens == 320
+    assert (sizes.blocks, sizes.max_num_batched_tokens) == (7, 8192)
+    assert choose_sizes(model, spec(model, max_num_batched_tokens=320), [H100], None).max_num_batched_tokens == 320
 
 
 def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
@@ -109,7 +109,7 @@ def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
 
     def setup(config: PrefillConfig | DecodeConfig) -> tuple[int, int, float]:
         its = engine_setup(config).spec
-        return its.blocks * its.layout.block_bytes >> 20, its.step_tokens, its.memory_share
+        return its.blocks * its.layout.block_bytes >> 20, its.max_num_batched_tokens, its.memory_share
 
     assert setup(PrefillConfig(**plain)) == (256, 512, 0.9)  # type: ignore[arg-type]
     assert setup(PrefillConfig(**plain, device="staged")) == (256, 512, 0.9)  # type: ignore[arg-type]

@@ -34,10 +34,10 @@ class Walk:
         self.random = random.Random(seed)
         settings = PrefillSettings(
             blocks=BLOCKS,
-            block_tokens=BT,
+            block_size=BT,
             layers=self.layout.layers,
             slice_bytes=self.layout.slice_bytes(0),
-            step_tokens=self.random.randint(BT, 3 * BT),
+            max_num_batched_tokens=self.random.randint(BT, 3 * BT),
             stages=len(engine.runners),
         )
         self.core = PrefillScheduler(settings, Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9))

@@ -116,11 +116,11 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
     known = TOLD if stages == 2 else None
     asked = spec(checkpoint, stages=stages, measure=True, speeds=known, device=device)
     if device != "cpu":
-        asked = replace(asked, step_tokens=0)
+        asked = replace(asked, max_num_batched_tokens=0)
     async with start_engine(asked, start_timeout_s=90) as engine:
         assert isinstance(engine, ProcessEngine)
         assert engine.blocks == BLOCKS
-        assert engine.step_tokens == 512 if device == "cpu" else engine.step_tokens >= 2048
+        assert engine.max_num_batched_tokens == 512 if device == "cpu" else engine.max_num_batched_tokens >= 2048
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
             assert all(blocked(pid, number) for pid in engine.pids), number
         assert known is None or engine.speeds == known

@@ -37,7 +37,7 @@ class FakeConductor:
             async for request in requests:
                 self._take(request)
                 if request.HasField("hello"):
-                    conductor = kv_pb2.Instance(id=self.name, incarnation=1)
+                    conductor = kv_pb2.Instance(id=self.name, epoch=1)
                     welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5, conductor=conductor)
                     for message in (conductor_pb2.JoinResponse(welcome=welcome), *self.orders):
                         await context.write(message)

@@ -38,7 +38,7 @@ def slots(layout: KVLayout, offset: int) -> Iterator[tuple[int, int, int, int]]:
     size = layout.groups[0].head_dim * layout.groups[0].element_bytes
     for head in range(layout.head_shares):
         for plane in range(2):
-            start = ((head * 2 + plane) * layout.block_tokens + offset) * size
+            start = ((head * 2 + plane) * layout.block_size + offset) * size
             yield head, plane, start, start + size
 
 
@@ -46,13 +46,13 @@ def write_tokens(target: memoryview, tokens: Sequence[int], first: int, layer: i
     """Writes the KV of tokens at positions from `first` on, all in one block, into its layer slice."""
     for index, token in enumerate(tokens):
         position = first + index
-        for head, plane, start, end in slots(layout, position % layout.block_tokens):
+        for head, plane, start, end in slots(layout, position % layout.block_size):
             target[start:end] = slot(token, position, layer, head, plane, layout)
 
 
 def slice_of_tokens(tokens: Sequence[int], block: int, layer: int, layout: KVLayout = LAYOUT) -> bytearray:
     """The layer slice of a block of a sequence; zeroes where there is no token."""
-    data, size = bytearray(layout.slice_bytes(0)), layout.block_tokens
+    data, size = bytearray(layout.slice_bytes(0)), layout.block_size
     write_tokens(memoryview(data), tokens[block * size : (block + 1) * size], block * size, layer, layout)
     return data
 
@@ -126,7 +126,7 @@ class FakeEngine:
     """
 
     def __init__(self, blocks: int = 32, *, stages: int = 1, layout: KVLayout = LAYOUT, run_steps: int = 1) -> None:
-        self.run_steps, self.step_tokens = run_steps, 512
+        self.run_steps, self.max_num_batched_tokens = run_steps, 512
         self.layout, self.blocks, self.stages = layout, blocks, stages
         self.pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
         self.speeds = Speeds(prefill_per_token_s=1e-3, decode_per_sequence_s=1e-3)
@@ -230,7 +230,7 @@ class FakeEngine:
                 began_ns = time.monotonic_ns()
                 for sequence, digest in zip(step.sequences, digests, strict=True):
                     self._compute(sequence, layer, digest)
-                for block, valid_tokens in finished_blocks(step, self.layout.block_tokens):
+                for block, valid_tokens in finished_blocks(step, self.layout.block_size):
                     self.pool.seal(layer, block, valid_tokens)
                 if on_layer is not None and step.layer_events:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
@@ -265,7 +265,7 @@ class FakeEngine:
     def _compute(self, sequence: SequenceStep, layer: int, digest: Any) -> None:
         tokens = array("i")
         tokens.frombytes(sequence.token_ids)
-        size = self.layout.block_tokens
+        size = self.layout.block_size
         assert len(set(sequence.block_table)) == len(sequence.block_table) >= -(-(sequence.start + len(tokens)) // size)
         for index, token in enumerate(() if sequence.full_hit else tokens):
             position = sequence.start + index

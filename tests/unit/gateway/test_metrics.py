@@ -46,7 +46,7 @@ def instance(name: str, blocks: int, load: pb.LoadReport) -> pb.InstanceState:
 
 async def test_routers_read_kv_preemptions_and_guesses_of_all_decode_instances() -> None:
     fake = FakeConductor(lambda _: answer([5]))
-    fake.state.model.CopyFrom(pb.ModelInfo(name="tiny", layout=kv_pb2.KVLayout(block_tokens=64)))
+    fake.state.model.CopyFrom(pb.ModelInfo(name="tiny", layout=kv_pb2.KVLayout(block_size=64)))
     fake.state.instances.extend(
         [
             instance("prefill-0", 1000, pb.LoadReport()),

@@ -29,7 +29,7 @@ from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 
-LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
 OTHER_FORMAT = BlockFormat(b"o" * 32, LAYOUT)
 BLOCK = LAYOUT.block_bytes
@@ -89,7 +89,7 @@ def spec_of(
 def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> OpenedRun:
     """One block's heads of one layer, as `FrameOpener` hands them out."""
     data = slice_of(key, layer)[heads.start * LAYOUT.share_bytes(0) : heads.stop * LAYOUT.share_bytes(0)]
-    run = SliceRun(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
+    run = SliceRun(layer, index, 1, heads.start, heads.stop, LAYOUT.block_size)
     return OpenedRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
 
 

@@ -144,7 +144,7 @@ async def rig(
     defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_transports": "grpc"}
     settings = defaults | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
-    instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
+    instance = kv_pb2.Instance(id="kvstore-0", epoch=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
     service = KVStoreService(config, open_tiers(config), instance, records=records)
     get = replace(service.servicer.get, together_bytes=together_bytes)
     service.servicer = replace(service.servicer, get=get)

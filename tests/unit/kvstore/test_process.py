@@ -77,7 +77,7 @@ async def test_durable_blocks_survive_the_process_and_are_reported(tmp_path: Pat
         assert conductor.keys == set(KEYS)
         assert conductor.hello is not None
         assert (conductor.hello.instance.id, conductor.hello.instance.address) == ("kvstore-0", store.address)
-        assert conductor.hello.instance.incarnation > 0
+        assert conductor.hello.instance.epoch > 0
         assert not conductor.hello.HasField("model")
         assert await read(store.address, KEYS) == [data_of(key) for key in KEYS]
         assert await store.end(signal.SIGTERM) == 0

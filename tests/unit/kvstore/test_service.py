@@ -133,7 +133,7 @@ async def test_a_corrupted_block_is_a_miss_and_watchers_hear_of_it(tmp_path: Pat
     async with rig(tmp_path) as store:
         watch = store.stub.Watch(kvstore_pb2.WatchRequest())
         first = await watch.read()
-        assert (first.incarnation, first.events.snapshot_begin, first.events.snapshot_end) == (9, True, True)
+        assert (first.epoch, first.events.snapshot_begin, first.events.snapshot_end) == (9, True, True)
         assert set(unpack_keys(first.events.stored_keys)) == set(KEYS[:3])
         assert set(unpack_keys(first.events.cooled_keys)) == set(KEYS[:3])
         assert await store.read(KEYS[:3]) == [data_of(A)]
@@ -170,7 +170,7 @@ async def test_a_watcher_resumes_where_it_was() -> None:
     async with rig() as store:
         await store.put([A])
         await store.put([B])
-        watch = store.stub.Watch(kvstore_pb2.WatchRequest(incarnation=9, after_sequence=1))
+        watch = store.stub.Watch(kvstore_pb2.WatchRequest(epoch=9, after_sequence=1))
         message = await watch.read()
         assert (message.events.sequence, unpack_keys(message.events.stored_keys)) == (2, [B])
         watch.cancel()

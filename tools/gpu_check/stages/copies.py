@@ -95,7 +95,7 @@ def _peak(device: Device, nbytes: int, figures: Figures) -> None:
 
 def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
     """What services do: through the KV memory of a stage."""
-    tokens, size = pool.blocks * pool.layout.block_tokens, pool.layout.block_tokens
+    tokens, size = pool.blocks * pool.layout.block_size, pool.layout.block_size
     errors: list[BaseException] = []
     began = time.perf_counter()
     place = stage_platform(device, pool.parts[0], errors.append)
@@ -126,7 +126,7 @@ def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
 def _hash(pool: KVPool) -> None:
     for layer in range(pool.layout.layers):
         for block in range(pool.blocks):
-            pool.seal(layer, block, pool.layout.block_tokens)
+            pool.seal(layer, block, pool.layout.block_size)
 
 
 def _load(place: StagePlatform, pool: KVPool, step: Step) -> tuple[float, float]:

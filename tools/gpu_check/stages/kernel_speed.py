@@ -14,8 +14,8 @@ from tools.gpu_check.where import Figures, Where, expect, stage_main
 LIMIT_S = 75
 RUNS, FEWEST_OF_TARGET = 2, 0.5
 """Measured pairs of each figure; the share of a target below which the stage fails."""
-SHAPE = Shape(block_tokens=64)
-SMALL = Shape(heads=14, kv_heads=2, head_dim=64, block_tokens=64)
+SHAPE = Shape(block_size=64)
+SMALL = Shape(heads=14, kv_heads=2, head_dim=64, block_size=64)
 SMALL_SIZES = Sizes(decode=((64, 1024), (256, 1024)), prefill=((4096, 4096),))
 TINY = Sizes(decode=((2, 64),), prefill=((32, 32), (16, 48)), written=64, copied=2, normed=(4, 64))
 

@@ -94,7 +94,9 @@ class DecodeAdmission:
         return self._step_s(sequences, context - sum(map(batch.context_of, away)))
 
     def _step_s(self, sequences: int, context: int) -> float:
-        return decode_step_seconds(self._state.tracker.speeds, min(sequences, self._state.settings.max_batch), context)
+        return decode_step_seconds(
+            self._state.tracker.speeds, min(sequences, self._state.settings.max_num_seqs), context
+        )
 
     def _is_away(self, request: DecodeRequest, at: float, step_s: float) -> bool:
         """Whether a request has not started by time `at`, or the request's only sequence is expected to have ended."""
@@ -123,7 +125,7 @@ class DecodeAdmission:
         """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
         taken, slots = (
             self._planner.slots_taken + sum(self._planner.slots_kept.values()),
-            self._state.settings.max_batch,
+            self._state.settings.max_num_seqs,
         )
         if taken + event.request.width > slots:
             return "tbt_slo", f"{taken} of the {slots} places of a step are taken, {event.request.width} are needed"
@@ -159,7 +161,7 @@ class DecodeAdmission:
         """Promises blocks for the prompt if the blocks expected later fit, too; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
         settings, whole_from = self._state.settings, self._state.settings.first_windowed_block(sequence.tokens)
-        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_tokens)
+        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_size)
         new = settings.blocks_for(sequence.tokens) - len(held)
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new

@@ -27,8 +27,8 @@ class RunningBatch:
         context: tokens in all sequences.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self.ticks = 0
         self.context = 0
         self._requests: dict[int, DecodeRequest] = {}
@@ -144,7 +144,7 @@ class RunningBatch:
     def blocks_ahead(self) -> int:
         """The sequences' blocks that hold no token yet."""
         return sum(
-            (self._need(sequence) - 1 - self.ticks) // self._block_tokens for sequence, _ in self._sequences.values()
+            (self._need(sequence) - 1 - self.ticks) // self._block_size for sequence, _ in self._sequences.values()
         )
 
     @property
@@ -169,7 +169,7 @@ class RunningBatch:
 
     def _need(self, sequence: RequestSequence) -> int:
         """The tick from which the blocks do not hold all tokens."""
-        return len(sequence.table) * self._block_tokens + 1 - sequence.tokens
+        return len(sequence.table) * self._block_size + 1 - sequence.tokens
 
     def check_invariants(self) -> None:
         """Asserts that the sums and the heap agree with the requests."""
@@ -228,7 +228,7 @@ def take_known_tokens(request: DecodeRequest) -> bool:
 
 def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -> int:
     """Blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
-    shared = prompt // settings.block_tokens
+    shared = prompt // settings.block_size
     return shared + width * (settings.blocks_for(total) - shared)
 
 
@@ -369,7 +369,7 @@ def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockS
 
 def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
     """How sequences share blocks if known tokens have no KV yet: they share the prompt's full blocks only."""
-    shared = count = request.spec.prompt_tokens // settings.block_tokens
+    shared = count = request.spec.prompt_tokens // settings.block_size
     tables = []
     for sequence in request.sequences:
         own = settings.blocks_for(sequence.tokens - 1) - shared
@@ -411,7 +411,7 @@ def rebuild_tables(
     leading = count_leading_blocks(request, held)
     for sequence, table in zip(request.sequences, sharing.tables, strict=True):
         if len(sharing.tables) == 1:  # a group may continue behind any block that is held
-            sequence.past = settings.first_windowed_block(leading * settings.block_tokens)
+            sequence.past = settings.first_windowed_block(leading * settings.block_size)
         manager.acquire([held[number] for number in table if number in held], sequence.past)
     missing = [number for number in range(sharing.blocks) if number not in held]
     block_of = held | dict(zip(missing, manager.allocate(len(missing)), strict=True))
@@ -463,7 +463,7 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
-        sequence.computed = min(blocks * settings.block_tokens, sequence.tokens - 1)
+        sequence.computed = min(blocks * settings.block_size, sequence.tokens - 1)
         sequence.shared = sequence.computed
         done.update(table)
 
@@ -476,11 +476,11 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
     """
     [sequence] = request.sequences
     # A full last block gets a key on being computed, as an answer's block does.
-    del sequence.keys[(sequence.tokens - 1) // settings.block_tokens :]
+    del sequence.keys[(sequence.tokens - 1) // settings.block_size :]
     there = [min(held, len(sequence.keys))] * request.stores
     sequence.stored, sequence.borders = there, list(there)
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
-    if held * settings.block_tokens >= sequence.tokens:
+    if held * settings.block_size >= sequence.tokens:
         _skip_held(request, range(held), settings)
         sequence.shared = sequence.tokens
         request.set_status(RequestStatus.RECOMPUTING)
@@ -490,7 +490,7 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
 
 def tokens_to_recompute(request: DecodeRequest, settings: DecodeSettings) -> int:
     """Tokens computed again if no block of a preempted request is cached."""
-    tokens, seen, size = 0, set[int](), settings.block_tokens
+    tokens, seen, size = 0, set[int](), settings.block_size
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         tokens += sequence.tokens - min(sequence.tokens, size * sum(number in seen for number in table))
         seen.update(table)
@@ -536,7 +536,7 @@ def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: Requ
     Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
     other sequences begin; also behind the sequence's last full block if there is a slot.
     """
-    settings, manager, size = state.settings, state.blocks, state.settings.block_tokens
+    settings, manager, size = state.settings, state.blocks, state.settings.block_size
     if not settings.window_blocks:
         return count
     start, end = sequence.computed, sequence.computed + count
@@ -568,7 +568,7 @@ def take_computed_chunk(
     request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
 ) -> RequestSequence:
     """Counts a computed chunk and registers keys for blocks that are full now; returns the chunk's sequence."""
-    sequence, size = request.find(chunk.id), settings.block_tokens
+    sequence, size = request.find(chunk.id), settings.block_size
     assert sequence is not None, "sequences end in the batch only"
     sequence.computed = chunk.start + chunk.count
     for index in range(chunk.start // size, min(sequence.computed // size, len(sequence.keys))):

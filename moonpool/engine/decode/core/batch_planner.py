@@ -155,7 +155,7 @@ class TbtLimiter:
 
     def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:
         """Tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
-        tokens, strictest, step_s = self._state.settings.step_tokens, self._batch.tbt_slo_s, self._now_s
+        tokens, strictest, step_s = self._state.settings.chunked_prefill_size, self._batch.tbt_slo_s, self._now_s
         while strictest and tokens > 1 and step_s + self.chunk_s(recomputing, tokens) > strictest:
             tokens //= 2
         limit = self.limit_s
@@ -296,7 +296,7 @@ class BatchPlanner:
         self._state, self._settings, self._budget = state, state.settings, state.budget
         self._preempted = preempted
         self._lengths = lengths
-        self.batch = RunningBatch(state.settings.block_tokens)
+        self.batch = RunningBatch(state.settings.block_size)
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
         self.recomputing: list[DecodeRequest] = []
@@ -406,7 +406,7 @@ class BatchPlanner:
     def _draft_tokens(self) -> int:
         """Guessed tokens that the next step may check: as many as keep the promised times."""
         count, context = len(self.batch), self.batch.context
-        most = min(self._settings.draft_tokens * count, self._settings.step_tokens)
+        most = min(self._settings.draft_tokens * count, self._settings.chunked_prefill_size)
         limit = self.tbt.limit_s if most else 0.0
         if not limit:
             return most
@@ -472,7 +472,7 @@ class BatchPlanner:
     # --- slots -----------------------------------------------------------------------------------------------------
 
     def _has_slots(self, request: DecodeRequest) -> bool:
-        return self.slots_taken + self._places_due + len(request.sequences) <= self._settings.max_batch
+        return self.slots_taken + self._places_due + len(request.sequences) <= self._settings.max_num_seqs
 
     @property
     def slots_taken(self) -> int:
@@ -529,7 +529,7 @@ class BatchPlanner:
         others = [*self.waiting, *self._preempted.queue]
         if not several_tenants([*taking, *others]):
             return TenantUse({})
-        return tenant_use(taking, lambda it: len(it.sequences), total=self._settings.max_batch, others=others)
+        return tenant_use(taking, lambda it: len(it.sequences), total=self._settings.max_num_seqs, others=others)
 
     def _make_way(self, request: DecodeRequest, use: TenantUse) -> bool:
         """Lets other tenants' requests wait, so that the request has the places due to the request's tenant.
@@ -544,7 +544,7 @@ class BatchPlanner:
         if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
         kept = 0 if request.tbt_slo_s else sum(self.slots_kept.values())
-        lacking = self.slots_taken + self._places_due + kept + len(request.sequences) - self._settings.max_batch
+        lacking = self.slots_taken + self._places_due + kept + len(request.sequences) - self._settings.max_num_seqs
         running = [it for it in self.batch.requests if it is not self.overdue.holder]
         leaving = leave_for_share(running, request, lacking, use)
         if not leaving and not use.of(request) and request.spec.tenant in self._turns:
@@ -573,7 +573,7 @@ class BatchPlanner:
             return True  # one must run, or requests with kept slots would never get blocks
         if not request.tbt_slo_s:
             taken = self.slots_taken + self._places_due + sum(self.slots_kept.values())
-            if taken + len(request.sequences) > self._settings.max_batch:
+            if taken + len(request.sequences) > self._settings.max_num_seqs:
                 return False
         return self.tbt.may_join(request, self.recomputing)
 
@@ -657,7 +657,7 @@ class BatchPlanner:
 
     def _lacking_places(self, holder: DecodeRequest) -> int:
         kept = 0 if holder.tbt_slo_s else sum(self.slots_kept.values())
-        lacking = self.slots_taken + kept + len(holder.sequences) - self._settings.max_batch
+        lacking = self.slots_taken + kept + len(holder.sequences) - self._settings.max_num_seqs
         return min(lacking, self.slots_taken)  # one must run, whatever is kept for others
 
     def _free_places(self, holder: DecodeRequest) -> None:
@@ -770,11 +770,11 @@ class BatchPlanner:
             lack slices and the pool has none to compute these blocks anew.
         """
         kept = sum(self.slots_kept.values()) - self.slots_kept.get(request.id, 0)
-        is_full = self.slots_taken + kept >= self._settings.max_batch
+        is_full = self.slots_taken + kept >= self._settings.max_num_seqs
         if request.is_group or self._preempted.queue or is_full:
             return False
         settings = self._settings
-        most = (request.spec.tokens - settings.recurrent) // settings.block_tokens
+        most = (request.spec.tokens - settings.recurrent) // settings.block_size
         if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)
@@ -841,7 +841,7 @@ class BatchPlanner:
         apart = [r for r in requests if r.status not in (RequestStatus.RUNNING, RequestStatus.FINISHING)]
         kept = {r.id: r.slots for r in apart if r.tbt_slo_s}
         assert self.slots_kept == kept
-        assert self.slots_taken <= self._settings.max_batch
+        assert self.slots_taken <= self._settings.max_num_seqs
 
 
 def _queue_order(request: DecodeRequest) -> tuple[float, int]:

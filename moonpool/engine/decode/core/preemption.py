@@ -30,7 +30,7 @@ class StoredCopy:
 
 def recompute_seconds(state: DecodeState, tokens: int, there: int) -> float:
     """Predicted seconds for computing `tokens` tokens behind `there` tokens, in steps of decode's size."""
-    steps = steps_of(tokens, state.settings.step_tokens)
+    steps = steps_of(tokens, state.settings.chunked_prefill_size)
     return prefill_seconds(state.tracker.speeds, tokens, there, steps=steps)
 
 
@@ -130,7 +130,7 @@ class StoredBlocks:
         if not request.prompt_here:
             return
         for sequence in request.sequences:
-            full = min(sequence.computed // self._settings.block_tokens, len(sequence.keys))
+            full = min(sequence.computed // self._settings.block_size, len(sequence.keys))
             for store, there in enumerate(sequence.stored):
                 for index in range(there, full):
                     self.write(request, sequence, index, store)
@@ -164,7 +164,7 @@ class StoredBlocks:
         loaded = source.blocks if source is not None else 0
         if len(request.sequences) == 1:  # the window is written on being preempted
             loaded = max(sequence.stored, default=0)
-        there = loaded * self._settings.block_tokens
+        there = loaded * self._settings.block_size
         tokens = batch.tokens_to_recompute(request, self._settings)
         return self._load_s(loaded) + recompute_seconds(self._state, tokens - there, there)
 
@@ -227,7 +227,7 @@ class StoredBlocks:
         mode = self._settings.preemption
         if request.preemption.recompute or mode not in (Preemption.AUTO, Preemption.STORE):
             return False
-        blocks, size = source.blocks - held, self._settings.block_tokens
+        blocks, size = source.blocks - held, self._settings.block_size
         compute_s = recompute_seconds(self._state, blocks * size, held * size)
         return mode is Preemption.STORE or self._load_s(blocks) < compute_s
 

@@ -28,16 +28,16 @@ class DecodeSettings:
 
     Attributes:
         num_blocks: blocks in the pool.
-        block_tokens: tokens in a block.
+        block_size: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
-        max_batch: most sequences in a step.
+        max_num_seqs: most sequences in a step.
         lease_s: seconds without news after which a promise or transfer ends.
         promise_s: seconds after which an unused promise ends, however often renewed.
         speeds: the engine's speeds, as measured at the start.
         preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
         load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
-        step_tokens: most tokens recomputed in one step.
+        chunked_prefill_size: most tokens recomputed in one step.
         swap_blocks: most blocks swapped out.
         assumed_answer_tokens: expected answer length until some answers have ended.
         run_steps: most steps in a run (see `StartRun`).
@@ -58,16 +58,16 @@ class DecodeSettings:
     """
 
     num_blocks: int
-    block_tokens: int
+    block_size: int
     block_bytes: int
-    max_batch: int
+    max_num_seqs: int
     lease_s: float
     promise_s: float = 600.0
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = Preemption.AUTO
     watermark_blocks: int = 0
     load_timeout_s: float = 5.0
-    step_tokens: int = 256
+    chunked_prefill_size: int = 256
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256
     run_steps: int = 1
@@ -87,7 +87,7 @@ class DecodeSettings:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
     def moved_bytes(self, blocks: int) -> int:
         """Bytes of a sequence's last `blocks` blocks when they are moved: behind the window, of full layers alone."""
@@ -96,4 +96,4 @@ class DecodeSettings:
 
     def first_windowed_block(self, tokens: int) -> int:
         """First block of which the token behind `tokens` tokens needs the windowed slices."""
-        return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0
+        return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0

@@ -18,7 +18,7 @@ class Attention(ctypes.Structure):
         ("kv", _P), ("block_stride", _L), ("plane_stride", _L), ("kv_type", _I),
         ("scales", _P), ("scale_stride", _L), ("scale_plane_stride", _L),
         ("tables", _P), ("table_stride", _L),
-        ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_tokens", _I),
+        ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_size", _I),
         ("scale", _F),
         ("out", _P), ("out_stride", _L),
     )  # fmt: skip
@@ -111,7 +111,7 @@ class NativeStep(ctypes.Structure):
         ("hidden", _P), ("rows", _L),
         ("cos", _P), ("sin", _P),
         ("blocks", _P), ("offsets", _P),
-        ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("plane_stride", _L), ("block_tokens", _L),
+        ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("plane_stride", _L), ("block_size", _L),
         ("scales", _P), ("scale_layer_stride", _L), ("scale_stride", _L), ("scale_plane_stride", _L),
         ("kv_type", _I),
         ("tables", _P), ("table_stride", _L),

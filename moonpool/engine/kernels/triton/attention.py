@@ -116,13 +116,13 @@ class _Call:
         `others`: at least this many sequences, with one row each, are not among them.
         """
         tokens, heads, head_dim = self.q.shape
-        kv_heads, block_tokens = self.kv.shape[1], self.kv.shape[3]
+        kv_heads, block_size = self.kv.shape[1], self.kv.shape[3]
         sequences, group = self.lengths.shape[0], heads // kv_heads
         if not tokens or not sequences:
             return
         assert self.tables.stride(1) == 1, "entries of a sequence's table stand side by side"
         limits = limits_of(self.q.device)
-        width = self.tables.shape[1] * block_tokens
+        width = self.tables.shape[1] * block_size
         longest = max(1, width if self.max_context is None else min(width, self.max_context))
         heads_of = AttentionShape(self.q.dtype, self.kv.dtype, heads, kv_heads, head_dim, self.deterministic, limits)
         cut = heads_of.launch(which, tokens, sequences, longest, others)
@@ -146,7 +146,7 @@ class _Call:
             sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit, self.tables.stride(0),
             0 if self.scales is None else self.scales.stride(0), cut.keys,
             **shape, PLANE=self.kv.stride(2), SCALE_PLANE=0 if self.scales is None else self.scales.stride(2),
-            PADDED_DIM=dim, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
+            PADDED_DIM=dim, BLOCK_SIZE=block_size, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
             CAPPED=cap is not None, WINDOWED=_windowed(self.kind),
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,

@@ -85,17 +85,17 @@ def _widen(stored, DTYPE: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _blocks(table, start, high, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
+def _blocks(table, start, high, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """Return a tile's block as a number if the tile is one dense run there, or each key's block; 0 from `high` on."""
-    keys = start if BLOCK_TOKENS % KEYS == 0 else start + tl.arange(0, KEYS)
-    return tl.load(table + keys // BLOCK_TOKENS, mask=keys < high, other=0)
+    keys = start if BLOCK_SIZE % KEYS == 0 else start + tl.arange(0, KEYS)
+    return tl.load(table + keys // BLOCK_SIZE, mask=keys < high, other=0)
 
 
 @triton.jit
 def _step(
     start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window, m, l, acc,  # noqa: E741
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -107,11 +107,11 @@ def _step(
     dims = tl.arange(0, PADDED_DIM)
     loaded = keys < high
     block = block.to(tl.int64)
-    if BLOCK_TOKENS % KEYS == 0:
-        offsets = block * block_units * UNIT + (start % BLOCK_TOKENS) * HEAD_DIM
+    if BLOCK_SIZE % KEYS == 0:
+        offsets = block * block_units * UNIT + (start % BLOCK_SIZE) * HEAD_DIM
         offsets = offsets + (tl.arange(0, KEYS) * HEAD_DIM)[:, None] + dims[None, :]
     else:
-        offsets = block * block_units * UNIT + (keys % BLOCK_TOKENS) * HEAD_DIM
+        offsets = block * block_units * UNIT + (keys % BLOCK_SIZE) * HEAD_DIM
         offsets = offsets[:, None] + dims[None, :]
     v_base = base + PLANE
     if MASKED:
@@ -126,7 +126,7 @@ def _step(
         v = tl.load(v_base + offsets)
     scores = tl.dot(q, tl.trans(_widen(k, q.dtype, KV, NATIVE)), input_precision=PRECISION)
     if KV != _PLAIN:
-        k_scale, v_scale = _scales(scales + block * scale_stride + keys % BLOCK_TOKENS, loaded, KV, NATIVE, SCALE_PLANE)
+        k_scale, v_scale = _scales(scales + block * scale_stride + keys % BLOCK_SIZE, loaded, KV, NATIVE, SCALE_PLANE)
         scores *= k_scale
     if CAPPED:
         scores = _tanh(scores * squeeze)
@@ -176,7 +176,7 @@ def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, SCALE_PLANE: tl.
 def _attend(
     begin, end, low, high, q, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
     HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -193,24 +193,24 @@ def _attend(
         begin = tl.maximum(begin, tl.maximum(_first_seen(low, window, WINDOWED), 0) // KEYS * KEYS)
     border = begin
     # The table is read one step ahead: the pipelined loads' addresses must not wait for the table.
-    block = _blocks(table, begin, high, BLOCK_TOKENS, KEYS)
+    block = _blocks(table, begin, high, BLOCK_SIZE, KEYS)
     if MANY_ROWS and not WINDOWED:
         border = tl.maximum(tl.minimum(low // KEYS * KEYS, end), begin)
         for start in range(begin, border, KEYS):
-            ahead = _blocks(table, start + KEYS, high, BLOCK_TOKENS, KEYS)
+            ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
             m, l, acc = _step(  # noqa: E741
                 start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
                 m, l, acc,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
                 CAPPED, WINDOWED, False,
             )  # fmt: skip
             block = ahead
     for start in range(border, end, KEYS):
-        ahead = _blocks(table, start + KEYS, high, BLOCK_TOKENS, KEYS)
+        ahead = _blocks(table, start + KEYS, high, BLOCK_SIZE, KEYS)
         m, l, acc = _step(  # noqa: E741
             start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
             m, l, acc,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
             CAPPED, WINDOWED, True,
         )  # fmt: skip
         block = ahead
@@ -245,7 +245,7 @@ def attention(
     q, kv, scales, tables, starts, lengths, sinks, out, parts, stats,
     scale, squeeze, window, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -298,14 +298,14 @@ def attention(
             m_part, l_part, acc_part = _attend(
                 part, tl.minimum(part + split_keys, high), low, high,
                 query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+                HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
                 CAPPED, WINDOWED, TOKENS > 1, ROWS,
             )  # fmt: skip
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
     else:
         m, l, acc = _attend(  # noqa: E741
             begin, end, low, high, query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
-            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION,
+            HEAD_DIM, PLANE, SCALE_PLANE, PADDED_DIM, BLOCK_SIZE, KEYS, UNIT, KV, NATIVE, PRECISION,
             CAPPED, WINDOWED, TOKENS > 1, ROWS,
         )  # fmt: skip
     if SPLIT == _PART:

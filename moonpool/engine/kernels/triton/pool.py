@@ -36,7 +36,7 @@ def write_kv(
     unit = math.gcd(kv.stride(0), 16)
     where = (k.stride(0), v.stride(0), kv.stride(0) // unit, kv.shape[0])
     shape = {
-        "UNIT": unit, "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_TOKENS": kv.shape[3], "enable_fp_fusion": False,
+        "UNIT": unit, "HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": kv.shape[3], "enable_fp_fusion": False,
     }  # fmt: skip
     if scales is None:
         _write[(tokens,)](k, v, kv, block_ids, offsets, *where, **shape, PADDED=padded(kv_heads * head_dim))
@@ -74,20 +74,20 @@ def copy_blocks(
 @triton.jit
 def _write(
     k, v, kv, block_ids, offsets, k_stride, v_stride, block_units, num_blocks,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PADDED: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values; grid (tokens)."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.load(block_ids + token)
     offset = tl.load(offsets + token)
-    if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_TOKENS):
+    if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_SIZE):
         return
     i = tl.arange(0, PADDED)
     mask = i < HEADS * HEAD_DIM
-    # [kv_heads, 2, block_tokens, head_dim] within the block
-    slot = block * block_units * UNIT + offset * HEAD_DIM + i // HEAD_DIM * (2 * BLOCK_TOKENS * HEAD_DIM) + i % HEAD_DIM
+    # [kv_heads, 2, block_size, head_dim] within the block
+    slot = block * block_units * UNIT + offset * HEAD_DIM + i // HEAD_DIM * (2 * BLOCK_SIZE * HEAD_DIM) + i % HEAD_DIM
     tl.store(kv + slot, tl.load(k + token * k_stride + i, mask=mask), mask=mask)
-    tl.store(kv + slot + BLOCK_TOKENS * HEAD_DIM, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
+    tl.store(kv + slot + BLOCK_SIZE * HEAD_DIM, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def _quantize(x, FLOAT8: tl.constexpr, LARGEST: tl.constexpr):
 def _write_quantized(
     k, v, kv, scales, block_ids, offsets, k_stride, v_stride, block_units, num_blocks, scale_stride,
     PLANE: tl.constexpr, SCALE_PLANE: tl.constexpr,
-    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Store one head's key or value for one token, and the scale; grid (tokens, kv_heads, 2)."""
@@ -120,7 +120,7 @@ def _write_quantized(
     plane = tl.program_id(1) * 2 + tl.program_id(2)
     block = tl.load(block_ids + token)
     offset = tl.load(offsets + token)
-    if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_TOKENS):
+    if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_SIZE):
         return
     source = k + token * k_stride
     if tl.program_id(2) == 1:

@@ -11,7 +11,7 @@ class KVSource:
     """A kvstore, or another engine instance, that a prefix may be loaded from.
 
     Attributes:
-        name: equal names mean the same instance in the same incarnation.
+        name: equal names mean the same instance in the same epoch.
         blocks: leading blocks that are believed to be there.
         peer: the source is an engine instance, and blocks are read from the instance's pool.
     """

@@ -104,7 +104,7 @@ def queue_seconds(state: PrefillState, now: float) -> float:
             begins, cost = job.first_step_at is None, job.spec.token_cost
             work += cost * prefill_seconds(speeds, left, done, steps=0, begins=begins)
             tokens += cost * left
-    work += speeds.prefill_base_s * -(-tokens // settings.step_tokens)
+    work += speeds.prefill_base_s * -(-tokens // settings.max_num_batched_tokens)
     return max(0.0, work - _done_seconds(state, now)) / settings.stages
 
 
@@ -176,7 +176,7 @@ def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | N
     Returns:
         Seconds; None if the job does not wait.
     """
-    at = job.scheduled // state.settings.block_tokens
+    at = job.scheduled // state.settings.block_size
     if not job.may_match or not job.prefix.blocks <= at < state.reusable_blocks(job):
         return None
     for other in state.started.values():
@@ -203,9 +203,9 @@ def _wait_for_replica_until(state: PrefillState, job: PrefillJob, at: int) -> fl
 
 def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
     """Predicted seconds for computing a prompt's blocks [first, end)."""
-    size = state.settings.block_tokens
+    size = state.settings.block_size
     tokens = (end - first) * size
-    steps = steps_of(tokens, state.settings.step_tokens)
+    steps = steps_of(tokens, state.settings.max_num_batched_tokens)
     return prefill_seconds(state.tracker.speeds, tokens, first * size, steps=steps, begins=False)
 
 
@@ -213,7 +213,7 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
     """Whether an earlier started job is to compute all blocks that this job's sources hold, and has not yet."""
     most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
     for other in state.started.values():
-        computes = other.prefix.load is None and other.computed < most * state.settings.block_tokens
+        computes = other.prefix.load is None and other.computed < most * state.settings.block_size
         # Jobs with the same keys are of the same tenant.
         is_earlier = other.queue_key.order_in_tenant < job.queue_key.order_in_tenant
         found = other.reuse and not other.owner.transient and is_earlier

@@ -60,7 +60,7 @@ class OutgoingKV:
     @classmethod
     def of(cls, settings: "PrefillSettings", tokens: int, held_blocks: int) -> "OutgoingKV":
         """Prepares a prompt for which decode holds the leading `held_blocks`. Slices behind the window are not sent."""
-        windowed = max(held_blocks, tokens // settings.block_tokens - settings.window_blocks)
+        windowed = max(held_blocks, tokens // settings.block_size - settings.window_blocks)
         first = [windowed if layer in settings.windowed_layers else held_blocks for layer in range(settings.layers)]
         return cls(settings.blocks_for(tokens), [(1 << begin) - 1 for begin in first])
 
@@ -112,7 +112,7 @@ class PrefillSettings:
     Attributes:
         blocks: blocks in the pool.
         slice_bytes: bytes for one layer in one block, on average.
-        step_tokens: most tokens in a step; at least one block.
+        max_num_batched_tokens: most tokens in a step; at least one block.
         stages: most steps in flight.
         max_started: most jobs with blocks.
         max_queue: most jobs; more are refused.
@@ -128,10 +128,10 @@ class PrefillSettings:
     """
 
     blocks: int
-    block_tokens: int
+    block_size: int
     layers: int
     slice_bytes: int
-    step_tokens: int
+    max_num_batched_tokens: int
     stages: int = 1
     max_started: int = 64
     max_queue: int = 1024
@@ -151,11 +151,11 @@ class PrefillSettings:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
     def first_windowed_block(self, tokens: int) -> int:
         """First block with windowed slices that the token behind `tokens` tokens needs."""
-        return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0
+        return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0
 
     def held_slots(self, tokens: int) -> int:
         """Window slots that a prompt with `tokens` tokens holds between two steps."""
@@ -166,11 +166,11 @@ class PrefillSettings:
         """Window slots that steps in flight need besides the slots held between steps."""
         if not self.window_blocks:
             return 0
-        return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.step_tokens) + 1)
+        return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
         """Tokens not to compute if `blocks` leading blocks have KV; a prompt's last token is always computed."""
-        return min(blocks * self.block_tokens, tokens - 1)
+        return min(blocks * self.block_size, tokens - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -555,13 +555,13 @@ class PrefillState:
 
     def reusable_blocks(self, job: PrefillJob) -> int:
         """Leading full blocks, which may be cached or loaded; with recurrent states, only before the last token."""
-        return (job.spec.tokens - self.settings.recurrent) // self.settings.block_tokens if job.reuse else 0
+        return (job.spec.tokens - self.settings.recurrent) // self.settings.block_size if job.reuse else 0
 
     def hold_prefix(self, job: PrefillJob, held: list[int], more: list[int]) -> None:
         """Takes cached leading blocks for a job without steps: `held` were taken before; acquires `more`."""
         assert job.table is not None
         blocks = len(held) + len(more)
-        first = self.settings.first_windowed_block(blocks * self.settings.block_tokens)
+        first = self.settings.first_windowed_block(blocks * self.settings.block_size)
         self.manager.acquire(more, max(0, first - len(held)))
         self.manager.pass_windows(held[job.table.past : first])
         job.table.past = first
@@ -572,7 +572,7 @@ class PrefillState:
         """Notes behind which blocks the prompt, or another that leaves the chain, may be continued."""
         if not self.settings.window_blocks:
             return
-        tokens, size = job.spec.tokens, self.settings.block_tokens
+        tokens, size = job.spec.tokens, self.settings.block_size
         found = len(self.manager.find(job.spec.keys))
         # The same prompt is continued behind its last full block, or before that block if a state must not be reused.
         ends = (tokens // size, (tokens - self.settings.recurrent) // size, job.prefix.blocks, found)
@@ -590,7 +590,7 @@ class PrefillState:
 
     def advance(self, job: PrefillJob, end: int) -> None:
         """Registers the keys of the full blocks up to token `end`, whose KV is there."""
-        size = self.settings.block_tokens
+        size = self.settings.block_size
         assert job.table is not None
         for index in range(job.computed // size, end // size):
             self.manager.register(job.table.blocks[index], job.spec.keys[index], job.owner)

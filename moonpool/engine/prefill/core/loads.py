@@ -172,7 +172,7 @@ class PrefixLoads:
 
     def computed(self, job: PrefillJob) -> None:
         """Drops or takes an overtaken load, after a part of the job was computed."""
-        overtaken, size = job.prefix.overtaken, self._state.settings.block_tokens
+        overtaken, size = job.prefix.overtaken, self._state.settings.block_size
         if overtaken is None:
             return
         load = overtaken.load
@@ -217,11 +217,11 @@ class PrefixLoads:
         if job.slices_in_flight:
             return
         assert table is not None
-        first = job.computed // state.settings.block_tokens
+        first = job.computed // state.settings.block_size
         at = first - load.first
         rest = overtaken.table.blocks[at:]
         overtaken.table.blocks[at:], table.blocks[first : load.end] = table.blocks[first : load.end], rest
-        job.prefix.overtaken_tokens += at * state.settings.block_tokens
+        job.prefix.overtaken_tokens += at * state.settings.block_size
         tokens = state.settings.reused_tokens(job.spec.tokens, load.end)
         job.prefix.blocks, job.prefix.loaded = load.end, job.prefix.loaded + tokens - job.computed
         for copy, until in enumerate(job.put_until):  # what the store gave, or holds, need not be written
@@ -274,8 +274,8 @@ class PrefixLoads:
         if self._state.manager.num_slots_available < min(settings.window_blocks, lacking):
             return 0
         tokens = job.spec.tokens
-        local = prompt_work(tokens, job.prefix.cached, settings.step_tokens)
-        rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.step_tokens)
+        local = prompt_work(tokens, job.prefix.cached, settings.max_num_batched_tokens)
+        rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.max_num_batched_tokens)
         nbytes = settings.read_bytes(lacking)
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 

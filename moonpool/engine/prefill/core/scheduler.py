@@ -154,12 +154,12 @@ class PrefillScheduler:
         taken: number of the last accepted job; numbers grow.
 
     Raises:
-        ConfigError: `step_tokens` is less than one block.
+        ConfigError: `max_num_batched_tokens` is less than one block.
     """
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
-        if settings.step_tokens < settings.block_tokens:
-            reason = f"must be at least one block ({settings.block_tokens} tokens), not {settings.step_tokens}"
+        if settings.max_num_batched_tokens < settings.block_size:
+            reason = f"must be at least one block ({settings.block_size} tokens), not {settings.max_num_batched_tokens}"
             raise ConfigError("max_num_batched_tokens", reason)
         self.state = PrefillState(settings, speeds)
         self._sends = OutgoingTransfers(self.state)
@@ -269,7 +269,7 @@ class PrefillScheduler:
             state.act(RefuseStaleJob(event.job, self.drain_seconds(), self.taken))
             return
         assert event.job not in state.jobs, "a job's number is never used twice"
-        assert len(event.request.keys) == event.request.tokens // state.settings.block_tokens, "one key per full block"
+        assert len(event.request.keys) == event.request.tokens // state.settings.block_size, "one key per full block"
         state.act(AcceptJob(event.job, self.drain_seconds()))
         job = PrefillJob.of(event, state.settings, state.now)
         held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
@@ -445,7 +445,7 @@ class PrefillScheduler:
         written = sum(len(it.blocks) - it.past for _, it in self.state.ios if isinstance(it, WriteBackFlight))
         if written * WRITTEN_PART > self.state.settings.window_slots:
             return ()
-        tokens, size = job.spec.tokens, self.state.settings.block_tokens
+        tokens, size = job.spec.tokens, self.state.settings.block_size
         ends = (tokens // size, (tokens - self.state.settings.recurrent) // size, held or 0)
         wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
         return tuple(index for index in wanted if not self.state.manager.is_partial(table[index]))
@@ -454,7 +454,7 @@ class PrefillScheduler:
         """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
         if job.owner.transient:
             return
-        prefix, full = job.prefix.blocks, job.computed // self.state.settings.block_tokens
+        prefix, full = job.prefix.blocks, job.computed // self.state.settings.block_size
         if not job.put_until:
             # Computed blocks are always written: a store that could not provide them does not hold them.
             job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]

@@ -118,12 +118,12 @@ class StepPlanner:
         key = state.shares.key
         last = key(first)
         ahead = sum(self._tokens_ahead(job) for job in state.started.values() if key(job.queue_key) < last)
-        step_tokens, load_s = state.settings.step_tokens, state.jobs[first.number].load_s
-        beyond = ahead - (state.settings.stages + 1) * step_tokens
+        max_num_batched_tokens, load_s = state.settings.max_num_batched_tokens, state.jobs[first.number].load_s
+        beyond = ahead - (state.settings.stages + 1) * max_num_batched_tokens
         if beyond < 0 or not load_s:
             return beyond < 0
-        step_s = prefill_seconds(state.tracker.speeds, step_tokens, 0) / state.settings.stages
-        return beyond * step_s < load_s * step_tokens
+        step_s = prefill_seconds(state.tracker.speeds, max_num_batched_tokens, 0) / state.settings.stages
+        return beyond * step_s < load_s * max_num_batched_tokens
 
     def _tokens_ahead(self, job: PrefillJob) -> int:
         state = self._state
@@ -131,7 +131,7 @@ class StepPlanner:
             return 0 if wait_for_other_load_until(state, job) is not None else job.spec.tokens - job.scheduled
         if wait_for_layers(state, job.prefix.load, step_s=0.0) != 0.0:
             return 0
-        return job.spec.tokens - job.prefix.load.end * state.settings.block_tokens
+        return job.spec.tokens - job.prefix.load.end * state.settings.block_size
 
     # --- planning --------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class StepPlanner:
 
     def _slices(self) -> list[SequenceSlice]:
         slices: list[SequenceSlice] = []
-        budget, seconds = self._state.settings.step_tokens, 0.0
+        budget, seconds = self._state.settings.max_num_batched_tokens, 0.0
         under_way = self._under_way()
         for job in self._fair_order():
             part = self._next_slice(job, budget)
@@ -192,7 +192,7 @@ class StepPlanner:
         Returns:
             False if no token can be computed.
         """
-        settings, manager, size = self._state.settings, self._state.manager, self._state.settings.block_tokens
+        settings, manager, size = self._state.settings, self._state.manager, self._state.settings.block_size
         if not settings.window_blocks or part.full_hit:
             return True
         assert job.table is not None
@@ -231,7 +231,7 @@ class StepPlanner:
         """Predicted seconds for a job's largest slice that fits a step."""
         settings = self._state.settings
         start = self._start(job)
-        end = min(job.spec.tokens, start + settings.step_tokens)
+        end = min(job.spec.tokens, start + settings.max_num_batched_tokens)
         speeds = self._state.tracker.speeds
         begins, cost = job.first_step_at is None, job.spec.token_cost
         return cost * prefill_seconds(speeds, end - start, start, steps=1, begins=begins)
@@ -259,12 +259,12 @@ class StepPlanner:
 
     def _keys(self, job: PrefillJob, part: SequenceSlice) -> tuple[BlockKey, ...]:
         """Keys for blocks that a slice fills."""
-        size = self._state.settings.block_tokens
+        size = self._state.settings.block_size
         return () if part.full_hit else job.spec.keys[part.start // size : part.end // size]
 
     def _is_under_way(self, job: PrefillJob, part: SequenceSlice, under_way: set[BlockKey]) -> bool:
         """Whether a job without steps would compute a block that another job computes now, and that is soon cached."""
-        at = part.start // self._state.settings.block_tokens
+        at = part.start // self._state.settings.block_size
         begins = job.may_match and not part.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
 
@@ -293,9 +293,9 @@ class StepPlanner:
 
         Tokens that take longer make a slice shorter: every step takes about equally long.
         """
-        size, most = self._state.settings.block_tokens, budget
+        size, most = self._state.settings.block_size, budget
         if job.spec.token_cost > 1:
-            fewest = size if budget == self._state.settings.step_tokens else 0
+            fewest = size if budget == self._state.settings.max_num_batched_tokens else 0
             most = max(fewest, budget // job.spec.token_cost)
         if job.may_match:
             self.match_again(job)
@@ -357,7 +357,7 @@ class StepPlanner:
         if flight is None:
             return
         flight.layers, flight.progressed_at = max(flight.layers, layer + 1), self._state.now
-        size, jobs = self._state.settings.block_tokens, self._state.jobs
+        size, jobs = self._state.settings.block_size, self._state.jobs
         for part in flight.slices:
             job = jobs.get(part.job)
             if part.live and job is not None:

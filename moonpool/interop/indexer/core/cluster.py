@@ -78,7 +78,7 @@ class ClusterModel:
 
     name: str
     namespace: bytes
-    block_tokens: int
+    block_size: int
 
 
 class ClusterKV:
@@ -162,7 +162,7 @@ class ClusterKV:
         model, lora = self.model, self._loras.get(lora_name)
         if model is None or lora is None:
             return
-        root, size = chain_root(model.namespace, tenant, cache_salt, lora.id), model.block_tokens
+        root, size = chain_root(model.namespace, tenant, cache_salt, lora.id), model.block_size
         salt, apart = f"{tenant}:{cache_salt}" if tenant else cache_salt, number_of(salt_root(tenant))
         scope = Scope(model.name, tenant or DEFAULT_TENANT, size)
         keys, tokens = block_keys(root, token_ids, size), array("i", token_ids)
@@ -240,7 +240,7 @@ def _stored(run: Sequence[tuple[BlockName, int]]) -> BlockStored:
         tuple([name.number for name, _ in run]),
         first.parent_number,
         [token for name, _ in run for token in name.token_ids],
-        first.scope.block_tokens,
+        first.scope.block_size,
         MEDIA[tier],
         tuple(salts),
         first.lora,

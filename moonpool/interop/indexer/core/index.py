@@ -27,7 +27,7 @@ class Scope(NamedTuple):
 
     model: str
     tenant: str
-    block_tokens: int
+    block_size: int
 
 
 class Holder(NamedTuple):
@@ -42,9 +42,9 @@ def salt_root(salt: str) -> BlockKey:
     return BlockKey(_hashed(salt.encode())) if salt else NO_SALT
 
 
-def block_hashes(token_ids: Sequence[int], block_tokens: int, lora: str = "") -> list[bytes]:
+def block_hashes(token_ids: Sequence[int], block_size: int, lora: str = "") -> list[bytes]:
     """Each full block's hash alone, computed by the LoRA adapter of this name ("" = by the base model)."""
-    data, size, seed = memoryview(tokens_to_bytes(token_ids)), 4 * block_tokens, HASH_SEED
+    data, size, seed = memoryview(tokens_to_bytes(token_ids)), 4 * block_size, HASH_SEED
     if lora:
         seed = (seed + xxhash.xxh3_64_intdigest(lora.encode())) % (1 << 8 * HASH_BYTES)
     return [_hashed(data[start : start + size], seed) for start in range(0, len(data) - size + 1, size)]
@@ -59,9 +59,9 @@ def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
     return found
 
 
-def sequence_keys(parent: bytes, token_ids: Sequence[int], block_tokens: int, lora: str = "") -> list[BlockKey]:
+def sequence_keys(parent: bytes, token_ids: Sequence[int], block_size: int, lora: str = "") -> list[BlockKey]:
     """Rolling hashes of the full blocks behind a root or a block."""
-    return rolling(parent, block_hashes(token_ids, block_tokens, lora))
+    return rolling(parent, block_hashes(token_ids, block_size, lora))
 
 
 def number_of(key: bytes) -> int:
@@ -103,12 +103,10 @@ class TieredIndex:
         """Blocks, each counted once for its scope."""
         return sum([len(blocks) for blocks in self._scopes.values()])
 
-    def scopes(self, model: str, tenant: str, block_tokens: int | None) -> list[Scope]:
-        """Scopes with blocks; `block_tokens` None = any."""
+    def scopes(self, model: str, tenant: str, block_size: int | None) -> list[Scope]:
+        """Scopes with blocks; `block_size` None = any."""
         return [
-            scope
-            for scope in self._scopes
-            if scope[:2] == (model, tenant) and block_tokens in (None, scope.block_tokens)
+            scope for scope in self._scopes if scope[:2] == (model, tenant) and block_size in (None, scope.block_size)
         ]
 
     def add(self, scope: Scope, holder: Holder, tier: int, keys: Iterable[BlockKey]) -> None:
@@ -133,7 +131,7 @@ class TieredIndex:
 
     def match(self, scope: Scope, keys: Sequence[BlockKey]) -> dict[str, InstanceMatch]:
         """Leading tokens of a chain at each instance that holds the first block."""
-        blocks, size = self._scopes.get(scope, {}), scope.block_tokens
+        blocks, size = self._scopes.get(scope, {}), scope.block_size
         found: dict[str, InstanceMatch] = {}
         for before, key in enumerate(keys):
             tokens = before * size

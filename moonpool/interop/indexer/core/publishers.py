@@ -44,7 +44,7 @@ class PublisherCache:
     def __init__(self, publisher: Publisher, index: TieredIndex) -> None:
         self._publisher, self._index = publisher, index
         self._tiers = [
-            RankCache(publisher.scope.block_tokens, self._root_of, self._changer(tier), MAX_NAMES, media, self._keys_of)
+            RankCache(publisher.scope.block_size, self._root_of, self._changer(tier), MAX_NAMES, media, self._keys_of)
             for tier, media in enumerate(MEDIA_OF_TIERS)
         ]
 
@@ -72,8 +72,8 @@ class PublisherCache:
         salts = extra or (self._publisher.salt,)
         return salt_root(salts[0]) if len(salts) == 1 and isinstance(salts[0], str) else None
 
-    def _keys_of(self, parent: bytes, token_ids: Sequence[int], block_tokens: int, lora: str) -> Sequence[BlockKey]:
-        return sequence_keys(parent, token_ids, block_tokens, lora or self._publisher.lora)
+    def _keys_of(self, parent: bytes, token_ids: Sequence[int], block_size: int, lora: str) -> Sequence[BlockKey]:
+        return sequence_keys(parent, token_ids, block_size, lora or self._publisher.lora)
 
     def _changer(self, tier: int) -> Callable[[Sequence[BlockKey], Sequence[BlockKey]], None]:
         def changed(stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:

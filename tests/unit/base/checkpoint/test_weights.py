@@ -96,7 +96,7 @@ def test_inspect(tmp_path: Path) -> None:
     write_config(tmp_path, tie_word_embeddings=True)
     tensors = {"model.embed_tokens.weight": ("BF16", [300, 64], bytes(38400)), "a": HALF}
     write_weights(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": ("BF16", [300, 64], bytes(38400))})
-    report = inspect_checkpoint(tmp_path, block_tokens=16, memory_bytes=100_000)
+    report = inspect_checkpoint(tmp_path, block_size=16, memory_bytes=100_000)
     assert (report.parameters, report.weight_bytes, report.dtype) == (19206, 38412, "bfloat16")
     assert (report.kv_token_bytes, report.kv_block_bytes) == (256, 4096)
     assert report.kv_groups == "2 layers, 128 bytes a token each"
@@ -106,7 +106,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert report.file_bytes == (tmp_path / "model.safetensors").stat().st_size
     assert (report.context_tokens, report.kv_context_bytes) == (4096, 256 * 4096)
     assert report.computed == "all layers native"
-    short = inspect_checkpoint(tmp_path, block_tokens=16, max_model_len=100)
+    short = inspect_checkpoint(tmp_path, block_size=16, max_model_len=100)
     assert (short.context_tokens, short.kv_context_bytes) == (100, 7 * 4096)
     with pytest.raises(InvalidRequest, match="memory_bytes"):
         inspect_checkpoint(tmp_path, memory_bytes=-1)
@@ -126,7 +126,7 @@ def test_inspect_tells_recurrent_states(tmp_path: Path) -> None:
         conv_L_cache=3,
     )
     write_weights(tmp_path / "model.safetensors", {"a": HALF})
-    report = inspect_checkpoint(tmp_path, block_tokens=16)
+    report = inspect_checkpoint(tmp_path, block_size=16)
     assert report.state_bytes == 2 * 64 * 4
     assert report.kv_groups == (
         "1 layers with a recurrent state, 512 bytes a block each; 1 layers, 128 bytes a token each"

@@ -117,7 +117,7 @@ async def joined(listener: Listener, instance: Instance, flush_s: float) -> Asyn
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with Channels() as channels:
-        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", epoch=1))
         agent = instance.agent = JoinAgent(
             channels,
             f"127.0.0.1:{port}",

@@ -40,7 +40,7 @@ class Instance:
 
 @asynccontextmanager
 async def joined(instance: Instance, *addresses: str) -> AsyncIterator[ClusterMembership]:
-    hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+    hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", epoch=1))
     held = HeldKeys(1, lambda _: sorted(instance.keys))
     async with Channels() as channels:
         joining = ClusterMembership(
@@ -88,7 +88,7 @@ async def test_a_conductor_that_serves_something_else_is_an_error_though_another
         serving("127.0.0.1:0", [(SERVICE, FakeConductor())], grace_s=0.0) as good,
         serving("127.0.0.1:0", [(SERVICE, other)], grace_s=0.0) as bad,
     ):
-        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", epoch=1))
         async with Channels() as channels, asyncio.timeout(WAIT_S):
             held = HeldKeys(1, lambda _: [])
             addresses = good.address, bad.address

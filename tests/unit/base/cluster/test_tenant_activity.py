@@ -38,13 +38,13 @@ class Board:
     def news(self, name: str, start: int = 1) -> Told:
         """Requests by tenant, which are passed on to a conductor."""
         return {
-            (use.conductor, use.incarnation): {row.tenant: row.requests for row in use.tenants}
+            (use.conductor, use.epoch): {row.tenant: row.requests for row in use.tenants}
             for use in self.uses(name, start)
         }
 
 
 def conductor(name: str, start: int) -> kv_pb2.Instance:
-    return kv_pb2.Instance(id=name, incarnation=start)
+    return kv_pb2.Instance(id=name, epoch=start)
 
 
 def test_each_row_is_passed_on_once_to_each_other_conductor() -> None:
@@ -110,14 +110,14 @@ async def test_an_instance_passes_on_what_one_conductor_tells_to_the_other() -> 
         serving("127.0.0.1:0", [(SERVICE, second)], grace_s=0.0) as other,
         Channels() as channels,
     ):
-        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", epoch=1))
         report = InstanceReport(hello, conductor_pb2.LoadReport, HeldKeys(1, lambda _: []))
         joining, stopping = ClusterMembership(channels, [one.address, other.address], report), asyncio.Event()
         running = asyncio.ensure_future(joining.run(stopping))
 
         def heard(conductor: FakeConductor) -> Told:
             return {
-                (use.conductor, use.incarnation): {row.tenant: row.requests for row in use.tenants}
+                (use.conductor, use.epoch): {row.tenant: row.requests for row in use.tenants}
                 for load in conductor.loads
                 for use in load.activities
                 if use.tenants

@@ -4,6 +4,41 @@ from collections.abc import Iterator
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet
 
+RENAMED = {
+    "block_tokens": "block_size",
+    "incarnation": "epoch",
+    "decode_incarnation": "decode_epoch",
+    "step_tokens": "max_num_batched_tokens",
+    "lane": "transport",
+    "lanes": "transports",
+    "lane_place": "transport_place",
+    "nixl_agent": "description",
+    "Lane": "TransportOffer",
+    "LaneKind": "TransportKind",
+    "LaneOpen": "TransportOpen",
+    "LaneOpened": "TransportOpened",
+    "LaneFrame": "TransportFrame",
+    **{f"LANE_KIND_{kind}": f"TRANSPORT_KIND_{kind}" for kind in ("UNSPECIFIED", "LOCAL", "TCP", "TLS", "NIXL")},
+}
+"""Released name -> name now. Names are not on the wire: numbers and types are, and these stay."""
+
+
+def renamed(released: FileDescriptorSet) -> FileDescriptorSet:
+    """The released contracts with the names of today."""
+    files = FileDescriptorSet()
+    files.CopyFrom(released)
+    for _, message in _all_messages(files):
+        message.name = RENAMED.get(message.name, message.name)
+        for field in message.field:
+            field.name = RENAMED.get(field.name, field.name)
+            path, _, last = field.type_name.rpartition(".")
+            field.type_name = f"{path}.{RENAMED.get(last, last)}" if last else ""
+    for _, enum in _all_enums(files):
+        enum.name = RENAMED.get(enum.name, enum.name)
+        for value in enum.value:
+            value.name = RENAMED.get(value.name, value.name)
+    return files
+
 
 def breaking_changes(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str]:
     """One line per thing removed, renamed, renumbered or retyped; additions are fine."""

@@ -18,7 +18,7 @@ from moonpool.base.kv.keys import bind
 from moonpool.base.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
-LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 
 
@@ -29,7 +29,7 @@ def packed(layers: range, blocks: int, heads: range) -> tuple[kv_pb2.FrameHeader
     own = [1000 * layer + block for layer, block in cells]
     hashes = [bind(value, KEYS[block], layer) for value, (layer, block) in zip(own, cells, strict=True)]
     part = None if len(heads) == LAYOUT.head_shares else heads
-    slices = [Slice(*cell, data, LAYOUT.block_tokens, value, part) for cell, value in zip(cells, hashes, strict=True)]
+    slices = [Slice(*cell, data, LAYOUT.block_size, value, part) for cell, value in zip(cells, hashes, strict=True)]
     [(header, _)] = pack_frames(7, 2, slices, LAYOUT, FRAME_BYTES)
     return header, own
 
@@ -38,16 +38,16 @@ def packed(layers: range, blocks: int, heads: range) -> tuple[kv_pb2.FrameHeader
 @pytest.mark.parametrize(("layers", "heads"), [(range(3), range(2)), (range(1, 3), range(1, 2)), (range(1), range(2))])
 def test_a_header_is_that_of_the_packed_slices(layers: range, heads: range, blocks: int) -> None:
     header, own = packed(layers, blocks, heads)
-    shape = frame_shape(layers, blocks, heads, LAYOUT.block_tokens)
+    shape = frame_shape(layers, blocks, heads, LAYOUT.block_size)
     assert shape.cells == [(layer, block) for layer in layers for block in range(blocks)]
     hashes = bind_all(own, shape.bindings(KEYS[:blocks]))
     assert shape.header(7, 2, hashes) == header
     assert bind_all(hashes, shape.bindings(KEYS[:blocks])) == own
-    assert shape_of(header, layers, blocks, heads, LAYOUT.block_tokens) is shape
+    assert shape_of(header, layers, blocks, heads, LAYOUT.block_size) is shape
 
 
 def test_a_header_of_anything_else_has_no_shape() -> None:
-    layers, heads, tokens = range(3), range(2), LAYOUT.block_tokens
+    layers, heads, tokens = range(3), range(2), LAYOUT.block_size
     header, _ = packed(layers, 2, heads)
     assert shape_of(header, layers, 3, heads, tokens) is None
     assert shape_of(header, range(2), 3, heads, tokens) is None  # as many slices

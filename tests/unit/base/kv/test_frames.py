@@ -31,9 +31,9 @@ from tests.layouts import uniform_like
 from tests.slices import slice_to_send
 
 SMALL = settings(max_examples=examples(60), database=None)
-LAYOUT = KVLayout.uniform(layers=4, kv_heads=4, head_dim=2, block_tokens=16, dtype="float16")
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=4, head_dim=2, block_size=16, dtype="float16")
 SLICE = LAYOUT.slice_bytes(0)  # 512
-FULL = LAYOUT.block_tokens
+FULL = LAYOUT.block_size
 
 
 def content(layer: int, block: int) -> bytes:
@@ -292,7 +292,7 @@ def test_pieces_of_a_slice_come_one_behind_the_other() -> None:
 
 
 def test_a_sender_keeps_to_the_number_of_slices_in_a_frame() -> None:
-    tiny = KVLayout.uniform(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    tiny = KVLayout.uniform(layers=2, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
     data = bytes(tiny.slice_bytes(0))
     slices = [slice_to_send(tiny, 0, 2 * block, data) for block in range(MAX_FRAME_SLICES + 1)]
     frames = pack(slices, 1 << 20, tiny)

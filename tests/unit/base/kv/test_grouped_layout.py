@@ -18,7 +18,7 @@ from moonpool.v1 import kv_pb2
 from tests.layouts import GROUPED, uniform_like
 from tests.slices import slice_to_send
 
-UNIFORM = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
+UNIFORM = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="bfloat16")
 FULL, WINDOWED = GROUPED.groups
 
 
@@ -195,13 +195,13 @@ def test_layouts_with_scales_behind_all_heads_are_refused_by_version() -> None:
 
 def test_heads_with_their_scales_are_one_run_of_bytes() -> None:
     """Of a range of heads: as if the model had these heads alone."""
-    whole = KVLayout.uniform(layers=1, kv_heads=4, head_dim=8, block_tokens=16, dtype="int8")
-    some = KVLayout.uniform(layers=1, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8")
+    whole = KVLayout.uniform(layers=1, kv_heads=4, head_dim=8, block_size=16, dtype="int8")
+    some = KVLayout.uniform(layers=1, kv_heads=2, head_dim=8, block_size=16, dtype="int8")
     data = torch.randint(0, 256, (3, whole.slice_bytes(0)), dtype=torch.uint8)
-    values, scales = kv_quantization.views(data, torch.int8, kv_heads=4, block_tokens=16, head_dim=8)
+    values, scales = kv_quantization.views(data, torch.int8, kv_heads=4, block_size=16, head_dim=8)
     run = data[:, whole.share_bytes(0) : 3 * whole.share_bytes(0)]
     assert run.shape[1] == some.slice_bytes(0)
-    parts = kv_quantization.views(run, torch.int8, kv_heads=2, block_tokens=16, head_dim=8)
+    parts = kv_quantization.views(run, torch.int8, kv_heads=2, block_size=16, head_dim=8)
     assert torch.equal(parts[0], values[:, 1:3])
     assert torch.equal(parts[1].view(torch.int32), scales[:, 1:3].view(torch.int32))
 
@@ -213,7 +213,7 @@ def test_a_program_of_version_1_refuses_groups_by_version() -> None:
     assert 1 <= message.layers <= 4096
     assert 1 <= message.kv_heads <= 1024
     assert 1 <= message.head_dim <= 4096
-    assert message.block_tokens % 16 == 0
+    assert message.block_size % 16 == 0
     assert message.dtype in ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 

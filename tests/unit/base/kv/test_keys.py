@@ -25,7 +25,7 @@ from moonpool.base.kv.native_library import chain_keys, load_native_keys, tokens
 from moonpool.base.native.build import BuildError, compiler
 from tests.layouts import uniform_like
 
-LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 FINGERPRINT = bytes(range(32))
 TOKENS = [0, 1, -1, 2**31 - 1, -(2**31), *range(100, 143)]
 
@@ -69,7 +69,7 @@ def test_everything_that_matters_changes_the_namespace() -> None:
         {"layers": 3},
         {"kv_heads": 1},
         {"head_dim": 4},
-        {"block_tokens": 32},
+        {"block_size": 32},
         {"dtype": "float16"},
         {"dtype": "int8"},
     ):
@@ -132,12 +132,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("block_tokens", [1, 7, 8, 9, 16, 64, 247, 248, 249, 256, 512])
-def test_keys_are_those_of_their_tokens(block_tokens: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 7, 8, 9, 16, 64, 247, 248, 249, 256, 512])
+def test_keys_are_those_of_their_tokens(block_size: int) -> None:
     """Also of blocks that are more than a chunk of the hash (248 tokens)."""
-    for count in (0, block_tokens - 1, block_tokens, 3 * block_tokens + 1):
-        tokens = array("i", [(7 * at * at + block_tokens) % 150_000 for at in range(count)])
-        assert chain_keys(PARENT, tokens_to_bytes(tokens), block_tokens) == block_keys(PARENT, tokens, block_tokens)
+    for count in (0, block_size - 1, block_size, 3 * block_size + 1):
+        tokens = array("i", [(7 * at * at + block_size) % 150_000 for at in range(count)])
+        assert chain_keys(PARENT, tokens_to_bytes(tokens), block_size) == block_keys(PARENT, tokens, block_size)
 
 
 @pytest.mark.usefixtures("way")

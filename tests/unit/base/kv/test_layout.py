@@ -11,7 +11,7 @@ from moonpool.base.kv.layout import QUANTISED, KVLayout
 from moonpool.v1 import kv_pb2
 from tests.layouts import uniform_like
 
-LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="bfloat16")
 
 
 def test_sizes() -> None:
@@ -29,7 +29,7 @@ def test_quantised_sizes(dtype: str) -> None:
     (group,) = layout.groups
     assert (group.value_bytes(16), group.scale_bytes(16)) == (2 * 2 * 16 * 4, 2 * 2 * 16 * 4)
     assert (layout.slice_bytes(2), layout.block_bytes, layout.token_bytes) == (512, 1536, 96)
-    large = KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype=dtype)
+    large = KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_size=64, dtype=dtype)
     plain = uniform_like(large, dtype="bfloat16")
     assert large.slice_bytes(0) * 128 == plain.slice_bytes(0) * 68
 
@@ -48,10 +48,10 @@ def test_blocks_and_valid_tokens() -> None:
         ("kv_heads", 1 << 20),
         ("layers", 4097),
         ("head_dim", 1 << 13),
-        ("block_tokens", 1 << 13),
+        ("block_size", 1 << 13),
         ("head_dim", 0),
-        ("block_tokens", 24),
-        ("block_tokens", 0),
+        ("block_size", 24),
+        ("block_size", 0),
         ("dtype", "int4"),
     ],
 )
@@ -64,8 +64,8 @@ def test_refuses_by_field(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("field", "shape"),
     [
-        ("head_dim", {"head_dim": 4096, "block_tokens": 512}),  # a head that does not fit a message
-        ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_tokens": 64}),
+        ("head_dim", {"head_dim": 4096, "block_size": 512}),  # a head that does not fit a message
+        ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_size": 64}),
         ("layers", {"layers": 4096, "kv_heads": 256, "head_dim": 1024}),
         ("layers", {"layers": 33, "kv_heads": 256, "head_dim": 1024}),  # more than is hashed at once
     ],
@@ -81,7 +81,7 @@ def test_proto_round_trip_and_refusal() -> None:
     for layout in (LAYOUT, quantised):
         assert KVLayout.from_proto(layout.to_proto()) == layout
     with pytest.raises(Mismatch) as caught:
-        KVLayout.from_proto(kv_pb2.KVLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, version=1))
+        KVLayout.from_proto(kv_pb2.KVLayout(layers=1, kv_heads=1, head_dim=4, block_size=16, version=1))
     assert caught.value.field == "layout.dtype"
     other = quantised.to_proto()
     other.groups[0].scale_bytes = 16  # one scale per block, say
@@ -92,7 +92,7 @@ def test_proto_round_trip_and_refusal() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_tokens", 32), ("dtype", "float16")],
+    [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_size", 32), ("dtype", "float16")],
 )
 def test_difference_names_every_field(field: str, value: object) -> None:
     other = uniform_like(LAYOUT, **{field: value})

@@ -13,7 +13,7 @@ from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool, PoolPart, PoolTarget, available_bytes
 
-LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 
 
 def test_parts_and_slices() -> None:
@@ -66,7 +66,7 @@ def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
 
 
 def test_a_populated_pool_has_all_its_memory_and_what_was_in_it() -> None:
-    layout = KVLayout.uniform(layers=2, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
+    layout = KVLayout.uniform(layers=2, kv_heads=4, head_dim=32, block_size=16, dtype="float16")
     with contextlib.closing(KVPool.create(layout, 64, [(0, 2)])) as pool:
         [part] = pool.parts
         pool.slice(1, 5)[:3] = b"abc"
@@ -139,7 +139,7 @@ def test_pages_of_files_are_free_memory_of_a_control_group(tmp_path: Path) -> No
 
 
 def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
-    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")  # 64 bytes a slice
+    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=1, block_size=16, dtype="float16")  # 64 bytes a slice
     with contextlib.closing(KVPool.create(layout, 5, [(0, 1), (1, 3)])) as pool:
         data = bytes(range(64))
         pool.write(2, 4, memoryview(data), 77)
@@ -156,7 +156,7 @@ def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
 
 
 def test_the_hash_of_a_part_filled_block_is_that_of_its_valid_tokens() -> None:
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="float16")
     with contextlib.closing(KVPool.create(layout, 1, [(0, 1)])) as pool:
         pool.slice(0, 0)[:] = bytes(range(64))
         pool.seal(0, 0, 3)

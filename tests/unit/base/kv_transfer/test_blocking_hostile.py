@@ -295,8 +295,8 @@ async def test_one_who_speaks_first_gets_no_direct_connection() -> None:
 @pytest.mark.parametrize(("layers", "most"), [(4, 4), (16, 1), (17, 0)])
 async def test_a_read_takes_as_many_blocks_as_one_answer_may_have(layers: int, most: int) -> None:
     """4 MiB, in as many slices as a frame has."""
-    layout = KVLayout.uniform(layers=layers, kv_heads=2, head_dim=64, block_tokens=256, dtype="float32")
+    layout = KVLayout.uniform(layers=layers, kv_heads=2, head_dim=64, block_size=256, dtype="float32")
     with joined() as (connection, _):
         assert BlockingReader(connection, layout).most == most
-        thin = KVLayout.uniform(layers=512, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+        thin = KVLayout.uniform(layers=512, kv_heads=1, head_dim=4, block_size=16, dtype="float32")
         assert BlockingReader(connection, thin).most == 2

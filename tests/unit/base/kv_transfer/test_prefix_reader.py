@@ -149,7 +149,7 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
 @pytest.mark.parametrize("layers", [range(3), range(2)], ids=["all of the read", "a frame of the read"])
 def test_each_slice_that_lands_is_verified(layers: range) -> None:
     whole = range(LAYOUT.head_shares)
-    shape = frame_shape(layers, 2, whole, LAYOUT.block_tokens)
+    shape = frame_shape(layers, 2, whole, LAYOUT.block_size)
     data = [bytes(content(*cell)) for cell in shape.cells]
     header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
     for bad, cell in enumerate(shape.cells):
@@ -189,7 +189,7 @@ def test_nothing_lands_once_all_has_come() -> None:
         ReadPlan(KEYS[:2], range(3), whole, taken.on_slice, taken.on_layer, lambda *cell: memory[cell]),
     )
     read.expect()
-    shape = frame_shape(range(3), 2, whole, LAYOUT.block_tokens)
+    shape = frame_shape(range(3), 2, whole, LAYOUT.block_size)
     header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
     answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2, frame=header))
     buffer = read.receive_into(answer, 6 * SLICE)

@@ -10,7 +10,7 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from tests.layouts import GROUPED
 
-LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 
 
 def transfer(*, blocks: list[int] | None = None, num_blocks: int = 3, held: int = 1) -> InboundTransfer:

@@ -236,14 +236,14 @@ async def test_a_transfer_is_opened_once() -> None:
         transfer.close(aborted=True)
 
 
-async def test_another_incarnation_is_refused() -> None:
+async def test_another_epoch_is_refused() -> None:
     decode = FakeDecode()
     target = decode.promise(1, 1)
-    target.decode.incarnation = 76
+    target.decode.epoch = 76
     async with sending(decode) as sender:
         with pytest.raises(Mismatch) as caught:
             await sender.open(target)
-        assert caught.value.field == "incarnation"
+        assert caught.value.field == "epoch"
 
 
 async def test_another_layout_is_refused_and_later_handshakes_work() -> None:

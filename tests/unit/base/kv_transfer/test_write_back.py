@@ -14,7 +14,7 @@ from tests.unit.base.transport.turns import turn
 from tests.unit.fakes.writer import FakeWriter
 
 WAIT_S = 60.0
-STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
+STORE = kv_pb2.Instance(id="store", epoch=1, address="a:1")
 
 
 def keys(*numbers: int) -> list[BlockKey]:
@@ -89,7 +89,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
 
 
 async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
-    other = kv_pb2.Instance(id="other", incarnation=1, address="b:1")
+    other = kv_pb2.Instance(id="other", epoch=1, address="b:1")
     async with running(Bench(blocks=6)) as bench:
         bench.open_writer("b:1").go()
         assert bench.submit([1, 2])

@@ -106,7 +106,7 @@ def test_numbers_and_characters_are_bounded() -> None:
         conductor_pb2.ClusterStateResponse(
             instances=[
                 conductor_pb2.InstanceState(
-                    instance=kv_pb2.Instance(id="prefill-1234", incarnation=1 << 60, address="10.0.0.1:50051"),
+                    instance=kv_pb2.Instance(id="prefill-1234", epoch=1 << 60, address="10.0.0.1:50051"),
                     load=conductor_pb2.LoadReport(running=1, speed=conductor_pb2.SpeedReport(prefill_base_s=1.0)),
                 )
             ]

@@ -199,12 +199,10 @@ def test_context() -> None:
     ctx.loading(0, 3, 30)
     ctx.announce("127.0.0.1:5")
     assert out.getvalue() == "loading: 0 3/30\nready: 127.0.0.1:5\n"
-    assert 0 < ctx.incarnation < 1 << 63
-    assert ctx.incarnation != ProcessContext("decode-0", ctx.spans, out).incarnation
+    assert 0 < ctx.epoch < 1 << 63
+    assert ctx.epoch != ProcessContext("decode-0", ctx.spans, out).epoch
     told = ctx.instance(kv_pb2.INSTANCE_KIND_DECODE, "", "h:1")
-    assert told == kv_pb2.Instance(
-        id="decode-0", incarnation=ctx.incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE, address="h:1"
-    )
+    assert told == kv_pb2.Instance(id="decode-0", epoch=ctx.epoch, kind=kv_pb2.INSTANCE_KIND_DECODE, address="h:1")
 
 
 def test_announcing_to_nobody_is_no_error() -> None:

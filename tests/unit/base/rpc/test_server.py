@@ -89,7 +89,7 @@ class KVStore:
     async def Watch(self, request: object, context: object) -> AsyncIterator[kvstore_pb2.WatchResponse]:
         try:
             while True:
-                yield kvstore_pb2.WatchResponse(incarnation=1)
+                yield kvstore_pb2.WatchResponse(epoch=1)
         finally:
             await asyncio.sleep(0)  # cleaning up may wait
             self.left.set()

@@ -70,12 +70,12 @@ def test_loading_pays_when_the_store_is_quick(rate: float, cheaper: bool) -> Non
     assert load_is_cheaper(speeds, prompt_work(10, 0, 0), prompt_work(10, 8, 0), nbytes=80) is cheaper
 
 
-@pytest.mark.parametrize(("step_tokens", "cheaper"), [(80, True), (0, False)])
-def test_each_step_that_a_load_saves_counts(step_tokens: int, cheaper: bool) -> None:
+@pytest.mark.parametrize(("max_num_batched_tokens", "cheaper"), [(80, True), (0, False)])
+def test_each_step_that_a_load_saves_counts(max_num_batched_tokens: int, cheaper: bool) -> None:
     """Timings at the start of a busy machine may give a step's fixed part alone."""
     speeds = Speeds(prefill_base_s=0.05, load_bytes_per_s=1e9)
-    local, rest = (prompt_work(648, prefix, step_tokens) for prefix in (0, 640))
-    assert (local.steps, rest.steps) == ((9, 1) if step_tokens else (1, 1))
+    local, rest = (prompt_work(648, prefix, max_num_batched_tokens) for prefix in (0, 640))
+    assert (local.steps, rest.steps) == ((9, 1) if max_num_batched_tokens else (1, 1))
     assert load_is_cheaper(speeds, local, rest, nbytes=90_000) is cheaper
 
 

@@ -20,17 +20,17 @@ from moonpool.base.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 
-LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 NAMESPACE = namespace(bytes(32), LAYOUT)
 ROOT = chain_root(NAMESPACE, "")
 HELLO = kv_pb2.StreamHello(
-    sender=kv_pb2.Instance(id="prefill-0", incarnation=5, kind=kv_pb2.INSTANCE_KIND_PREFILL),
+    sender=kv_pb2.Instance(id="prefill-0", epoch=5, kind=kv_pb2.INSTANCE_KIND_PREFILL),
     namespace=NAMESPACE,
     layout=LAYOUT.to_proto(),
 )
 DECODE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
 STORE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"]
-SERVER = kv_pb2.Instance(id="server-0", incarnation=77)
+SERVER = kv_pb2.Instance(id="server-0", epoch=77)
 
 
 def content(layer: int, block: int) -> bytearray:

@@ -1,4 +1,4 @@
-"""Both ends of a lane in this process."""
+"""Both ends of a link in this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NIXL = pytest.param(
 )
 for setting, value in {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error"}.items():
     os.environ.setdefault(setting, value)  # NIXL on a machine without network
-LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 MAILBOX = 4 * LAYOUT.slice_bytes(0)
 REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))
 RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
@@ -67,17 +67,17 @@ def shared(pool: KVPool) -> Callable[[], list[SharedRegion]]:
 
 
 async def read(
-    lane: ZeroCopyConnection[Any], receive_into: Callable[[Any, int], ReceiveBuffer | None] = own_memory
+    link: ZeroCopyConnection[Any], receive_into: Callable[[Any, int], ReceiveBuffer | None] = own_memory
 ) -> tuple[Any, ReceivedPayload]:
-    """The next message and its payload; raises why the lane has ended."""
+    """The next message and its payload; raises why the link has ended."""
     found: asyncio.Future[tuple[Any, ReceivedPayload]] = asyncio.get_running_loop().create_future()
 
     def take(message: Any, payload: ReceivedPayload) -> None:
-        lane.pause()
+        link.pause()
         found.set_result((message, payload))
 
-    lane.resume()
-    running = asyncio.ensure_future(lane.run(ReceiveCallbacks(take, receive_into)))
+    link.resume()
+    running = asyncio.ensure_future(link.run(ReceiveCallbacks(take, receive_into)))
     try:
         await asyncio.wait((found, running), return_when=asyncio.FIRST_COMPLETED)
         if not found.done():
@@ -88,9 +88,9 @@ async def read(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def came(lane: ZeroCopyConnection[Any]) -> tuple[Any, bytes]:
+async def came(link: ZeroCopyConnection[Any]) -> tuple[Any, bytes]:
     """The next message and its payload."""
-    message, payload = await read(lane)
+    message, payload = await read(link)
     assert isinstance(payload, memoryview), "nobody has said where it is to land"
     return message, bytes(payload)
 
@@ -114,7 +114,7 @@ def lane_settings(names: str, folder: Path) -> dict[str, Any]:
 
 
 class Cuttable(TransportDialer):
-    """Remembers the lanes that it opened, so that a test can break them."""
+    """Remembers the links that it opened, so that a test can break them."""
 
     def __init__(
         self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
@@ -123,14 +123,14 @@ class Cuttable(TransportDialer):
         self.made: list[ZeroCopyConnection[Any]] = []
 
     async def dial(self, *args: Any, **options: Any) -> ZeroCopyConnection[Any]:
-        lane = await super().dial(*args, **options)
-        self.made.append(lane)
-        return lane
+        link = await super().dial(*args, **options)
+        self.made.append(link)
+        return link
 
     def cut(self) -> None:
-        """Breaks all lanes; their calls stay."""
-        for lane in self.made:
-            lane.close(StreamBroken("cut"))
+        """Breaks all links; their calls stay."""
+        for link in self.made:
+            link.close(StreamBroken("cut"))
 
 
 @dataclass
@@ -143,17 +143,17 @@ class Pair:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def held(
-        self, parts: Sequence[memoryview], lane: SocketConnection[kvstore_pb2.PutRequest] | None = None
+        self, parts: Sequence[memoryview], link: SocketConnection[kvstore_pb2.PutRequest] | None = None
     ) -> PendingPayload:
         """A payload whose message is being written, by the client unless told otherwise."""
-        item = PendingPayload(REQUEST if lane is None else RESPONSE, list(parts))
-        self.tasks.append(asyncio.ensure_future((lane or self.client).write(item)))
+        item = PendingPayload(REQUEST if link is None else RESPONSE, list(parts))
+        self.tasks.append(asyncio.ensure_future((link or self.client).write(item)))
         return item
 
 
 @asynccontextmanager
 async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator[Pair]:
-    """A lane over a socket pair; the server maps the pool, and writes to a mailbox of so many bytes."""
+    """A link over a socket pair; the server maps the pool, and writes to a mailbox of so many bytes."""
     near, far = map(FramedSocket, socket.socketpair())
     ends: list[SocketConnection[kvstore_pb2.GetResponse] | SocketConnection[kvstore_pb2.PutRequest]] = []
 
@@ -181,6 +181,6 @@ async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator
     try:
         yield Pair(client, server, (near, far), tasks)
     finally:
-        for lane in ends:
-            lane.close(StreamBroken("the test is over"))
+        for link in ends:
+            link.close(StreamBroken("the test is over"))
         await asyncio.gather(*tasks, return_exceptions=True)

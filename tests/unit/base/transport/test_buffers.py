@@ -43,16 +43,16 @@ async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
         asked.append(nbytes)
         return ReceiveBuffer(parts, hashes, lambda: True, nothing) if nbytes == 3 * SIZE else None
 
-    async with pair(pool if mapped else None) as lane:
+    async with pair(pool if mapped else None) as connection:
         for intact in (3, 1):
             hashes[1] ^= intact == 1  # the second is not what was sent
-            lane.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
-            message, payload = await read(lane.server, place)
+            connection.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
+            message, payload = await read(connection.server, place)
             assert isinstance(payload, FilledBuffer)
             assert (message, payload.intact) == (REQUEST, intact)
             assert memory[: len(data) if intact == 3 else SIZE // 2] == data[: len(data) if intact == 3 else SIZE // 2]
-        lane.held([pool.slice(0, 1)])
-        _, payload = await read(lane.server, place)
+        connection.held([pool.slice(0, 1)])
+        _, payload = await read(connection.server, place)
         assert isinstance(payload, memoryview)
         assert bytes(payload) == b"\x02" * SIZE
         assert asked == [3 * SIZE, 3 * SIZE, SIZE]
@@ -63,7 +63,7 @@ async def test_a_payload_in_a_region_is_borrowed_until_it_is_returned() -> None:
     pool = pool_of()
     seen: list[tuple[bytes, bool]] = []
     all_seen = asyncio.Event()
-    async with pair(pool) as lane:
+    async with pair(pool) as connection:
 
         def take(message: kvstore_pb2.PutRequest, payload: ReceivedPayload) -> None:
             if isinstance(payload, BorrowedBuffer):
@@ -75,20 +75,20 @@ async def test_a_payload_in_a_region_is_borrowed_until_it_is_returned() -> None:
                 if len(seen) == 2:
                     all_seen.set()
 
-        serving = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(take, borrow=True)))
-        reading = asyncio.ensure_future(read(lane.client))  # takes the words that they were pulled
+        serving = asyncio.ensure_future(connection.server.run(ReceiveCallbacks(take, borrow=True)))
+        reading = asyncio.ensure_future(read(connection.client))  # takes the words that they were pulled
         for slices in ([(0, 0)], [(0, 0), (1, 3)]):
-            held = lane.held([pool.slice(*one) for one in slices])
+            held = connection.held([pool.slice(*one) for one in slices])
             await held.done
             assert seen.pop() == (b"".join(bytes(pool.slice(*one)) for one in slices), False)
-        held = lane.held([memoryview(b"x" * SIZE)])
+        held = connection.held([memoryview(b"x" * SIZE)])
         await held.done
-        await lane.server.write(RESPONSE)
+        await connection.server.write(RESPONSE)
         assert (await reading)[0] == RESPONSE
-        await lane.client.write(REQUEST)
+        await connection.client.write(REQUEST)
         await all_seen.wait()
         assert seen == [(b"x" * SIZE, False), (b"", False)]
-        lane.server.close(StreamBroken("over"))
+        connection.server.close(StreamBroken("over"))
         assert str(await serving) == "over"
     pool.close()
 
@@ -103,18 +103,18 @@ async def test_nothing_is_written_to_memory_that_is_another_s_by_now() -> None:
         seen.append(bytes(memory))
         return len(seen) < 3
 
-    async with pair() as lane:
-        lane.held([memoryview(b"x" * 2 * half)])
+    async with pair() as connection:
+        connection.held([memoryview(b"x" * 2 * half)])
         _, payload = await read(
-            lane.server, lambda _, nbytes: ReceiveBuffer(parts, (0, 0), live, nothing) if nbytes else None
+            connection.server, lambda _, nbytes: ReceiveBuffer(parts, (0, 0), live, nothing) if nbytes else None
         )
         assert isinstance(payload, FilledBuffer)
         assert payload.intact == 0
         assert (len(seen), seen[0][:1], seen[2][:1]) == (3, b"\0", b"x")
         assert memory == seen[2]
-        await lane.tasks[-1]
-        await lane.client.write(REQUEST)
-        assert (await read(lane.server))[0] == REQUEST
+        await connection.tasks[-1]
+        await connection.client.write(REQUEST)
+        assert (await read(connection.server))[0] == REQUEST
 
 
 def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() -> None:
@@ -123,7 +123,7 @@ def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() 
     ]
     [(header, pieces)] = pack_frames(4, 1, slices, LAYOUT, FRAME_BYTES)
     nbytes = sum(piece.nbytes for piece in pieces)
-    tokens, heads = LAYOUT.block_tokens, LAYOUT.head_shares
+    tokens, heads = LAYOUT.block_size, LAYOUT.head_shares
     assert whole_runs(header, nbytes, LAYOUT) == [
         (SliceRun(0, 2, 2, 0, heads, tokens), [slices[0].hash, slices[1].hash]),
         (SliceRun(1, 2, 2, 0, heads, tokens), [slices[2].hash, slices[3].hash]),

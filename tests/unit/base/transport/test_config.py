@@ -1,4 +1,4 @@
-"""Which lanes a process offers."""
+"""Which connections a process offers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moonpool.v1 import kv_pb2
 from tests.unit.base.rpc.certificates import issue
 from tests.unit.base.transport.pairs import certificates, lane_settings
 
-LOCAL, TCP, TLS = kv_pb2.LANE_KIND_LOCAL, kv_pb2.LANE_KIND_TCP, kv_pb2.LANE_KIND_TLS
-NIXL = kv_pb2.LANE_KIND_NIXL
+LOCAL, TCP, TLS = kv_pb2.TRANSPORT_KIND_LOCAL, kv_pb2.TRANSPORT_KIND_TCP, kv_pb2.TRANSPORT_KIND_TLS
+NIXL = kv_pb2.TRANSPORT_KIND_NIXL
 
 
 def opened(folder: Path, *flags: str) -> tuple[Transport, ...]:
@@ -43,7 +43,7 @@ def test_local_is_the_default_and_tcp_is_only_there_when_asked_for(tmp_path: Pat
     assert [transport.kind for transport in opened(tmp_path, "--kv-transports", "tcp,local")] == [TCP, LOCAL]
     assert opened(tmp_path, "--kv-transports", "grpc") == ()
     assert names(opened(tmp_path, "--kv-transports", "grpc,tcp")) == ["tcp"]
-    kinds = LOCAL, TCP, TLS, kv_pb2.LANE_KIND_UNSPECIFIED
+    kinds = LOCAL, TCP, TLS, kv_pb2.TRANSPORT_KIND_UNSPECIFIED
     assert [transport_name(kind) for kind in kinds] == ["local", "tcp", "tls", "grpc"]
     assert transport_kinds() == {"local": LOCAL, "tcp": TCP, "tls": TLS, "nixl": NIXL}
 
@@ -53,10 +53,10 @@ def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
         transport_class("rdma")
 
 
-@pytest.mark.parametrize("lanes", ["rdma", "local,,tcp", "local,local", "Local"])
-def test_unknown_lanes_are_refused_by_name(lanes: str) -> None:
+@pytest.mark.parametrize("connections", ["rdma", "local,,tcp", "local,local", "Local"])
+def test_unknown_lanes_are_refused_by_name(connections: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp, tls, nixl"):
-        TransportConfig.load(["--kv-transports", lanes])
+        TransportConfig.load(["--kv-transports", connections])
 
 
 def test_with_certificates_tcp_is_within_tls_unless_the_network_is_trusted(

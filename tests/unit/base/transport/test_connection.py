@@ -1,4 +1,4 @@
-"""An open lane: messages and payloads both ways, when memory is free again, and peers that do not keep to it."""
+"""An open link: messages and payloads both ways, when memory is free again, and peers that do not keep to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGION = 4 * LAYOUT.layers * (SLICE + 16) + 8 * (LAYOUT.layers + 2)
 
 def frame(*extents: tuple[int, int, int], follow: int = 0, pulled: int = 0) -> bytes:
     """A message as a peer may send it, with extents of its choice; `follow` bytes must be sent behind it."""
-    message = kv_pb2.LaneFrame(message=REQUEST.SerializeToString(), pulled=pulled)
+    message = kv_pb2.TransportFrame(message=REQUEST.SerializeToString(), pulled=pulled)
     for region, offset, length in extents:
         message.extents.add(region=region, offset=offset, length=length)
     data = message.SerializeToString()
@@ -36,34 +36,34 @@ def frame(*extents: tuple[int, int, int], follow: int = 0, pulled: int = 0) -> b
 
 async def test_messages_and_payloads_in_order_both_ways() -> None:
     large = memoryview(bytes(range(256)) * (3 << 12))
-    async with pair() as lane:
-        writing = asyncio.ensure_future(lane.client.write(PendingPayload(REQUEST, large)))
-        assert await came(lane.server) == (REQUEST, bytes(large))
+    async with pair() as link:
+        writing = asyncio.ensure_future(link.client.write(PendingPayload(REQUEST, large)))
+        assert await came(link.server) == (REQUEST, bytes(large))
         await writing
         many = kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(keys=bytes(large[:200_000])))
-        writing = asyncio.ensure_future(lane.client.write(many))  # larger than what is received at once
-        assert await came(lane.server) == (many, b"")
+        writing = asyncio.ensure_future(link.client.write(many))  # larger than what is received at once
+        assert await came(link.server) == (many, b"")
         await writing
-        await lane.client.write(REQUEST.SerializeToString())
-        await lane.server.write(PendingPayload(RESPONSE, [large[:5], large[7:9]]))
-        await lane.server.write(RESPONSE)
-        assert await came(lane.server) == (REQUEST, b"")
-        assert await came(lane.client) == (RESPONSE, bytes(large[:5]) + bytes(large[7:9]))
-        assert await came(lane.client) == (RESPONSE, b"")
+        await link.client.write(REQUEST.SerializeToString())
+        await link.server.write(PendingPayload(RESPONSE, [large[:5], large[7:9]]))
+        await link.server.write(RESPONSE)
+        assert await came(link.server) == (REQUEST, b"")
+        assert await came(link.client) == (RESPONSE, bytes(large[:5]) + bytes(large[7:9]))
+        assert await came(link.client) == (RESPONSE, b"")
 
 
 async def test_a_payload_is_held_until_it_was_pulled_and_what_is_no_region_s_follows() -> None:
     pool = pool_of()
     copy = memoryview(bytearray(b"x" * SLICE))
-    async with pair(pool) as lane:
-        item = lane.held([pool.slice(0, 2), copy, pool.slice(1, 0), pool.slice(1, 1)])
-        message, payload = await came(lane.server)
+    async with pair(pool) as link:
+        item = link.held([pool.slice(0, 2), copy, pool.slice(1, 0), pool.slice(1, 1)])
+        message, payload = await came(link.server)
         assert message == REQUEST
         assert payload == b"\x03" * SLICE + b"x" * SLICE + b"\x11" * SLICE + b"\x12" * SLICE
         assert not item.done.done()
-        await asyncio.gather(*lane.tasks)
-        lane.tasks.clear()
-        reading = asyncio.ensure_future(read(lane.client))
+        await asyncio.gather(*link.tasks)
+        link.tasks.clear()
+        reading = asyncio.ensure_future(read(link.client))
         await item.done
         reading.cancel()
     pool.close()
@@ -71,14 +71,14 @@ async def test_a_payload_is_held_until_it_was_pulled_and_what_is_no_region_s_fol
 
 async def test_a_sender_hears_of_several_pulled_payloads_at_once() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        items = [lane.held([pool.slice(0, block % 4)]) for block in range(5)]
-        await asyncio.gather(*lane.tasks)  # all lie in the socket
-        lane.tasks.clear()
+    async with pair(pool) as link:
+        items = [link.held([pool.slice(0, block % 4)]) for block in range(5)]
+        await asyncio.gather(*link.tasks)  # all lie in the socket
+        link.tasks.clear()
         for _ in items:
-            assert (await came(lane.server))[0] == REQUEST
-        assert len(lane.tasks) == 3  # words of 2, 2 and 1
-        reading = asyncio.ensure_future(read(lane.client))
+            assert (await came(link.server))[0] == REQUEST
+        assert len(link.tasks) == 3  # words of 2, 2 and 1
+        reading = asyncio.ensure_future(read(link.client))
         await asyncio.gather(*(item.done for item in items))
         reading.cancel()
     pool.close()
@@ -87,12 +87,12 @@ async def test_a_sender_hears_of_several_pulled_payloads_at_once() -> None:
 async def test_what_is_overwritten_too_early_does_not_match_its_hash_and_never_changes_later() -> None:
     pool = pool_of()
     value = slice_hash(pool.slice(0, 0))
-    async with pair(pool) as lane:
-        lane.held([pool.slice(0, 0)])
-        lane.held([pool.slice(0, 0)])
-        _, first = await came(lane.server)
+    async with pair(pool) as link:
+        link.held([pool.slice(0, 0)])
+        link.held([pool.slice(0, 0)])
+        _, first = await came(link.server)
         pool.slice(0, 0)[:] = b"!" * SLICE
-        _, second = await came(lane.server)
+        _, second = await came(link.server)
         assert (slice_hash(first) == value, slice_hash(second) == value) == (True, False)
     pool.close()
 
@@ -100,29 +100,29 @@ async def test_what_is_overwritten_too_early_does_not_match_its_hash_and_never_c
 async def test_a_pool_that_is_closed_stays_readable_for_the_peer() -> None:
     pool = pool_of()
     data = bytes(pool.slice(0, 1))
-    async with pair(pool) as lane:
-        lane.held([pool.slice(0, 1)])
-        await asyncio.gather(*lane.tasks)
+    async with pair(pool) as link:
+        link.held([pool.slice(0, 1)])
+        await asyncio.gather(*link.tasks)
         pool.close()
-        assert (await came(lane.server))[1] == data
+        assert (await came(link.server))[1] == data
 
 
 async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full() -> None:
-    async with pair(mailbox=MAILBOX) as lane:
+    async with pair(mailbox=MAILBOX) as link:
         data = [memoryview(bytes([number]) * SLICE) for number in range(6)]
         for part in data:
-            item = lane.held([part], lane.server)
-            await lane.tasks[-1]
+            item = link.held([part], link.server)
+            await link.tasks[-1]
             assert item.done.done(), "the store's memory is free as soon as the bytes are copied"
         for part in data:
-            assert await came(lane.client) == (RESPONSE, bytes(part))
+            assert await came(link.client) == (RESPONSE, bytes(part))
         for _ in range(4):  # the client's acknowledgements free the mailbox
-            await lane.client.write(REQUEST)
-        await asyncio.gather(*lane.tasks)
+            await link.client.write(REQUEST)
+        await asyncio.gather(*link.tasks)
         for _ in range(4):
-            await read(lane.server)
-        await lane.server.write(PendingPayload(RESPONSE, data[:4]))
-        assert (await came(lane.client))[1] == b"".join(data[:4])
+            await read(link.server)
+        await link.server.write(PendingPayload(RESPONSE, data[:4]))
+        assert (await came(link.client))[1] == b"".join(data[:4])
 
 
 @pytest.mark.parametrize(
@@ -139,25 +139,25 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
         (frame(pulled=1), "were read"),
         (LENGTH_PREFIX.pack(1 << 30, 0), "a message of"),
         (LENGTH_PREFIX.pack(4, 1 << 30), "a message of"),
-        (LENGTH_PREFIX.pack(3, 0) + b"\xff\xff\xff", "malformed LaneFrame"),
+        (LENGTH_PREFIX.pack(3, 0) + b"\xff\xff\xff", "malformed TransportFrame"),
         (LENGTH_PREFIX.pack(4, 0) + b"\x0a\x02\xff\xff", "malformed message"),
     ],
 )
 async def test_what_is_not_proper_ends_the_lane(sent: bytes, says: str) -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        await lane.socks[0].send([sent])
+    async with pair(pool) as link:
+        await link.socks[0].send([sent])
         with pytest.raises(FrameError, match=says):
-            await read(lane.server)
+            await read(link.server)
     pool.close()
 
 
 async def test_a_message_of_very_many_extents_is_refused_before_they_are_objects() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        sending = asyncio.create_task(lane.socks[0].send([LENGTH_PREFIX.pack(2 << 20, 0) + b"\x12\x00" * (1 << 20)]))
-        with pytest.raises(FrameError, match="LaneFrame has too many fields"):
-            await read(lane.server)
+    async with pair(pool) as link:
+        sending = asyncio.create_task(link.socks[0].send([LENGTH_PREFIX.pack(2 << 20, 0) + b"\x12\x00" * (1 << 20)]))
+        with pytest.raises(FrameError, match="TransportFrame has too many fields"):
+            await read(link.server)
         sending.cancel()
         await asyncio.wait([sending])
     pool.close()
@@ -165,35 +165,35 @@ async def test_a_message_of_very_many_extents_is_refused_before_they_are_objects
 
 async def test_a_server_s_own_memory_is_no_region_of_a_client_s_message() -> None:
     """The lent region is for writing: a client cannot have the server read it."""
-    async with pair(mailbox=MAILBOX) as lane:
-        await lane.socks[0].send([frame((1, 0, 16))])
+    async with pair(mailbox=MAILBOX) as link:
+        await link.socks[0].send([frame((1, 0, 16))])
         with pytest.raises(FrameError, match="no region 1"):
-            await read(lane.server)
+            await read(link.server)
 
 
 @pytest.mark.parametrize("sent", [b"", LENGTH_PREFIX.pack(9, 0)[:3], frame()[:-1], frame(follow=9) + b"12345678"])
 async def test_a_peer_that_leaves_anywhere(sent: bytes) -> None:
-    async with pair() as lane:
-        await lane.socks[0].send([sent])
-        lane.socks[0].close(StreamBroken("left"))
+    async with pair() as link:
+        await link.socks[0].send([sent])
+        link.socks[0].close(StreamBroken("left"))
         with pytest.raises(StreamBroken, match="closed its end"):
-            await read(lane.server)
+            await read(link.server)
 
 
 async def test_payloads_that_are_held_fail_with_the_lane() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        shown = lane.held([pool.slice(0, 0)])
-        await asyncio.gather(*lane.tasks)
-        stuck = lane.held([memoryview(bytes(32 << 20))])
-        reading = asyncio.ensure_future(read(lane.client))
+    async with pair(pool) as link:
+        shown = link.held([pool.slice(0, 0)])
+        await asyncio.gather(*link.tasks)
+        stuck = link.held([memoryview(bytes(32 << 20))])
+        reading = asyncio.ensure_future(read(link.client))
         await asyncio.sleep(0)
         error = StreamBroken("over")
-        lane.client.close(error)
-        lane.client.close(StreamBroken("again"))
-        assert (lane.client.closed, shown.done.exception()) == (True, error)
-        results: list[Any] = await asyncio.gather(*lane.tasks, reading, return_exceptions=True)
-        lane.tasks.clear()
+        link.client.close(error)
+        link.client.close(StreamBroken("again"))
+        assert (link.client.closed, shown.done.exception()) == (True, error)
+        results: list[Any] = await asyncio.gather(*link.tasks, reading, return_exceptions=True)
+        link.tasks.clear()
         assert (stuck.done.exception(), results[1:]) == (error, [error, error])
     pool.close()
 
@@ -206,10 +206,10 @@ async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() 
         assert go.wait(10.0)
         closed.set()
 
-    async with pair() as lane:
+    async with pair() as link:
         region: Any = SimpleNamespace(close=close)
-        end = ConnectionEnd(TcpTransport(), lane.socks[0], readable={1: region})
-        ended = end.open(kv_pb2.LaneFrame, lambda message: None)
+        end = ConnectionEnd(TcpTransport(), link.socks[0], readable={1: region})
+        ended = end.open(kv_pb2.TransportFrame, lambda message: None)
         ended.close(StreamBroken("the peer was killed"))
         assert not closed.is_set()
         go.set()
@@ -217,9 +217,9 @@ async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() 
 
 
 async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it() -> None:
-    async with pair() as lane:
-        await lane.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
-        assert (await read(lane.server))[0].close.aborted
+    async with pair() as link:
+        await link.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
+        assert (await read(link.server))[0].close.aborted
 
 
 async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None:
@@ -232,17 +232,17 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
     def nowhere(message: Any, nbytes: int) -> None:
         raise LookupError("no place")
 
-    async with pair() as lane:
+    async with pair() as link:
         for _ in range(2):
-            await lane.client.write(REQUEST)
+            await link.client.write(REQUEST)
         with pytest.raises(KeyError, match="refused"):
-            await lane.server.run(ReceiveCallbacks(refuse))
+            await link.server.run(ReceiveCallbacks(refuse))
         assert taken == [REQUEST]
-        assert await came(lane.server) == (REQUEST, b"")
-        lane.held([memoryview(b"x")])
-        lane.server.resume()  # after `came`
+        assert await came(link.server) == (REQUEST, b"")
+        link.held([memoryview(b"x")])
+        link.server.resume()  # after `came`
         with pytest.raises(LookupError, match="no place"):
-            await lane.server.run(ReceiveCallbacks(refuse, nowhere))
+            await link.server.run(ReceiveCallbacks(refuse, nowhere))
         assert taken == [REQUEST]
 
 
@@ -262,25 +262,25 @@ async def test_many_messages_leave_others_their_turns(many: int, message: bytes,
         taken.append(message)
         return RECEIVE_TURN_BYTES // 2
 
-    async with pair() as lane:
-        sending = asyncio.ensure_future(lane.socks[0].send([message * many]))
-        serving = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(take, on_one_shot=on_one_shot)))
+    async with pair() as link:
+        sending = asyncio.ensure_future(link.socks[0].send([message * many]))
+        serving = asyncio.ensure_future(link.server.run(ReceiveCallbacks(take, on_one_shot=on_one_shot)))
         while len(taken) < many:
             turns.append(len(taken))
             await asyncio.sleep(0)
         await sending
         assert max(after - before for before, after in itertools.pairwise([*turns, many])) <= 2 * most
-        lane.server.close(StreamBroken("over"))
+        link.server.close(StreamBroken("over"))
         assert str(await serving) == "over"
 
 
 async def test_a_socket_that_is_closed_ends_the_reading() -> None:
-    async with pair() as lane:
-        reading = asyncio.ensure_future(came(lane.server))
-        await lane.client.write(REQUEST)
+    async with pair() as link:
+        reading = asyncio.ensure_future(came(link.server))
+        await link.client.write(REQUEST)
         assert await reading == (REQUEST, b"")
-        reading = asyncio.ensure_future(came(lane.server))
+        reading = asyncio.ensure_future(came(link.server))
         await asyncio.sleep(0)
-        lane.socks[1].close(StreamBroken("cut"))
+        link.socks[1].close(StreamBroken("cut"))
         with pytest.raises(StreamBroken, match="cut"):
             await reading

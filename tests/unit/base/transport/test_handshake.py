@@ -1,4 +1,4 @@
-"""Who gets a lane: offers, tokens, users, incarnations, regions; and those who do not keep to the handshake."""
+"""Who gets a connection: offers, tokens, users, epochs, regions; and those who do not keep to the handshake."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from moonpool.base.transport.shared_memory import SharedMemoryTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.pairs import REQUEST, pool_of, read, shared
 
-INCARNATION = 9
+EPOCH = 9
 WINDOW = 1 << 16
 BOTH = ["local", "tcp"]
-OTHER = {"local": kv_pb2.LANE_KIND_TCP, "tcp": kv_pb2.LANE_KIND_LOCAL}
+OTHER = {"local": kv_pb2.TRANSPORT_KIND_TCP, "tcp": kv_pb2.TRANSPORT_KIND_LOCAL}
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Ends:
     dialer: TransportDialer
     transports: tuple[Transport, ...]
     opened: list[ConnectionEnd] = field(default_factory=list)
-    lanes: list[ZeroCopyConnection[Any]] = field(default_factory=list)
+    connections: list[ZeroCopyConnection[Any]] = field(default_factory=list)
     acknowledged: list[Message] = field(default_factory=list)
 
-    def offer(self, **changes: Any) -> kv_pb2.Lane | None:
+    def offer(self, **changes: Any) -> kv_pb2.TransportOffer | None:
         hello = kv_pb2.StreamHello(sender=kv_pb2.Instance(id="client"))
         self.dialer.fill(hello)
         for name, value in changes.items():
@@ -50,30 +50,30 @@ class Ends:
         return self.server.offer(hello, self.opened.append)
 
     async def dial(
-        self, offer: kv_pb2.Lane | None, incarnation: int = INCARNATION, mailbox_bytes: int = WINDOW
+        self, offer: kv_pb2.TransportOffer | None, epoch: int = EPOCH, mailbox_bytes: int = WINDOW
     ) -> ZeroCopyConnection[Any]:
         assert offer is not None
-        lane = await self.dialer.dial(
-            offer, incarnation, kvstore_pb2.GetResponse, mailbox_bytes, self.acknowledged.append
+        connection = await self.dialer.dial(
+            offer, epoch, kvstore_pb2.GetResponse, mailbox_bytes, self.acknowledged.append
         )
-        self.lanes.append(lane)
-        return lane
+        self.connections.append(connection)
+        return connection
 
 
 @asynccontextmanager
 async def ends(
-    folder: Path, lanes: str = "local,tcp", *, uid: int | None = None, **options: Any
+    folder: Path, connections: str = "local,tcp", *, uid: int | None = None, **options: Any
 ) -> AsyncIterator[Ends]:
-    config = TransportConfig(kv_transports=lanes, kv_transports_dir=folder)
+    config = TransportConfig(kv_transports=connections, kv_transports_dir=folder)
     transports = open_transports(config)
     served = transports if uid is None else (SharedMemoryTransport(folder, uid),)
-    server = TransportListener(served, INCARNATION, handshake_s=options.pop("handshake_s", 5.0))
+    server = TransportListener(served, EPOCH, handshake_s=options.pop("handshake_s", 5.0))
     pool = pool_of()
     it = Ends(server, TransportDialer(transports, shared(pool), dial_s=5.0), transports)
     async with server.running(config):
         yield it
-    for lane in it.lanes:
-        lane.close(StreamBroken("the test is over"))
+    for connection in it.connections:
+        connection.close(StreamBroken("the test is over"))
     for opened in it.opened:
         opened.sock.close(StreamBroken("the test is over"))
     assert not os.listdir(folder), "a socket goes with its server"
@@ -86,7 +86,9 @@ def counts(dialer: TransportDialer) -> dict[str, int]:
     return {name: dialer.count_open(name) for name in BOTH}
 
 
-async def raw(offer: kv_pb2.Lane, opening: kv_pb2.LaneOpen, fds: list[int] | None = None) -> kv_pb2.LaneOpened:
+async def raw(
+    offer: kv_pb2.TransportOffer, opening: kv_pb2.TransportOpen, fds: list[int] | None = None
+) -> kv_pb2.TransportOpened:
     """What a server answers to a client that sends what it likes."""
 
     def talk() -> bytes:
@@ -97,24 +99,24 @@ async def raw(offer: kv_pb2.Lane, opening: kv_pb2.LaneOpen, fds: list[int] | Non
             socket.send_fds(sock, [LENGTH_PREFIX.pack(len(data), 0) + data], fds or [])
             return sock.recv(4096)
 
-    return kv_pb2.LaneOpened.FromString((await asyncio.to_thread(talk))[LENGTH_PREFIX.size :])
+    return kv_pb2.TransportOpened.FromString((await asyncio.to_thread(talk))[LENGTH_PREFIX.size :])
 
 
 @pytest.mark.parametrize("name", BOTH)
 async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> None:
     async with ends(sockets, name) as it:
         offer = it.offer()
-        lane = await it.dial(offer)
-        assert (lane.name, [opened.name for opened in it.opened]) == (name, [name])
+        connection = await it.dial(offer)
+        assert (connection.name, [opened.name for opened in it.opened]) == (name, [name])
         [opened] = it.opened
         expected: dict[str, tuple[list[int], int | None]] = {"local": ([], 1), "tcp": ([], None)}
         assert (list(opened.readable), opened.borrowed and opened.borrowed[0]) == expected[name]
         far: ZeroCopyConnection[Any] = opened.open(kvstore_pb2.PutRequest, it.acknowledged.append)
-        await lane.write(REQUEST)
+        await connection.write(REQUEST)
         assert (await read(far))[0] == REQUEST
         assert it.server.opened == {name: 1}
         assert counts(it.dialer) == {"local": 0, "tcp": 0, name: 1}
-        lane.close(StreamBroken("enough"))
+        connection.close(StreamBroken("enough"))
         assert counts(it.dialer) == {"local": 0, "tcp": 0}
 
 
@@ -129,41 +131,43 @@ async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
 
 async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -> None:
     async with ends(sockets) as it:
-        for lanes, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
-            hello = kv_pb2.StreamHello(lane_place=it.transports[0].scope)
-            hello.lanes.extend(kv_pb2.LaneKind.Value(f"LANE_KIND_{each.upper()}") for each in lanes)
+        for connections, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
+            hello = kv_pb2.StreamHello(transport_place=it.transports[0].scope)
+            hello.transports.extend(
+                kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{each.upper()}") for each in connections
+            )
             offer = it.server.offer(hello, it.opened.append)
             assert offer is not None
-            assert offer.kind == kv_pb2.LaneKind.Value(f"LANE_KIND_{kind}")
-        assert it.server.offer(kv_pb2.StreamHello(lanes=[7]), it.opened.append) is None  # type: ignore[list-item]
+            assert offer.kind == kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{kind}")
+        assert it.server.offer(kv_pb2.StreamHello(transports=[7]), it.opened.append) is None  # type: ignore[list-item]
     async with ends(sockets, "grpc") as it:
-        assert it.offer(lane_place="anywhere") is None
+        assert it.offer(transport_place="anywhere") is None
 
 
 async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) -> None:
     async with ends(sockets, "local") as it:
-        assert it.offer(lane_place="elsewhere") is None
+        assert it.offer(transport_place="elsewhere") is None
     async with ends(sockets) as it:
-        offer = it.offer(lane_place="elsewhere")
+        offer = it.offer(transport_place="elsewhere")
         assert offer is not None
-        assert offer.kind == kv_pb2.LANE_KIND_TCP
+        assert offer.kind == kv_pb2.TRANSPORT_KIND_TCP
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(sockets: Path, name: str) -> None:
+async def test_a_token_opens_one_lane_of_its_kind_at_its_epoch(sockets: Path, name: str) -> None:
     async with ends(sockets) as it:
-        kind = kv_pb2.LaneKind.Value(f"LANE_KIND_{name.upper()}")
-        hello = kv_pb2.StreamHello(lanes=[kind], lane_place=it.transports[0].scope)
+        kind = kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{name.upper()}")
+        hello = kv_pb2.StreamHello(transports=[kind], transport_place=it.transports[0].scope)
         offers = [it.server.offer(hello, it.opened.append) for _ in range(4)]
         used, wrong, gone, late = (each for each in offers if each is not None)
         await it.dial(used)
-        forged = kv_pb2.Lane(kind=kind, address=wrong.address, token=bytes(32))
+        forged = kv_pb2.TransportOffer(kind=kind, address=wrong.address, token=bytes(32))
         it.server.withdraw(gone.token)
-        for offer, incarnation in ((used, INCARNATION), (forged, INCARNATION), (gone, INCARNATION), (late, 8)):
+        for offer, epoch in ((used, EPOCH), (forged, EPOCH), (gone, EPOCH), (late, 8)):
             with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
-                await it.dial(offer, incarnation)
+                await it.dial(offer, epoch)
         other = next(address for each, address in it.server.addresses.items() if each != name)
-        swapped = kv_pb2.Lane(kind=OTHER[name], address=other, token=wrong.token)
+        swapped = kv_pb2.TransportOffer(kind=OTHER[name], address=other, token=wrong.token)
         with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
             await it.dial(swapped)
         assert (len(it.opened), it.server.refused) == (1, 5)
@@ -185,13 +189,13 @@ async def test_regions_that_are_not_what_was_told_are_refused(sockets: Path) -> 
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             offer = it.offer()
             assert offer is not None
-            opening = kv_pb2.LaneOpen(token=offer.token, incarnation=INCARNATION)
+            opening = kv_pb2.TransportOpen(token=offer.token, epoch=EPOCH)
             opening.regions.add(bytes=size)
             assert says in (await raw(offer, opening, [fd])).refused
             os.close(fd)
         offer = it.offer()
         assert offer is not None
-        opening = kv_pb2.LaneOpen(token=offer.token, incarnation=INCARNATION)
+        opening = kv_pb2.TransportOpen(token=offer.token, epoch=EPOCH)
         opening.regions.add(bytes=4096)
         assert "0 descriptors came for 1 regions" in (await raw(offer, opening)).refused
         assert not it.opened
@@ -204,7 +208,7 @@ async def test_one_who_says_nothing_is_not_waited_for(sockets: Path) -> None:
         reader, writer = await asyncio.open_unix_connection(offer.address)
         async with asyncio.timeout(60):
             answer = await reader.read()
-        assert kv_pb2.LaneOpened.FromString(answer[LENGTH_PREFIX.size :]).refused == "nothing came"
+        assert kv_pb2.TransportOpened.FromString(answer[LENGTH_PREFIX.size :]).refused == "nothing came"
         writer.close()
 
 
@@ -233,16 +237,16 @@ async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(sockets: P
 async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(sockets: Path) -> None:
     async with ends(sockets, "local") as it:
         with pytest.raises(FrameError, match="tcp was not asked for"):
-            await it.dial(kv_pb2.Lane(kind=kv_pb2.LANE_KIND_TCP, address="127.0.0.1:1"))
+            await it.dial(kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_TCP, address="127.0.0.1:1"))
         with pytest.raises(OSError, match="No such file"):
-            await it.dial(kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(sockets / "nobody.sock")))
+            await it.dial(kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_LOCAL, address=str(sockets / "nobody.sock")))
         hung = socket.socket(socket.AF_UNIX)
         hung.bind(str(sockets / "hung"))
         hung.listen()
         dialer = TransportDialer(it.transports, dial_s=0.01)
-        offer = kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(sockets / "hung"))
+        offer = kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_LOCAL, address=str(sockets / "hung"))
         with pytest.raises(TimeoutError):
-            await dialer.dial(offer, INCARNATION, kvstore_pb2.GetResponse, 0, it.acknowledged.append)
+            await dialer.dial(offer, EPOCH, kvstore_pb2.GetResponse, 0, it.acknowledged.append)
         hung.close()
         (sockets / "hung").unlink()
 

@@ -1,4 +1,4 @@
-"""A server's stream on a lane: from a peer that reads no answers nothing more is taken."""
+"""A server's stream on a link: from a peer that reads no answers nothing more is taken."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Offers:
 
     def offer(
         self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool
-    ) -> kv_pb2.Lane:
+    ) -> kv_pb2.TransportOffer:
         self.attach = attach
-        return kv_pb2.Lane(token=b"token")
+        return kv_pb2.TransportOffer(token=b"token")
 
     def withdraw(self, token: bytes) -> None:
         assert token == b"token"
@@ -37,8 +37,8 @@ class Offers:
 class Echo(ServerStream[kvstore_pb2.PutRequest]):
     """Answers each close with the same session's number."""
 
-    def __init__(self, lanes: Any) -> None:
-        super().__init__(asyncio.Event(), max_unsent=UNSENT, listener=lanes)
+    def __init__(self, links: Any) -> None:
+        super().__init__(asyncio.Event(), max_unsent=UNSENT, listener=links)
         self.taken: list[int] = []
 
     async def on_hello(self, message: kvstore_pb2.PutRequest) -> None:
@@ -50,14 +50,14 @@ class Echo(ServerStream[kvstore_pb2.PutRequest]):
 
 
 class Call:
-    """The call beside the lane: a hello, then nothing."""
+    """The call beside the link: a hello, then nothing."""
 
     async def requests(self) -> AsyncIterator[Any]:
         yield kvstore_pb2.PutRequest(hello=HELLO)
         await asyncio.Event().wait()
 
     async def write(self, message: Any) -> None:
-        raise AssertionError("answers go over the lane")
+        raise AssertionError("answers go over the link")
 
 
 async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None:

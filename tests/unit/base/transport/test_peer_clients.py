@@ -94,9 +94,9 @@ async def test_a_client_that_became_busy_meanwhile_is_not_closed() -> None:
 
 async def test_a_pause_ends_when_the_peer_restarts() -> None:
     bench = Bench(max_peers=3)
-    failed = kv_pb2.Instance(id="store-1", address="host:1", incarnation=1)
+    failed = kv_pb2.Instance(id="store-1", address="host:1", epoch=1)
     await bench.get(1)
     bench.peers.pause(failed, 10.0)
     assert bench.peers.paused(failed, 9.0)
     assert not bench.peers.paused(failed, 10.0)
-    assert not bench.peers.paused(kv_pb2.Instance(id="store-1", address="host:1", incarnation=2), 9.0)
+    assert not bench.peers.paused(kv_pb2.Instance(id="store-1", address="host:1", epoch=2), 9.0)

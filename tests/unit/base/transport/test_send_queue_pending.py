@@ -1,4 +1,4 @@
-"""Payloads that an send_queue holds for a lane: when their sender's memory is free, and how a sender leaves."""
+"""Payloads that an send_queue holds for a connection: when their sender's memory is free, and how a sender leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frame(session: int) -> decode_pb2.ReceiveKVRequest:
 
 
 class Writer:
-    """Takes what an send_queue writes; `finish` says when the lane is done with it."""
+    """Takes what an send_queue writes; `finish` says when the connection is done with it."""
 
     def __init__(self) -> None:
         self.send_queue = SendQueue()
@@ -206,7 +206,7 @@ async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_tur
 
 
 async def test_who_sends_much_at_once_leaves_others_their_turns() -> None:
-    """A lane may take all of it without making anybody wait."""
+    """A connection may take all of it without making anybody wait."""
     writer, turns = Writer(), [0]
 
     def start(item: Any) -> None:

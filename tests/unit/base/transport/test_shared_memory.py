@@ -123,7 +123,7 @@ def test_a_mailbox_is_read_here_and_keeps_its_size() -> None:
         there.part(4095, 2)
     box.close()
     box.region.close()
-    there.part(1, 3)[:] = b"xyz"  # a peer that goes on writing when the lane has ended harms nobody
+    there.part(1, 3)[:] = b"xyz"  # a peer that goes on writing when the connection has ended harms nobody
     assert Mailbox(4096).region.part(1, 3) == bytes(3)
 
 

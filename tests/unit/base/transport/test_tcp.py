@@ -1,4 +1,4 @@
-"""How a lane's TCP sockets are set up."""
+"""How a link's TCP sockets are set up."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ SIZE = LAYOUT.slice_bytes(0)
 class Serving:
     """Takes what comes at the server's end; payloads of a slice land in `memory`."""
 
-    def __init__(self, lane: Pair, *, least_bytes: int = SIZE) -> None:
+    def __init__(self, connection: Pair, *, least_bytes: int = SIZE) -> None:
         self.threads, self.memory = Held(), bytearray(SIZE)
         self.writing: list[bool] = []
         self.seen: list[str] = []
         self.value = slice_hash(b"\x02" * SIZE)
         self._beside, self._changed = ThreadOffload(self.threads, least_bytes), asyncio.Event()
-        self.task = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(self._take, self._place)))
+        self.task = asyncio.ensure_future(connection.server.run(ReceiveCallbacks(self._take, self._place)))
 
     async def until(self, *seen: str) -> None:
         while self.seen != list(seen):
@@ -58,11 +58,11 @@ class Serving:
 @pytest.mark.parametrize("mapped", [True, False])
 async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: bool) -> None:
     pool = pool_of()
-    async with pair(pool if mapped else None) as lane:
-        it = Serving(lane)
-        held = lane.held([pool.slice(0, 1)])
-        await lane.tasks[-1]
-        await lane.client.write(REQUEST)
+    async with pair(pool if mapped else None) as connection:
+        it = Serving(connection)
+        held = connection.held([pool.slice(0, 1)])
+        await connection.tasks[-1]
+        await connection.client.write(REQUEST)
         await it.threads.came.wait()
         await asyncio.sleep(0)
         assert (it.seen, it.writing) == ([], [True])
@@ -72,7 +72,7 @@ async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: boo
         it.threads.release()
         await it.until("1 None", "a message")
         assert (it.writing, bytes(it.memory)) == ([True, False], b"\x02" * SIZE)
-        lane.server.close(StreamBroken("over"))
+        connection.server.close(StreamBroken("over"))
         await it.task
     pool.close()
 
@@ -80,11 +80,11 @@ async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: boo
 @pytest.mark.parametrize("mapped", [True, False])
 async def test_a_thread_is_waited_for_when_the_lane_has_ended_and_nothing_is_told_then(mapped: bool) -> None:
     pool = pool_of()
-    async with pair(pool if mapped else None) as lane:
-        it = Serving(lane)
-        lane.held([pool.slice(0, 1)])
+    async with pair(pool if mapped else None) as connection:
+        it = Serving(connection)
+        connection.held([pool.slice(0, 1)])
         await it.threads.came.wait()
-        lane.server.close(StreamBroken("cut"))
+        connection.server.close(StreamBroken("cut"))
         assert str(await it.task) == "cut"
         assert it.writing == [True]
         it.threads.release()
@@ -96,50 +96,50 @@ async def test_a_thread_is_waited_for_when_the_lane_has_ended_and_nothing_is_tol
 
 async def test_damage_and_defects_are_told_and_the_lane_goes_on() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        it = Serving(lane)
+    async with pair(pool) as connection:
+        it = Serving(connection)
         it.threads.on = False
         it.value ^= 1
-        lane.held([pool.slice(0, 1)])
+        connection.held([pool.slice(0, 1)])
         await it.until("0 None")
         it.threads.defect = RuntimeError("no more memory")
-        lane.held([pool.slice(0, 1)])
+        connection.held([pool.slice(0, 1)])
         await it.until("0 None", "0 no more memory")
         it.value ^= 1
-        lane.held([pool.slice(0, 1)])
+        connection.held([pool.slice(0, 1)])
         await it.until("0 None", "0 no more memory", "1 None")
         assert it.writing == [True, False] * 3
-        lane.server.close(StreamBroken("over"))
+        connection.server.close(StreamBroken("over"))
         await it.task
     pool.close()
 
 
 async def test_small_payloads_land_on_the_loop() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        it = Serving(lane, least_bytes=SIZE + 1)
-        lane.held([pool.slice(0, 1)])
+    async with pair(pool) as connection:
+        it = Serving(connection, least_bytes=SIZE + 1)
+        connection.held([pool.slice(0, 1)])
         await it.until("1 None")
         assert (it.writing, list(it.threads.waiting)) == ([], [])
-        lane.server.close(StreamBroken("over"))
+        connection.server.close(StreamBroken("over"))
         await it.task
     pool.close()
 
 
 async def test_a_lane_that_was_paused_meanwhile_goes_on_when_both_are_over() -> None:
     pool = pool_of()
-    async with pair(pool) as lane:
-        it = Serving(lane)
-        lane.held([pool.slice(0, 1)])
+    async with pair(pool) as connection:
+        it = Serving(connection)
+        connection.held([pool.slice(0, 1)])
         await it.threads.came.wait()
-        await lane.client.write(REQUEST)
-        lane.server.pause()
-        lane.server.resume()
-        lane.server.pause()
+        await connection.client.write(REQUEST)
+        connection.server.pause()
+        connection.server.resume()
+        connection.server.pause()
         it.threads.release()
         await it.until("1 None")
-        lane.server.resume()
+        connection.server.resume()
         await it.until("1 None", "a message")
-        lane.server.close(StreamBroken("over"))
+        connection.server.close(StreamBroken("over"))
         await it.task
     pool.close()

@@ -38,19 +38,19 @@ class Server:
 
     listener: TransportListener
     opened: list[ConnectionEnd] = field(default_factory=list)
-    lanes: list[Any] = field(default_factory=list)
+    links: list[Any] = field(default_factory=list)
 
-    def offer(self) -> kv_pb2.Lane:
-        hello = kv_pb2.StreamHello(lanes=[kv_pb2.LANE_KIND_TLS])
+    def offer(self) -> kv_pb2.TransportOffer:
+        hello = kv_pb2.StreamHello(transports=[kv_pb2.TRANSPORT_KIND_TLS])
         offer = self.listener.offer(hello, self.opened.append)
         assert offer is not None
         return offer
 
-    async def dial(self, dialer: TransportDialer, offer: kv_pb2.Lane | None = None) -> Any:
+    async def dial(self, dialer: TransportDialer, offer: kv_pb2.TransportOffer | None = None) -> Any:
         offer = offer or self.offer()
-        lane = await dialer.dial(offer, EPOCH, kvstore_pb2.GetResponse, 0, lambda message: None)
-        self.lanes.append(lane)
-        return lane
+        link = await dialer.dial(offer, EPOCH, kvstore_pb2.GetResponse, 0, lambda message: None)
+        self.links.append(link)
+        return link
 
     async def refusal(self, dialer: TransportDialer) -> str:
         """Why a client gets no connection."""
@@ -70,27 +70,27 @@ async def served(files: Tls | None = None, *, handshake_s: float = WAIT_S) -> As
     it = Server(TransportListener(open_transports(config, files), EPOCH, handshake_s=handshake_s))
     async with it.listener.running(config):
         yield it
-    for each in (*it.lanes, *(end.sock for end in it.opened)):
+    for each in (*it.links, *(end.sock for end in it.opened)):
         each.close(StreamBroken("the test is over"))
 
 
 async def test_a_message_crosses_the_wire() -> None:
     async with served() as it:
-        lane = await it.dial(client(tls(certificates(), "prefill")))
+        link = await it.dial(client(tls(certificates(), "prefill")))
         far: Any = it.opened[0].open(kvstore_pb2.PutRequest, lambda message: None)
-        await lane.write(REQUEST)
+        await link.write(REQUEST)
         assert (await read(far))[0] == REQUEST
-        assert (lane.name, it.listener.opened) == ("tls", {"tls": 1})
+        assert (link.name, it.listener.opened) == ("tls", {"tls": 1})
 
 
 async def test_a_plain_client_reads_which_settings_it_lacks() -> None:
     async with served() as it:
         offer = it.offer()
-        offer.kind = kv_pb2.LANE_KIND_TCP
+        offer.kind = kv_pb2.TRANSPORT_KIND_TCP
         with pytest.raises(MoonpoolError, match="takes TLS only: set tls_cert, tls_key and tls_ca"):
             await it.dial(TransportDialer((TcpTransport(),), dial_s=WAIT_S), offer)
         assert (it.opened, it.listener.refused) == ([], 1)
-        assert it.listener.offer(kv_pb2.StreamHello(lanes=[kv_pb2.LANE_KIND_TCP]), it.opened.append) is None
+        assert it.listener.offer(kv_pb2.StreamHello(transports=[kv_pb2.TRANSPORT_KIND_TCP]), it.opened.append) is None
 
 
 async def test_a_client_of_another_authority_is_refused_and_refuses(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ async def test_who_has_no_certificate_or_no_token_is_refused() -> None:
         host, _, port = offer.address.rpartition(":")
         bare = ssl.create_default_context(cafile=str(certificates() / "ca.pem"))
         reader, writer = await asyncio.open_connection(host, int(port), ssl=bare, server_hostname=NAME)
-        opening = kv_pb2.LaneOpen(token=offer.token, incarnation=EPOCH).SerializeToString()
+        opening = kv_pb2.TransportOpen(token=offer.token, epoch=EPOCH).SerializeToString()
         writer.write(LENGTH_PREFIX.pack(len(opening), 0) + opening)
         with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
             await reader.read()
         writer.close()
-        forged = kv_pb2.Lane(kind=kv_pb2.LANE_KIND_TLS, address=offer.address, token=bytes(32))
+        forged = kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_TLS, address=offer.address, token=bytes(32))
         with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
             await it.dial(client(tls(certificates(), "prefill")), forged)
         assert (it.opened, it.listener.refused) == ([], 2)

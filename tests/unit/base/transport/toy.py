@@ -13,7 +13,7 @@ from moonpool.base.transport.connection import SocketTransport, connect_socket
 
 
 class ToyTransport(SocketTransport):
-    """Abstract unix sockets, named after the process' incarnation."""
+    """Abstract unix sockets, named after the process' epoch."""
 
     name = "toy"
     kind = 100
@@ -24,7 +24,7 @@ class ToyTransport(SocketTransport):
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        address = f"moonpool-toy-{options.incarnation:x}"
+        address = f"moonpool-toy-{options.epoch:x}"
         listener.bind(f"\0{address}")
         listener.listen(options.backlog)
         return listener, address

@@ -11,7 +11,7 @@ from moonpool.conductor.core.cluster_state import ClusterView
 from moonpool.conductor.core.decode_pool import PlacedAnswer
 from moonpool.conductor.core.events import KeysChanged
 
-from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
+from .worlds import BLOCK_SIZE, SECOND_PER_TOKEN, World, facts
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 DECODE = facts("decode-0")
@@ -101,18 +101,18 @@ class TestPipelines:
     """Steps of a pipeline overlap; and each queued prompt counts for itself."""
 
     def test_a_pipeline_is_not_predicted_as_slow_as_its_stages_one_after_the_other(self) -> None:
-        world = prefills("prefill-0", stages=4, step_tokens=16)
+        world = prefills("prefill-0", stages=4, max_num_batched_tokens=16)
         best = world.plan(64).prefill  # four steps of 16 s each, which begin 4 s after each other
         assert (best.prefill_s, best.busy_s) == (16.0 + 3 * 4.0, 64.0 / 4)
-        assert prefills("prefill-0", stages=1, step_tokens=16).plan(64).prefill.prefill_s == 64.0
+        assert prefills("prefill-0", stages=1, max_num_batched_tokens=16).plan(64).prefill.prefill_s == 64.0
 
     def test_the_next_prompt_waits_for_what_the_first_keeps_busy(self) -> None:
-        world = prefills("prefill-0", stages=4, step_tokens=16)
+        world = prefills("prefill-0", stages=4, max_num_batched_tokens=16)
         world.serve()
         assert world.plan(64).prefill.queue_s == 16.0
 
     def test_a_step_that_takes_long_because_of_its_stages_is_not_learnt_as_slow(self) -> None:
-        world = prefills("prefill-0", stages=4, step_tokens=16)
+        world = prefills("prefill-0", stages=4, max_num_batched_tokens=16)
         for _ in range(20):
             world.cluster.first_token(world.plan(64), 64, 28.0, 0.0, 0.0)
         assert world.plan(64).prefill.prefill_s == pytest.approx(28.0)
@@ -221,7 +221,7 @@ class TestClaims:
             world.cluster.claim_decode("decode-0", PlacedAnswer(1, 1)),
         ]
         world.cluster.leave("prefill-0")
-        world.join(facts("prefill-0", incarnation=2, speeds=SECOND_PER_TOKEN))
+        world.join(facts("prefill-0", epoch=2, speeds=SECOND_PER_TOKEN))
         assert world.plan().prefill.queue_s == 0.0
         for claim in claims:
             world.cluster.release(claim, 1.0)
@@ -234,7 +234,7 @@ class TestClaims:
         again = facts("prefill-0", speeds=SECOND_PER_TOKEN)
         world.join(again)
         assert world.plan().prefill.queue_s == 10.0
-        world.join(replace(again, incarnation=2))
+        world.join(replace(again, epoch=2))
         assert world.plan().prefill.queue_s == 0.0
 
 
@@ -305,7 +305,7 @@ class TestSpeeds:
     def test_a_new_process_starts_from_what_it_tells(self) -> None:
         world = prefills("prefill-0")
         world.cluster.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
-        world.join(facts("prefill-0", incarnation=2, speeds=SECOND_PER_TOKEN))
+        world.join(facts("prefill-0", epoch=2, speeds=SECOND_PER_TOKEN))
         assert world.plan(64).prefill.prefill_s == 64.0
 
 
@@ -319,10 +319,10 @@ class TestWhoCannot:
     def test_what_is_larger_than_everyone_is_invalid(self) -> None:
         world = prefills("prefill-0")
         with pytest.raises(InvalidRequest) as caught:
-            world.plan(64, answer_tokens=100 * BLOCK_TOKENS)
+            world.plan(64, answer_tokens=100 * BLOCK_SIZE)
         assert caught.value.field == "sampling.max_tokens"
         with pytest.raises(InvalidRequest) as caught:
-            world.plan(101 * BLOCK_TOKENS)
+            world.plan(101 * BLOCK_SIZE)
         assert caught.value.field == "prompt"
 
     @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -335,10 +335,10 @@ class TestWhoCannot:
         else:
             world.report(large.id, free_blocks=100, drain_s=0.0, draining=True)
         with pytest.raises(Unavailable):
-            world.plan(6 * BLOCK_TOKENS)
-        assert world.plan(4 * BLOCK_TOKENS).prefill.id
-        world.join(replace(large, incarnation=2))
-        assert world.plan(6 * BLOCK_TOKENS).prefill.id
+            world.plan(6 * BLOCK_SIZE)
+        assert world.plan(4 * BLOCK_SIZE).prefill.id
+        world.join(replace(large, epoch=2))
+        assert world.plan(6 * BLOCK_SIZE).prefill.id
 
 
 def test_a_resync_gives_an_instance_another_slot_and_nothing_else_changes() -> None:

@@ -180,7 +180,7 @@ def test_the_best_prefills_equal_a_full_scan(
     pool, now = PrefillPool(POLICIES["kvcache_centric"]), 0.05
     for slot, (base, factor, free_at, _, blocks) in enumerate(engines):
         speeds = base.slowed_prefill(factor)
-        one = facts(f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, step_tokens=64)
+        one = facts(f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, max_num_batched_tokens=64)
         pool.add(prefill_at(slot, one, free_at))
     pool.check_invariants()
     demand = Demand(prompt_tokens=9 * 16 + 1, prompt_blocks=need, total_blocks=need, decode_tokens=1)

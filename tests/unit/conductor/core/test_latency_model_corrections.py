@@ -55,7 +55,7 @@ def test_one_slow_prompt_is_not_believed_against_those_that_follow() -> None:
 
 def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() -> None:
     """However long the queue is."""
-    it = World(DECODE, facts("prefill-0", speeds=TOLD, step_tokens=TOKENS))
+    it = World(DECODE, facts("prefill-0", speeds=TOLD, max_num_batched_tokens=TOKENS))
     assert it.plan(TOKENS).prefill.tail_s == 0.0, "it does not wait"
     for queue_s in (0.1, 0.5):
         it.report("prefill-0", now=0.0, drain_s=queue_s)
@@ -114,7 +114,7 @@ class TestPicture:
         plan = it.plan(TOKENS)
         it.cluster.leave("prefill-0")
         it.cluster.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
-        it.join(facts("prefill-0", incarnation=2, speeds=TOLD))
+        it.join(facts("prefill-0", epoch=2, speeds=TOLD))
         assert it.plan(TOKENS).prefill.overhead_s == 0.0
 
 

@@ -13,7 +13,7 @@ from moonpool.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAIT
 from moonpool.conductor.placement.base import QueueWait
 from moonpool.conductor.placement.policies import POLICIES
 
-from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts, prefill_at
+from .worlds import BLOCK_SIZE, SECOND_PER_TOKEN, World, facts, prefill_at
 
 NOW = 2.0**20 - 8.0
 """Seconds of a clock that began twelve days ago. The next power of two is among the sums: numbers beyond it are twice
@@ -115,7 +115,7 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
     first = world.cluster.claim_prefill("prefill-0", 64.0, 0.0)
     world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     world.report("prefill-1", drain_s=queue_s)
-    plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
+    plan = world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4])
     best, other = plan.candidates
     wanted = [("prefill-0", 4, 64.0, 8.0), ("prefill-1", 0, queue_s, 72.0)]
     assert sorted((it.id, it.local_blocks, it.queue_s, it.prefill_s) for it in (best, other)) == wanted
@@ -125,7 +125,7 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
 
 
 def held(world: World) -> list[int]:
-    return [it.local_blocks for it in world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).candidates]
+    return [it.local_blocks for it in world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4]).candidates]
 
 
 def computed(*others: InstanceFacts) -> World:
@@ -181,7 +181,7 @@ def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come
     world.events("prefill-0", KEYS[:1])
     first = world.cluster.claim_prefill("prefill-0", 1.0, 0.0)
     world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
-    plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
+    plan = world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4])
     assert (plan.prefill.local_blocks, plan.prefill.source) == (4, "")
     assert [(it.id, it.blocks) for it in plan.sources] == [("decode-0", 3)]
 
@@ -191,4 +191,4 @@ def test_a_short_queue_elsewhere_is_sooner() -> None:
     world = World(facts("decode-0"), *engines, policy=POLICIES["kvcache_centric"])
     first = world.cluster.claim_prefill("prefill-0", 64.0 + 9.0, 0.0)
     world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
-    assert world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).prefill.id == "prefill-1"
+    assert world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4]).prefill.id == "prefill-1"

@@ -54,14 +54,14 @@ class World:
 
     def leave(self, name: str) -> None:
         del self.loads[name]
-        self.post(InstanceLeft(name, self.core.cluster.incarnation(name)))
+        self.post(InstanceLeft(name, self.core.cluster.epoch(name)))
 
     def post(self, event: Event) -> None:
         out: list[Action] = []
         self.core.handle(self.now, event, out)
         for action in out:
             assert isinstance(action, ChangeRole)
-            assert action.incarnation == self.core.cluster.incarnation(action.instance)
+            assert action.epoch == self.core.cluster.epoch(action.instance)
             self.changes.append((self.now, action.instance, action.kind))
 
     def queue(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ from moonpool.conductor.placement.decode_policies.least_time import SPEED_NOISE
 from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples
 
-from .worlds import BLOCK_TOKENS, SHAPE, World, facts
+from .worlds import BLOCK_SIZE, SHAPE, World, facts
 
 BLOCKS = 9
 NOW = 2.0
@@ -95,7 +95,7 @@ class Scene:
             for number, one in enumerate(engines):
                 name = f"{kind}-{number}"
                 shape = {"speeds": one.speeds, "stages": one.stages, "total_blocks": one.total_blocks}
-                world.join(facts(name, step_tokens=64, **shape))
+                world.join(facts(name, max_num_batched_tokens=64, **shape))
                 world.events(name, chain(one.held))
                 if kind == "prefill":
                     world.report(name, NOW - 1.0, drain_s=one.load, taken=0)
@@ -134,7 +134,7 @@ class Scene:
     @property
     def full(self) -> int:
         """Full blocks of the asked prompt."""
-        return self.tokens // BLOCK_TOKENS
+        return self.tokens // BLOCK_SIZE
 
     def plan(self, world: World) -> RoutingDecision | type[Exception]:
         limit = TtftLimit(self.within_s, Turn("tenant", 0.0, 1000)) if self.within_s is not None else None
@@ -174,7 +174,7 @@ SCENES = st.builds(
         st.sampled_from([f"{kind}-{number}" for kind in ("prefill", "decode") for number in range(6)]), max_size=6
     ).map(frozenset),
     within_s=st.sampled_from([None, 0.05, 0.5, 2.0]),
-    tokens=st.integers(1, BLOCKS * BLOCK_TOKENS + 15),
+    tokens=st.integers(1, BLOCKS * BLOCK_SIZE + 15),
     peers=st.booleans(),
 )
 
@@ -243,7 +243,7 @@ ALIKE = st.lists(
 
 
 @settings(max_examples=examples(100))
-@given(ALIKE, st.sampled_from(["kvcache_centric", "cache_aware"]), st.integers(1, BLOCKS * BLOCK_TOKENS + 15))
+@given(ALIKE, st.sampled_from(["kvcache_centric", "cache_aware"]), st.integers(1, BLOCKS * BLOCK_SIZE + 15))
 def test_the_width_of_a_class_is_what_a_plan_may_lose(
     drawn: list[tuple[float, float, int]], name: str, tokens: int
 ) -> None:

@@ -7,10 +7,10 @@ import pytest
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.conductor.core.router import RoutingDecision
 
-from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
+from .worlds import BLOCK_SIZE, SECOND_PER_TOKEN, World, facts
 
 CHAIN = [bytes([number]) * 32 for number in range(4)]
-PROMPT: dict[str, Any] = {"tokens": 4 * BLOCK_TOKENS, "keys": CHAIN}
+PROMPT: dict[str, Any] = {"tokens": 4 * BLOCK_SIZE, "keys": CHAIN}
 
 
 def mixed(**settings: Any) -> World:

@@ -18,7 +18,7 @@ from moonpool.conductor.core.router import (
     rendezvous_weights,
 )
 
-from .worlds import BLOCK_TOKENS, facts
+from .worlds import BLOCK_SIZE, facts
 from .worlds import World as Cluster
 
 SEED = 20_26
@@ -43,7 +43,7 @@ class World(Cluster):
         self.cluster.leave(name)
 
     def plan_chain(self, keys: list[BlockKey], **changes: Any) -> RoutingDecision:
-        return self.plan(tokens=len(keys) * BLOCK_TOKENS + 1, keys=keys, **changes)
+        return self.plan(tokens=len(keys) * BLOCK_SIZE + 1, keys=keys, **changes)
 
     def serve_chain(self, keys: list[BlockKey]) -> RoutingDecision:
         """A request, and what prefill then offers to the stores."""
@@ -57,9 +57,9 @@ class World(Cluster):
 def chain(blocks: int, seed: object, after: list[BlockKey] | None = None) -> list[BlockKey]:
     """A chain of so many blocks, or one that goes on for so many blocks after another."""
     generator = random.Random(f"{SEED}/{seed}")
-    tokens = [generator.randrange(1000) for _ in range(blocks * BLOCK_TOKENS)]
+    tokens = [generator.randrange(1000) for _ in range(blocks * BLOCK_SIZE)]
     before = after or []
-    return before + block_keys(before[-1] if before else ROOT, tokens, BLOCK_TOKENS)
+    return before + block_keys(before[-1] if before else ROOT, tokens, BLOCK_SIZE)
 
 
 def homes(plan: RoutingDecision) -> list[str]:

@@ -241,8 +241,8 @@ def test_at_most_two_reserves_of_a_request_are_out_at_once() -> None:
 def test_an_instance_that_was_restarted_between_plan_and_promise_gets_it_back() -> None:
     world = World()
     world.arrive()
-    world.promise(world.one(CallReserve), incarnation=2)
-    assert [undo.target.incarnation for undo in world.all(CancelReservation)] == [2]
+    world.promise(world.one(CallReserve), epoch=2)
+    assert [undo.target.epoch for undo in world.all(CancelReservation)] == [2]
     assert world.one(CallReserve).decode == "decode-1"
 
 
@@ -378,8 +378,8 @@ def test_an_answer_waits_for_an_instance_to_come_back_within_the_recovery_time()
     world.rehash(number)
     world.sleep(LIMITS.recovery_s / 2)
     assert not world.ends
-    world.join_decode("decode-0", incarnation=2)
-    assert world.one(CallReserve).incarnation == 2
+    world.join_decode("decode-0", epoch=2)
+    assert world.one(CallReserve).epoch == 2
 
 
 def test_without_engines_a_new_request_is_refused_at_once() -> None:

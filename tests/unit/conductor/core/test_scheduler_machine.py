@@ -45,7 +45,7 @@ class RequestMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(prefills=2, decodes=3, total=8, decode_prompt_tokens=24)
-        self.incarnations = dict.fromkeys(NAMES, 1)
+        self.epochs = dict.fromkeys(NAMES, 1)
         self.held = dict.fromkeys(NAMES, 0)
         self.blocks: dict[int, int] = {}
         """Full blocks of each prompt."""
@@ -94,10 +94,8 @@ class RequestMachine(RuleBasedStateMachine):
     )
     def resume(self, name: str, restarted: bool, tokens: int, answer: int, several: tuple[int, bool]) -> None:
         if len(self.world.core.scheduler) < 6:
-            incarnation, (choices, deferred) = self.incarnations[name] - restarted, several
-            self.world.resume(
-                name, incarnation=incarnation, tokens=tokens, answer=answer, choices=choices, deferred=deferred
-            )
+            epoch, (choices, deferred) = self.epochs[name] - restarted, several
+            self.world.resume(name, epoch=epoch, tokens=tokens, answer=answer, choices=choices, deferred=deferred)
 
     @precondition(lambda self: self.world.calls)
     @rule(data=st.data(), steps=st.integers(1, 8))
@@ -122,7 +120,7 @@ class RequestMachine(RuleBasedStateMachine):
     def promise(self, data: st.DataObject, lease_s: float, restarted: bool) -> None:
         call = data.draw(st.sampled_from(self.calls(CallReserve)))
         assert isinstance(call, CallReserve)
-        self.world.promise(call, incarnation=call.incarnation + restarted, lease_s=lease_s)
+        self.world.promise(call, epoch=call.epoch + restarted, lease_s=lease_s)
 
     @precondition(lambda self: self.calls(CallReserve))
     @rule(data=st.data(), why=st.sampled_from(REFUSALS * 4 + FAILURES))
@@ -188,12 +186,12 @@ class RequestMachine(RuleBasedStateMachine):
     def instance_joins(self, name: str, again: bool) -> None:
         if name in self.world.members:
             return
-        self.incarnations[name] += not again
+        self.epochs[name] += not again
         self.held[name] = 0
         if name.startswith("prefill"):
-            self.world.join_prefill(name, self.incarnations[name])
+            self.world.join_prefill(name, self.epochs[name])
         else:
-            self.world.join_decode(name, self.incarnations[name], total=8)
+            self.world.join_decode(name, self.epochs[name], total=8)
 
     @rule(name=st.sampled_from(NAMES), free=st.integers(0, 8))
     def report(self, name: str, free: int) -> None:
@@ -239,7 +237,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     def there(self, call: CallReserve) -> bool:
         present = self.world.members.get(call.decode)
-        return present is not None and present.incarnation == call.incarnation
+        return present is not None and present.epoch == call.epoch
 
     def fresh_prefills(self) -> list[CallPrefill]:
         return [call for call in self.world.open(CallPrefill) if call.io not in self.world.given]

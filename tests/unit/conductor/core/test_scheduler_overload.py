@@ -82,7 +82,7 @@ def test_a_limit_that_the_best_place_would_miss_is_kept_at_the_next(limit_s: flo
     """The one that holds most is busy, the other one idle."""
     world, keys = World(prefills=0, decodes=1), (b"1" * 32, b"2" * 32)
     for number, blocks in enumerate((2, 1)):
-        world.join_prefill(f"prefill-{number}", step_tokens=40)
+        world.join_prefill(f"prefill-{number}", max_num_batched_tokens=40)
         world.holds(f"prefill-{number}", keys[:blocks])
     world.arrive(prompt=10)
     world.arrive(prompt=40, keys=keys, slo=SloLimits(ttft_s=limit_s))

@@ -21,10 +21,12 @@ STEP = 100
 """Tokens of a step, which takes 0.1 s."""
 
 
-def flooded(*, step_tokens: int = STEP, count: int = 5, priority: int = 0) -> World:
+def flooded(*, max_num_batched_tokens: int = STEP, count: int = 5, priority: int = 0) -> World:
     """One prefill instance with so many prompts of a tenant, of 0.2 s each; the first of them is under way."""
     world = World(prefills=0, decodes=1, total=1000)
-    facts = InstanceFacts("prefill-0", 1, EngineKind.PREFILL, 1000, SHAPE, SPEEDS, step_tokens=step_tokens)
+    facts = InstanceFacts(
+        "prefill-0", 1, EngineKind.PREFILL, 1000, SHAPE, SPEEDS, max_num_batched_tokens=max_num_batched_tokens
+    )
     world.members[facts.id] = facts
     world.post(InstanceJoined(facts))
     for _ in range(count):
@@ -60,7 +62,7 @@ def test_turns_go_by_weight() -> None:
 
 
 def test_a_prompt_is_computed_whole_where_steps_have_no_bound() -> None:
-    assert place(flooded(step_tokens=0), "calm") == pytest.approx(0.2)
+    assert place(flooded(max_num_batched_tokens=0), "calm") == pytest.approx(0.2)
 
 
 def test_an_urgent_one_waits_for_half_of_the_step_under_way() -> None:

@@ -132,7 +132,7 @@ def test_an_instance_that_was_restarted_knows_nothing(late: bool) -> None:
     else:
         world.join_decode("decode-0", 2)
         world.resume()
-    assert world.one(CallReserve).incarnation == 2
+    assert world.one(CallReserve).epoch == 2
     world.finish_all()
 
 

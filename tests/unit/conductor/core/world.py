@@ -160,7 +160,7 @@ class World:
         self,
         decode: str = "decode-0",
         *,
-        incarnation: int = 1,
+        epoch: int = 1,
         tokens: int = 3,
         answer: int = 8,
         choices: int = 1,
@@ -170,7 +170,7 @@ class World:
         number = self._new(choices, deferred=deferred)
         self.tokens[number] = tokens
         self.placed_with[number] = self._kept(number)
-        target = DecodeReservation(decode, incarnation, "", 77, 1, 0) if decode else None
+        target = DecodeReservation(decode, epoch, "", 77, 1, 0) if decode else None
         resumed, until = ResumeState(self._kept(number), 1, f"r{number}", target), self.now + 600.0
         how: Any = {"resumed": resumed, "choices": choices, "deferred": deferred}
         self.post(
@@ -197,13 +197,13 @@ class World:
         self,
         call: CallReserve,
         *,
-        incarnation: int | None = None,
+        epoch: int | None = None,
         lease_s: float = LEASE_S,
         held: int = 0,
         tbt_s: float = 0.0,
     ) -> list[Action]:
         self._transfers += 1
-        actual = call.incarnation if incarnation is None else incarnation
+        actual = call.epoch if epoch is None else epoch
         target = DecodeReservation(call.decode, actual, "localhost:1", self._transfers, 1, held)
         self.promises[target.transfer_id] = target
         return self.end(call, ReserveGranted(target, lease_s, tbt_s=tbt_s))
@@ -239,26 +239,26 @@ class World:
         self.placed_with[request] = self._kept(request)
         return self.post(Rehashed(request, self._kept(request), ()))
 
-    def join_prefill(self, name: str, incarnation: int = 1, step_tokens: int = 0) -> None:
-        how = {"step_tokens": step_tokens}
-        self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, **how))  # type: ignore[arg-type]
+    def join_prefill(self, name: str, epoch: int = 1, max_num_batched_tokens: int = 0) -> None:
+        how = {"max_num_batched_tokens": max_num_batched_tokens}
+        self._join(InstanceFacts(name, epoch, EngineKind.PREFILL, 64, SHAPE, SPEEDS, **how))  # type: ignore[arg-type]
 
     def join_store(self, name: str) -> None:
         self._join(InstanceFacts(name, 1, EngineKind.KVSTORE, 64, None, SPEEDS, reports_ssd=True))
 
-    def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
-        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))
+    def join_decode(self, name: str, epoch: int = 1, total: int = 64) -> None:
+        self._join(InstanceFacts(name, epoch, EngineKind.DECODE, total, SHAPE, SPEEDS))
 
     def _join(self, facts: InstanceFacts) -> None:
         self.members[facts.id] = facts
         self.post(InstanceJoined(facts))
 
     def leave(self, name: str, lost: str = "is lost") -> list[Action]:
-        incarnation = self.members.pop(name).incarnation
+        epoch = self.members.pop(name).epoch
         for number, target in list(self.promises.items()):
-            if lost and (target.decode, target.incarnation) == (name, incarnation):
+            if lost and (target.decode, target.epoch) == (name, epoch):
                 del self.promises[number]
-        return self.post(InstanceLeft(name, incarnation, lost))
+        return self.post(InstanceLeft(name, epoch, lost))
 
     def report(self, name: str, free: int, answer_tokens: int = 0, **load: Any) -> list[Action]:
         return self.post(LoadReported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens, **load)))

@@ -12,8 +12,8 @@ from moonpool.conductor.core.latency_model import KVShape, PrefillCorrections
 from moonpool.conductor.core.prefill_pool import PrefillInstanceState
 from moonpool.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
 
-BLOCK_TOKENS = 16
-SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)
+BLOCK_SIZE = 16
+SHAPE = KVShape(block_size=BLOCK_SIZE, token_bytes=10, layers=1)
 KINDS = {"prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE, "kvstore": InstanceKind.KVSTORE}
 
 
@@ -21,7 +21,7 @@ def facts(name: str, **changes: Any) -> InstanceFacts:
     """Facts of an instance whose kind its name says, with a pool of 100 blocks."""
     kind = KINDS[name.split("-")[0]]
     shape = None if kind is InstanceKind.KVSTORE else SHAPE
-    return InstanceFacts(**{"id": name, "incarnation": 1, "kind": kind, "total_blocks": 100, "shape": shape, **changes})
+    return InstanceFacts(**{"id": name, "epoch": 1, "kind": kind, "total_blocks": 100, "shape": shape, **changes})
 
 
 class World:

@@ -182,7 +182,7 @@ class TestLimits:
     behind, before = QueueKey("they", 2.0, 9), QueueKey("they", 0.0, 9)
 
     def world(self, policy: str = "kvcache_centric") -> World:
-        engines = [facts(name, speeds=SECOND_PER_TOKEN, step_tokens=64) for name in NAMES[:2]]
+        engines = [facts(name, speeds=SECOND_PER_TOKEN, max_num_batched_tokens=64) for name in NAMES[:2]]
         found = World(facts("decode-0"), *engines, policy=POLICIES[policy])
         found.events("prefill-0", KEYS[:3])
         found.events("prefill-1", KEYS[:1])
@@ -253,7 +253,10 @@ class TestLoadBalance:
 def pipelines(*, wide: float = 0.0, narrow: float = 0.0) -> World:
     """A pipeline of four stages and a single instance of the same speeds, with these seconds of queue."""
     shapes: dict[str, dict[str, Any]] = {"prefill-0": {"stages": 4}, "prefill-1": {}}
-    engines = (facts(name, speeds=SECOND_PER_TOKEN, step_tokens=STEP_TOKENS, **shape) for name, shape in shapes.items())
+    engines = (
+        facts(name, speeds=SECOND_PER_TOKEN, max_num_batched_tokens=STEP_TOKENS, **shape)
+        for name, shape in shapes.items()
+    )
     found = World(facts("decode-0"), *engines)
     found.report("prefill-0", drain_s=wide)
     found.report("prefill-1", drain_s=narrow)
@@ -318,15 +321,17 @@ FACTORS = st.sampled_from([0.5, 0.99, 1.0, 1.01, 4.0])
 
 def prefills(engines: list[tuple[Speeds, int, int]]) -> list[InstanceFacts]:
     return [
-        facts(f"prefill-{number}", speeds=speeds, stages=stages, step_tokens=step_tokens)
-        for number, (speeds, stages, step_tokens) in enumerate(engines)
+        facts(f"prefill-{number}", speeds=speeds, stages=stages, max_num_batched_tokens=max_num_batched_tokens)
+        for number, (speeds, stages, max_num_batched_tokens) in enumerate(engines)
     ]
 
 
 def alone_s(one: InstanceFacts, tokens: int) -> float:
     """Predicted time to first token when nobody else is there."""
     demand = Demand(tokens, SHAPE.blocks_for(tokens), SHAPE.blocks_for(tokens), 1)
-    return PrefillLatencyModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
+    return (
+        PrefillLatencyModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.max_num_batched_tokens, 0).alone_s
+    )
 
 
 @settings(max_examples=examples(150))

@@ -67,7 +67,7 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
         on_step(first)
         return replace(third, earlier=(second,))
 
-    engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_tokens=16))
+    engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_size=16))
     live: Any = SimpleNamespace(sequences={7: sequence})
     outside: Any = None
     parts = ExecutorParts(engine, outside, Recorder("d", None), lambda *, soon=False: None)

@@ -18,7 +18,7 @@ from tests.unit.engine.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import FakeEngine, continuation
 from tests.unit.instances import decoding, prompt, spec
 
-BLOCK, LONGEST, MANY = LAYOUT.block_tokens, 512, 60
+BLOCK, LONGEST, MANY = LAYOUT.block_size, 512, 60
 
 
 @asynccontextmanager
@@ -56,7 +56,7 @@ async def test_guesses_are_what_the_small_model_says() -> None:
 async def test_a_long_prompt_is_computed_in_steps() -> None:
     tokens = prompt(5 * BLOCK + 2)
     async with drafting() as (_, engine):
-        engine.step_tokens = BLOCK + 1
+        engine.max_num_batched_tokens = BLOCK + 1
         assert await DraftModel(engine, LONGEST).guess([request(1, tokens)]) == [continuation(tokens, 4)]
         assert max(len(step.sequences[0].token_ids) // 4 for step in engine.steps) == BLOCK + 1
 

@@ -21,7 +21,7 @@ async def test_generates_the_right_tokens(length: int, tmp_path: Path) -> None:
     answer = continuation(tokens, 6)
     async with decoding(spans=tmp_path / "spans") as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=6))
-        assert (target.transfer_id, target.held_blocks, target.decode.incarnation) == (1, 0, 11)
+        assert (target.transfer_id, target.held_blocks, target.decode.epoch) == (1, 0, 11)
         assert it.service.core.budget.promised == -(-length // BLOCK)
         await transfer(it, target, tokens)
         assert it.service.core.budget.promised == 0

@@ -29,7 +29,7 @@ async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_pa
     settings: dict[str, Any] = {
         "preemption": way,
         "assumed_answer_tokens": 4,
-        "step_tokens": 20,
+        "chunked_prefill_size": 20,
         "journal_dir": str(tmp_path),
     }
     async with decoding(blocks=12, **settings) as it, conducting(it) as conductor:

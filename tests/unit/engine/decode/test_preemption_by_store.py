@@ -28,7 +28,7 @@ def with_prompt(store: FakeStore) -> FakeStore:
 
 async def answer(it: Decode, address: str) -> None:
     """A sequence that gives up its blocks in every step makes its answer."""
-    place = kv_pb2.Instance(id="store", incarnation=1, address=address)
+    place = kv_pb2.Instance(id="store", epoch=1, address=address)
     async with conducting(it) as conductor:
         target = await reserve(it, spec("a", TOKENS, max_tokens=ANSWER), write_back=place)
         await transfer(it, target, TOKENS)
@@ -93,7 +93,7 @@ async def test_cancelled_while_it_is_loaded() -> None:
     store.before_layer = never
     settings: dict[str, Any] = {"preemption": "store", "preempt_every": 1, "load_timeout_s": 0.1}
     async with served((STORE, store)) as (_, address), decoding(**settings) as it, conducting(it) as conductor:
-        place = kv_pb2.Instance(id="store", incarnation=1, address=address)
+        place = kv_pb2.Instance(id="store", epoch=1, address=address)
         target = await reserve(it, spec("a", TOKENS, max_tokens=ANSWER), write_back=place)
         await transfer(it, target, TOKENS)
         await conductor.start("a", target, continuation(TOKENS, 1)[0])

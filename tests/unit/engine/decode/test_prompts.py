@@ -13,7 +13,7 @@ from tests.unit.instances import BLOCK, decoding, prompt, spec
 @pytest.mark.parametrize("length", [1, BLOCK, 3 * BLOCK + 5])
 async def test_a_prompt_that_nobody_holds(length: int, tmp_path: Path) -> None:
     tokens = prompt(length)
-    async with decoding(step_tokens=20, journal_dir=str(tmp_path)) as it, conducting(it) as conductor:
+    async with decoding(chunked_prefill_size=20, journal_dir=str(tmp_path)) as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=2 * BLOCK))
         await conductor.compute("a", target)
         await conductor.until(lambda: "a" in conductor.reasons)

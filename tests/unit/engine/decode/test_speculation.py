@@ -182,7 +182,7 @@ async def test_no_guess_is_checked_where_speculation_is_off() -> None:
 @pytest.mark.parametrize(("recurrent", "emulated"), [(True, None), (False, "a profile")])
 def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: bool, emulated: str | None) -> None:
     layout: Any = SimpleNamespace(
-        block_tokens=16, block_bytes=1, recurrent=recurrent, states_alone=False, window_blocks=0, windowed_bytes=0
+        block_size=16, block_bytes=1, recurrent=recurrent, states_alone=False, window_blocks=0, windowed_bytes=0
     )
     engine: Any = SimpleNamespace(blocks=9, speeds=Speeds(), run_steps=1, pool=SimpleNamespace(slots=0))
     setup: Any = SimpleNamespace(layout=layout, spec=SimpleNamespace(emulated=emulated))

@@ -90,7 +90,7 @@ async def test_slices_twice_fail_the_transfer() -> None:
             await outbound.verdict(WAIT_S)
 
 
-async def test_other_incarnation_and_generation() -> None:
+async def test_other_epoch_and_generation() -> None:
     """A promise of an earlier life, or of another generation, is worth nothing."""
     tokens = prompt(20)
     async with decoding() as it, sending(it) as sender:
@@ -101,8 +101,8 @@ async def test_other_incarnation_and_generation() -> None:
         with pytest.raises(TransferFailed, match="no such transfer"):
             await (await sender.open(stale)).verdict(WAIT_S)
         stale.CopyFrom(target)
-        stale.decode.incarnation += 1
-        with pytest.raises(MoonpoolError, match="incarnation"):
+        stale.decode.epoch += 1
+        with pytest.raises(MoonpoolError, match="epoch"):
             await sender.open(stale)
         assert len(it.service.executor) == 1
         it.service.executor.abort(next(iter(it.service.executor)), "not wanted")

@@ -17,7 +17,7 @@ async def test_answer_goes_to_the_store(length: int) -> None:
     tokens, store = prompt(length), FakeStore()
     answer = continuation(tokens, 2 * BLOCK)
     async with served((STORE, store)) as (_, address), decoding() as it, conducting(it) as conductor:
-        place = kv_pb2.Instance(id="store", incarnation=1, address=address)
+        place = kv_pb2.Instance(id="store", epoch=1, address=address)
         target = await reserve(it, spec("a", tokens, max_tokens=2 * BLOCK), write_back=place)
         await transfer(it, target, tokens)
         await conductor.start("a", target, answer[0])
@@ -39,8 +39,8 @@ async def test_answer_goes_to_every_copy() -> None:
     """A store that cannot be reached costs the other one nothing."""
     tokens, store = prompt(BLOCK), FakeStore()
     async with served((STORE, store)) as (_, address), decoding() as it, conducting(it) as conductor:
-        lost = kv_pb2.Instance(id="lost", incarnation=1, address="127.0.0.1:1")
-        place = kv_pb2.Instance(id="store", incarnation=1, address=address)
+        lost = kv_pb2.Instance(id="lost", epoch=1, address="127.0.0.1:1")
+        place = kv_pb2.Instance(id="store", epoch=1, address=address)
         target = await reserve(it, spec("a", tokens, max_tokens=BLOCK + 2), write_back=lost, replicas=[place])
         await transfer(it, target, tokens)
         await conductor.start("a", target, 9)
@@ -48,13 +48,13 @@ async def test_answer_goes_to_every_copy() -> None:
         await it.rest()
         assert (it.service.write_back.blocks_stored, it.service.write_back.blocks_dropped) == (1, 1)
         with pytest.raises(InvalidRequest, match=r"replicas\[0\]\.address"):
-            await reserve(it, spec("b", tokens), replicas=[kv_pb2.Instance(id="x", incarnation=1)])
+            await reserve(it, spec("b", tokens), replicas=[kv_pb2.Instance(id="x", epoch=1)])
 
 
 async def test_a_store_that_cannot_be_reached_costs_dropped_blocks_only() -> None:
     tokens = prompt(BLOCK)
     async with decoding() as it, conducting(it) as conductor:
-        place = kv_pb2.Instance(id="store", incarnation=1, address="127.0.0.1:1")
+        place = kv_pb2.Instance(id="store", epoch=1, address="127.0.0.1:1")
         target = await reserve(it, spec("a", tokens, max_tokens=BLOCK + 2), write_back=place)
         await transfer(it, target, tokens)
         await conductor.start("a", target, 9)

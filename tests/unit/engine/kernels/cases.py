@@ -72,14 +72,14 @@ def make(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 16,
-    block_tokens: int = 16,
+    block_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Scatter random sequences over a pool whose other slots are NaN; table entries past the end are garbage."""
     generator = torch.Generator().manual_seed(5)
-    used = [-(-total // block_tokens) for _, total in sequences]
+    used = [-(-total // block_size) for _, total in sequences]
     free = torch.randperm(sum(used) + 3, generator=generator).tolist()
-    kv = torch.full((len(free), kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype)
+    kv = torch.full((len(free), kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype)
     tables = torch.full((len(sequences), max(used) + 1), 2**30, dtype=torch.int32)
     dense = []
     for s, (_, total) in enumerate(sequences):
@@ -88,7 +88,7 @@ def make(
         both = both.to(dtype)
         for j in range(used[s]):
             block = tables[s, j] = free.pop()
-            part = both[:, j * block_tokens : (j + 1) * block_tokens]
+            part = both[:, j * block_size : (j + 1) * block_size]
             kv[block, :, :, : part.shape[1]] = part.permute(2, 0, 1, 3)
         dense.append(both)
     counts = torch.tensor([0] + [count for count, _ in sequences])

@@ -168,7 +168,7 @@ static void open_library(const char* path) {
 }
 
 // ---- attention ----
-struct Shape { int D, G, kv_heads, block_tokens; };
+struct Shape { int D, G, kv_heads, block_size; };
 
 struct Batch {
     int q_type, kv_type;
@@ -181,23 +181,23 @@ struct Batch {
     Batch(int qt, int kt, Shape shape, std::vector<Sequence> all) : q_type(qt), kv_type(kt), s(shape), sequences(all) {
         heads = s.G * s.kv_heads;
         for (auto& one : sequences) {
-            int needs = (one.context + s.block_tokens - 1) / s.block_tokens;
+            int needs = (one.context + s.block_size - 1) / s.block_size;
             rows += one.rows, blocks += needs, columns = std::max(columns, needs + 1);
         }
         q_stride = heads * s.D + 8 * any(0, 2), out_stride = heads * s.D + 8 * any(0, 2);
-        block_stride = (int64_t)s.kv_heads * 2 * s.block_tokens * s.D * type_bytes[kv_type] + 64 * any(0, 1);
-        scale_stride = 2 * s.kv_heads * s.block_tokens + 16 * any(0, 1);
+        block_stride = (int64_t)s.kv_heads * 2 * s.block_size * s.D * type_bytes[kv_type] + 64 * any(0, 1);
+        scale_stride = 2 * s.kv_heads * s.block_size + 16 * any(0, 1);
         scale = std::pow(s.D, -0.5) * std::vector<double>{1, 1, 1, -1, 0.5}[any(0, 4)];
     }
     std::string name() const { return std::string(names[q_type]) + (kv_type == q_type ? "" : std::string(" on ") + names[kv_type]); }
     std::string where() const {
-        std::string t = "dim, group, kv heads, block: " + text({s.D, s.G, s.kv_heads, s.block_tokens}) + "; rows/context:";
+        std::string t = "dim, group, kv heads, block: " + text({s.D, s.G, s.kv_heads, s.block_size}) + "; rows/context:";
         for (auto& one : sequences) t += " " + std::to_string(one.rows) + "/" + std::to_string(one.context);
         return t;
     }
     size_t slot(int block, int head, int plane, int t) const {  // in elements of its block
         (void)block;
-        return ((size_t)(head * 2 + plane) * s.block_tokens + t) * s.D;
+        return ((size_t)(head * 2 + plane) * s.block_size + t) * s.D;
     }
     void run(const std::string& what, const Function<int, const Attention*, int>& f, bool tight) {
         Array q(q_type, (size_t)rows * q_stride), out(q_type, (size_t)rows * out_stride);
@@ -215,18 +215,18 @@ struct Batch {
             row += sequences[n].rows;
             for (int c = 0; c < columns; c++) tables[n * columns + c] = 0x7fffffff;
             for (int t = 0; t < sequences[n].context; t++) {
-                int32_t& block = tables[n * columns + t / s.block_tokens];
-                if (t % s.block_tokens == 0) block = free_.back(), free_.pop_back();
+                int32_t& block = tables[n * columns + t / s.block_size];
+                if (t % s.block_size == 0) block = free_.back(), free_.pop_back();
                 for (int i = 0; i < 2 * s.kv_heads; i++) {
-                    scales.put(block * scale_stride + i * s.block_tokens + t % s.block_tokens,
+                    scales.put(block * scale_stride + i * s.block_size + t % s.block_size,
                                std::exp(normal() * (tight ? 6 : 1)) * (kv_type == I8 ? 0.02 : 0.01));
-                    put_slot(kv, block, i, t % s.block_tokens);
+                    put_slot(kv, block, i, t % s.block_size);
                 }
             }
         }
-        Attention a{q.data, q_stride, q_type, kv.data, block_stride, (int64_t)s.block_tokens * s.D * type_bytes[kv_type], kv_type,
-                    quantized ? (float*)scales.data : nullptr, scale_stride, s.block_tokens, tables.begin(), columns, items.begin(), (int64_t)sequences.size(), heads, s.kv_heads,
-                    s.D, s.block_tokens, (float)scale, out.data, out_stride};
+        Attention a{q.data, q_stride, q_type, kv.data, block_stride, (int64_t)s.block_size * s.D * type_bytes[kv_type], kv_type,
+                    quantized ? (float*)scales.data : nullptr, scale_stride, s.block_size, tables.begin(), columns, items.begin(), (int64_t)sequences.size(), heads, s.kv_heads,
+                    s.D, s.block_size, (float)scale, out.data, out_stride};
         must(what + " " + name() + ": done", f(&a, 1) == 0, where());
         Array other(q_type, out.count);
         a.out = other.data;
@@ -245,7 +245,7 @@ struct Batch {
     double number(const Array& kv, const Array* scales, int block, int plane, int t, int d) const {
         uint32_t bits = 0;
         memcpy(&bits, kv.data + block * block_stride + (slot(block, 0, plane, t) + d) * type_bytes[kv_type], type_bytes[kv_type]);
-        return decoded(kv_type, bits) * (scales ? (*scales)[block * scale_stride + plane * s.block_tokens + t] : 1);
+        return decoded(kv_type, bits) * (scales ? (*scales)[block * scale_stride + plane * s.block_size + t] : 1);
     }
     void compare(const std::string& what, const Array& q, const Array& kv, const Array* scales, Numbers<int32_t>& tables,
                  const Array& out, bool tight) {
@@ -256,7 +256,7 @@ struct Batch {
                 std::vector<double> both[2];
                 double top = 0;
                 for (int plane = 0; plane < 2; plane++) for (int t = 0; t < context; t++) for (int d = 0; d < s.D; d++)
-                    both[plane].push_back(number(kv, scales, tables[n * columns + t / s.block_tokens], 2 * head + plane, t % s.block_tokens, d));
+                    both[plane].push_back(number(kv, scales, tables[n * columns + t / s.block_size], 2 * head + plane, t % s.block_size, d));
                 for (double v : both[1]) top = std::max(top, std::fabs(v));
                 for (int r = 0; r < count; r++) for (int g = 0; g < s.G; g++)
                     compare_row(what, q, (size_t)(row + r) * q_stride + (head * s.G + g) * s.D, both, context - count + r + 1,

@@ -126,8 +126,8 @@ def test_dropping_the_last_key_is_out_of_tolerance_at_every_length(
     st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 20]), st.integers(0, 60)), min_size=1, max_size=8),
     st.sampled_from([16, 32]),
 )
-def test_any_batch(parts: list[tuple[int, int]], block_tokens: int) -> None:
-    case = make([(count, count + before) for count, before in parts], block_tokens=block_tokens)
+def test_any_batch(parts: list[tuple[int, int]], block_size: int) -> None:
+    case = make([(count, count + before) for count, before in parts], block_size=block_size)
     for mode in MODES:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOONPOOL_KERNELS", mode)

@@ -26,7 +26,7 @@ def pool(dtype: torch.dtype, blocks: int = 5, head_dim: int = SIZE) -> tuple[Ten
     """(slices, values, scales) full of bytes that are NaN in every type."""
     size = KVLayout.uniform(1, HEADS, head_dim, TOKENS, "int8").slice_bytes(0)
     slices = torch.full((blocks, size), 255, dtype=torch.uint8)
-    return slices, *kv_quantization.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=head_dim)
+    return slices, *kv_quantization.views(slices, dtype, kv_heads=HEADS, block_size=TOKENS, head_dim=head_dim)
 
 
 def test_scales_lie_behind_each_plane() -> None:
@@ -44,7 +44,7 @@ def test_views_name_wrong_arguments(wrong: str) -> None:
     slices = torch.zeros(3, 100, dtype=torch.uint8) if wrong == "slices" else pool(torch.int8)[0]
     dtype = torch.bfloat16 if wrong == "dtype" else torch.int8
     with pytest.raises(ValueError, match=f"^{wrong}: "):
-        kv_quantization.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
+        kv_quantization.views(slices, dtype, kv_heads=HEADS, block_size=TOKENS, head_dim=SIZE)
 
 
 @settings(max_examples=examples(25))

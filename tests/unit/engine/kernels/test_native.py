@@ -98,14 +98,14 @@ def by_reference_norm(x: Tensor, weight: Tensor) -> Tensor:
     st.sampled_from(DTYPES),
 )
 def test_any_shape(
-    parts: list[tuple[int, int]], head_dim: int, group: int, kv_heads: int, block_tokens: int, dtype: torch.dtype
+    parts: list[tuple[int, int]], head_dim: int, group: int, kv_heads: int, block_size: int, dtype: torch.dtype
 ) -> None:
     case = make(
         [(count, count + before) for count, before in parts],
         heads=group * kv_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        block_tokens=block_tokens,
+        block_size=block_size,
         dtype=dtype,
     )
     assert_right(replace(case, scale=head_dim**-0.5))

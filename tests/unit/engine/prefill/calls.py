@@ -82,7 +82,7 @@ async def storing(tokens: list[int] | None = None, **options: Any) -> AsyncItera
         for index, key in enumerate(block_keys(ROOT, tokens, BLOCK)):
             store.blocks[key] = {n: bytes(slice_of_tokens(tokens, index, n)) for n in range(LAYOUT.layers)}
     async with served((STORE, store)) as (_, address):
-        yield store, kv_pb2.Instance(id="store", incarnation=1, kind=kv_pb2.INSTANCE_KIND_KVSTORE, address=address)
+        yield store, kv_pb2.Instance(id="store", epoch=1, kind=kv_pb2.INSTANCE_KIND_KVSTORE, address=address)
 
 
 def source(place: kv_pb2.Instance, blocks: int) -> prefill_pb2.PrefixSource:

@@ -13,7 +13,7 @@ FAR = replace(SPEEDS, load_bytes_per_s=5e6)
 
 def loading(blocks: int = 3) -> tuple[World, actions.LoadBlocks]:
     """A prompt of which so many blocks are being loaded."""
-    it = World(replace(SETTINGS, blocks=100, step_tokens=40 * BT), FAR)
+    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=40 * BT), FAR)
     it.arrive(blocks * BT + 8, sources=(events.KVSource("store", blocks),))
     return it, next(action for action in it.done if isinstance(action, actions.LoadBlocks))
 
@@ -69,7 +69,7 @@ def test_when_the_one_that_loads_leaves_the_next_one_goes_on() -> None:
 
 def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() -> None:
     """A store has a part of it only: who loads that computes the rest once more."""
-    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
     first = it.arrive(8 * BT + 8)
     second = it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
     it.settle()
@@ -79,7 +79,7 @@ def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() ->
 
 
 def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -> None:
-    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
     it.arrive(8 * BT + 8)
     second = it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
     it.post(events.CancelJob(1))
@@ -91,7 +91,7 @@ def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -
 
 
 def test_who_goes_before_the_one_that_computes_loads_for_itself() -> None:
-    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
     it.arrive(8 * BT + 8)
     it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),), priority=-1)
     assert [action.job for action in it.done if isinstance(action, actions.LoadBlocks)] == [2]

@@ -11,8 +11,8 @@ from tests.unit.engine.prefill.world import BT, SETTINGS, SPEEDS, Client, World,
 Span = tuple[int, int, int]
 
 
-def world(*, stages: int = 1, step_tokens: int = 2 * BT, blocks: int = 16) -> World:
-    return World(staged(stages, step_tokens=step_tokens, blocks=blocks))
+def world(*, stages: int = 1, max_num_batched_tokens: int = 2 * BT, blocks: int = 16) -> World:
+    return World(staged(stages, max_num_batched_tokens=max_num_batched_tokens, blocks=blocks))
 
 
 def spans(it: World, io: int) -> list[Span]:
@@ -34,7 +34,7 @@ def loads(it: World) -> list[actions.LoadBlocks]:
 
 
 def test_chunks_end_on_block_borders_and_steps_are_packed() -> None:
-    it = world(step_tokens=40)
+    it = world(max_num_batched_tokens=40)
     it.arrive(50)
     it.arrive(10, 1)
     it.arrive(100, 2)
@@ -46,7 +46,7 @@ def test_chunks_end_on_block_borders_and_steps_are_packed() -> None:
 
 def test_a_prompt_whose_tokens_take_long_has_short_chunks_and_pays_for_them() -> None:
     """Other tenants' prompts come in between, and no step takes longer than with other prompts."""
-    it = world(step_tokens=320, blocks=64)
+    it = world(max_num_batched_tokens=320, blocks=64)
     it.arrive(320, 1, tenant="ann", token_cost=10)
     it.arrive(320, 2, tenant="bob")
     assert run(it) == [
@@ -54,7 +54,7 @@ def test_a_prompt_whose_tokens_take_long_has_short_chunks_and_pays_for_them() ->
         [(2, 0, 320)],
         *([(1, start, start + 32)] for start in range(32, 320, 32)),
     ]
-    few = world(step_tokens=80)
+    few = world(max_num_batched_tokens=80)
     few.arrive(40, 3, token_cost=10)
     assert run(few) == [[(1, 0, 16)], [(1, 16, 32)], [(1, 32, 40)]], "a block at least"
 
@@ -108,7 +108,7 @@ def test_two_full_hits_share_a_step() -> None:
 
 def test_a_recurrent_state_is_never_gone_back_from() -> None:
     """A prompt of full blocks that are all there computes the last one again."""
-    it = World(staged(1, step_tokens=2 * BT, blocks=16, recurrent=True))
+    it = World(staged(1, max_num_batched_tokens=2 * BT, blocks=16, recurrent=True))
     it.arrive(2 * BT)
     it.run_step(1)
     it.arrive(2 * BT)
@@ -118,7 +118,7 @@ def test_a_recurrent_state_is_never_gone_back_from() -> None:
 
 def test_a_prompt_becomes_a_full_hit_while_it_waits() -> None:
     """What computes its last block is one step ahead; that block is found when it is done."""
-    it = world(stages=2, step_tokens=BT)
+    it = world(stages=2, max_num_batched_tokens=BT)
     it.arrive(2 * BT)
     it.run_step(1)
     it.arrive(2 * BT)
@@ -138,7 +138,7 @@ def test_blocks_computed_meanwhile_are_matched_again() -> None:
 
 def test_nothing_is_computed_twice_at_once() -> None:
     """A prompt that begins like one in flight waits for it; one that differs goes first."""
-    it = world(stages=2, step_tokens=4 * BT)
+    it = world(stages=2, max_num_batched_tokens=4 * BT)
     it.arrive(4 * BT)
     it.arrive(5 * BT)
     it.arrive(10, 1)
@@ -155,7 +155,7 @@ def test_a_prompt_waits_for_blocks_and_keeps_its_turn() -> None:
 
 
 def test_jobs_are_not_started_far_ahead() -> None:
-    it = world(step_tokens=BT)
+    it = world(max_num_batched_tokens=BT)
     for family in range(3):
         it.arrive(2 * BT, family)
     assert list(it.core.state.started) == [1, 2]  # two steps of work, and what the first step leaves
@@ -167,7 +167,7 @@ def test_jobs_are_not_started_far_ahead() -> None:
 def test_a_job_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: float, at_once: bool) -> None:
     """Seven blocks are left before the job: three more than two steps have, which take 0.75 s."""
     speeds = Speeds(prefill_per_token_s=0.25 / BT, load_bytes_per_s=6 * 3 * SETTINGS.slice_bytes / load_s)
-    it = World(staged(1, step_tokens=2 * BT, blocks=32), speeds)
+    it = World(staged(1, max_num_batched_tokens=2 * BT, blocks=32), speeds)
     it.arrive(9 * BT)
     it.arrive(6 * BT + 1, 1, sources=(events.KVSource("store", 6),))
     assert bool(loads(it)) is at_once
@@ -191,7 +191,7 @@ def test_what_is_refused() -> None:
     ]
     assert refused[1].retry_after_s >= 0.1
     with pytest.raises(ConfigError, match="at least one block"):
-        PrefillScheduler(staged(1, step_tokens=BT - 1), Speeds())
+        PrefillScheduler(staged(1, max_num_batched_tokens=BT - 1), Speeds())
 
 
 def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing() -> None:
@@ -250,7 +250,7 @@ def loading(it: World, tokens: int, blocks: int, family: int = 0) -> tuple[Clien
 
 def test_a_loading_job_shares_a_step_whose_gate_is_the_least_of_its_jobs() -> None:
     """Before its first layer has come, others go without it; then it joins them."""
-    it = world(step_tokens=4 * BT)
+    it = world(max_num_batched_tokens=4 * BT)
     it.arrive(4 * BT, 9)
     _, first = loading(it, 60, 2)
     _, second = loading(it, 60, 3, 1)
@@ -316,13 +316,13 @@ def test_what_is_held_whole_is_not_loaded() -> None:
 
 def test_a_load_that_saves_steps_pays_though_steps_are_not_known_to_grow() -> None:
     """The timings at the start gave a step's fixed part alone: the prompt takes two steps, its tail one."""
-    it = World(staged(1, step_tokens=40), Speeds(prefill_base_s=0.05, load_bytes_per_s=1e9))
+    it = World(staged(1, max_num_batched_tokens=40), Speeds(prefill_base_s=0.05, load_bytes_per_s=1e9))
     _, load = loading(it, 60, 3)
     assert len(load.blocks) == 3
 
 
 def test_a_complete_load_needs_no_gate() -> None:
-    it = world(step_tokens=4 * BT)
+    it = world(max_num_batched_tokens=4 * BT)
     it.arrive(4 * BT, 9)
     _, load = loading(it, 40, 2)
     it.load_all(load.io)
@@ -397,7 +397,7 @@ def test_full_blocks_are_written_back_as_they_are_computed() -> None:
 def test_many_small_prompts_count_each_by_itself() -> None:
     """A hundred equal prompts take a hundred times one's seconds, not the square in pairs of tokens."""
     speeds = Speeds(prefill_per_token_s=1e-3, prefill_per_pair_s=1e-3)
-    it = World(staged(1, blocks=1000, step_tokens=2 * BT), speeds)
+    it = World(staged(1, blocks=1000, max_num_batched_tokens=2 * BT), speeds)
     it.arrive(2 * BT)
     one = it.core.drain_seconds()
     assert one == pytest.approx(32e-3 + 32 * 33 / 2 * 1e-3)
@@ -409,10 +409,10 @@ def test_many_small_prompts_count_each_by_itself() -> None:
 
 
 def test_stages_share_the_queue_and_cached_prompts_cost_little() -> None:
-    it = World(staged(4, blocks=100, step_tokens=2 * BT), SPEEDS)
+    it = World(staged(4, blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
     for family in range(4):
         it.arrive(2 * BT, family)
-    single = World(staged(1, blocks=100, step_tokens=2 * BT), SPEEDS)
+    single = World(staged(1, blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
     single.arrive(2 * BT)
     step_s = single.core.drain_seconds()
     # Four steps of four stages: the first stage has taken the last one after the time of one step.

@@ -24,9 +24,9 @@ async def test_decode_refuses_the_transfer() -> None:
         story = await begin(it, sequence, target=target)
         with pytest.raises(TransferFailed, match="no such transfer"):
             await story.to_the_end()
-        target.decode.incarnation += 1
+        target.decode.epoch += 1
         story = await begin(it, sequence, target=target)
-        with pytest.raises(TransferFailed, match="incarnation"):
+        with pytest.raises(TransferFailed, match="epoch"):
             await story.to_the_end()
 
 
@@ -47,7 +47,7 @@ async def test_decode_gives_up_midway() -> None:
 async def test_decode_gone() -> None:
     sequence = spec("a", prompt(2 * BLOCK))
     async with prefilling() as it:
-        nobody = kv_pb2.Instance(id="decode-9", incarnation=3, address="127.0.0.1:1")
+        nobody = kv_pb2.Instance(id="decode-9", epoch=3, address="127.0.0.1:1")
         target = kv_pb2.TransferTarget(decode=nobody, transfer_id=1, generation=1)
         with pytest.raises(MoonpoolError):
             await (await begin(it, sequence, target=target)).to_the_end()
@@ -71,7 +71,7 @@ async def test_decode_stops_in_the_middle() -> None:
         with pytest.raises((TransferFailed, StreamBroken)):
             await story.to_the_end()
         it.engine.before_layer = None
-        async with decoding(incarnation=12) as decode:
+        async with decoding(epoch=12) as decode:
             await (await begin(it, sequence, target=await promised(decode, sequence))).to_the_end()
             dismiss(decode)
 

@@ -43,7 +43,7 @@ async def test_reads_from_another_prefill() -> None:
 @pytest.mark.parametrize("transport", ["local", "tcp", "tls"])
 async def test_reads_over_a_transport(transport: str, sockets: Path) -> None:
     transports = lane_settings(transport, sockets)
-    async with prefilling(incarnation=6, **transports) as peer, prefilling(**transports) as it:
+    async with prefilling(epoch=6, **transports) as peer, prefilling(**transports) as it:
         await warm(peer)
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)

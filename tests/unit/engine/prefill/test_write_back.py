@@ -81,14 +81,12 @@ async def test_it_begins_with_the_first_full_blocks() -> None:
 
 async def test_too_many_stores_and_stores_without_address_are_refused() -> None:
     async with prefilling() as it:
-        place = kv_pb2.Instance(id="store", incarnation=1, address="127.0.0.1:1")
+        place = kv_pb2.Instance(id="store", epoch=1, address="127.0.0.1:1")
         sequence = spec("a", prompt(5), max_tokens=1)
         with pytest.raises(InvalidRequest, match="replicas: at most 16"):
             await begin(it, sequence, replicas=[prefill_pb2.StoreReplica(instance=place)] * 17)
         with pytest.raises(InvalidRequest, match=r"other_sources\[1\]\.instance\.address"):
-            await begin(
-                it, sequence, other_sources=[source(place, 1), source(kv_pb2.Instance(id="x", incarnation=1), 1)]
-            )
+            await begin(it, sequence, other_sources=[source(place, 1), source(kv_pb2.Instance(id="x", epoch=1), 1)])
 
 
 async def test_write_back_is_bounded() -> None:

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from tests.unit.interop.adapter.fake_vllm import BLOCK_TOKENS, BLOCKS, MAX_TOKENS, NUMBER_BYTES, next_token
+from tests.unit.interop.adapter.fake_vllm import BLOCK_SIZE, BLOCKS, MAX_TOKENS, NUMBER_BYTES, next_token
 from tests.unit.interop.adapter.model_engine import ModelEngine
 
 FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
@@ -33,14 +33,14 @@ class FakeSglang:
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, mode: str) -> None:
-        self.engine = ModelEngine(block_tokens=BLOCK_TOKENS, capacity=BLOCKS)
+        self.engine = ModelEngine(block_size=BLOCK_SIZE, capacity=BLOCKS)
         self.vocab_size, self.url, self.running, self.whole, self.dying = vocab_size, "", 0, True, False
         self.events, self.replays = (f"ipc://{folder}/{name}.{what}" for what in ("events", "replays"))
         config = {"publisher": "zmq", "endpoint": self.events, "replay_endpoint": self.replays, "topic": "kv-events"}
         self.info: dict[str, Any] = {
             "version": "0.5.23",
-            "page_size": BLOCK_TOKENS,
-            "max_total_num_tokens": BLOCKS * BLOCK_TOKENS,
+            "page_size": BLOCK_SIZE,
+            "max_total_num_tokens": BLOCKS * BLOCK_SIZE,
             "context_length": MAX_TOKENS,
             "dp_size": 1,
             "random_seed": 4711,
@@ -80,7 +80,7 @@ class FakeSglang:
         if len(tokens) + sampling["max_new_tokens"] > MAX_TOKENS:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         self.requests.append(body)
-        self.hits.append(min(self.engine.hit(tokens, salt), (len(tokens) - 1) // BLOCK_TOKENS))
+        self.hits.append(min(self.engine.hit(tokens, salt), (len(tokens) - 1) // BLOCK_SIZE))
         alone = body.get("bootstrap_host") == "2.2.2.2"
         if "bootstrap_room" in body and not alone:
             assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8998)
@@ -124,7 +124,7 @@ class FakeSglang:
             meta = {
                 "finish_reason": finish,
                 "completion_tokens": count,
-                "cached_tokens": hit * BLOCK_TOKENS,
+                "cached_tokens": hit * BLOCK_SIZE,
                 "output_token_logprobs": [[-0.5, one, None] for one in (ids if self.whole else ids[-1:])],
             }
             told = {"text": "", "output_ids": ids if self.whole else ids[-1:], "meta_info": meta}
@@ -163,7 +163,7 @@ def as_sglang(message: list[Any]) -> list[Any]:
         parent = event.get("parent_block_hash")
         for at, page in enumerate(pages):
             one = told | {"block_hashes": [page], "parent_block_hash": parent}
-            one["token_ids"] = event["token_ids"][at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
+            one["token_ids"] = event["token_ids"][at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
             if extra[at]:
                 one["cache_salt"] = extra[at][0]
             found.append(one)

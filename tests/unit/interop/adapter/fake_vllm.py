@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tests.unit.interop.adapter.model_engine import ModelEngine
 
-BLOCK_TOKENS, BLOCKS, MAX_TOKENS = 16, 64, 1024
+BLOCK_SIZE, BLOCKS, MAX_TOKENS = 16, 64, 1024
 NUMBER_BYTES = 8
 
 
@@ -56,7 +56,7 @@ class FakeVllm:
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        self.engine = ModelEngine(block_tokens=BLOCK_TOKENS, capacity=BLOCKS)
+        self.engine = ModelEngine(block_size=BLOCK_SIZE, capacity=BLOCKS)
         self.vocab_size, self.life, self.url = vocab_size, 1.0, ""
         self.events, self.replays = (f"ipc://{folder}/{name}.{what}" for what in ("events", "replays"))
         self.running = 0
@@ -121,7 +121,7 @@ class FakeVllm:
         self.polls += 1
         return web.Response(
             text=f"process_start_time_seconds {self.life}\n"
-            f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{BLOCKS}",'
+            f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",num_gpu_blocks="{BLOCKS}",'
             'enable_prefix_caching="True"} 1.0\n'
             f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
             'vllm:num_requests_waiting{engine="0"} 0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
@@ -144,17 +144,17 @@ class FakeVllm:
         lora = body.get("model", "")
         if lora and lora not in self.loras:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
-        hit = min(self.engine.hit(tokens, salt, lora), (len(tokens) - 1) // BLOCK_TOKENS)
+        hit = min(self.engine.hit(tokens, salt, lora), (len(tokens) - 1) // BLOCK_SIZE)
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):
             sent = next(
                 (peer.kept.pop(transfer["remote_request_id"], None) for peer in self.peers if not peer.dying), None
             )
             if sent is not None and tokens[: len(sent)] == sent:
-                assert (len(tokens) - 1) // BLOCK_TOKENS == (len(sent) - 1) // BLOCK_TOKENS  # else vLLM ends
-                hit = len(sent) // BLOCK_TOKENS
-                self.computed_tokens -= len(tokens) - hit * BLOCK_TOKENS  # vLLM counts the last token as transferred
-        self.computed_tokens += len(tokens) - hit * BLOCK_TOKENS
+                assert (len(tokens) - 1) // BLOCK_SIZE == (len(sent) - 1) // BLOCK_SIZE  # else vLLM ends
+                hit = len(sent) // BLOCK_SIZE
+                self.computed_tokens -= len(tokens) - hit * BLOCK_SIZE  # vLLM counts the last token as transferred
+        self.computed_tokens += len(tokens) - hit * BLOCK_SIZE
         self.requests.append(body)
         self.hits.append(hit)
         if transfer.get("do_remote_decode"):
@@ -164,7 +164,7 @@ class FakeVllm:
         self.running += 1
         try:
             await self._answer(request, response, tokens, sampling, salt, lora)
-            usage = {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_TOKENS}}
+            usage = {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_SIZE}}
             await self._write(response, {"choices": [], "usage": usage})
             await response.write(b"data: [DONE]\n\n")
         finally:
@@ -181,7 +181,7 @@ class FakeVllm:
         token = next_token(tokens, self.vocab_size)
         return web.json_response({
             "choices": [{"index": 0, "token_ids": [token], "finish_reason": "length"}],
-            "usage": {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_TOKENS}},
+            "usage": {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_SIZE}},
             "kv_transfer_params": transfer if self.moves_kv else None,
         })  # fmt: skip
 

@@ -31,7 +31,7 @@ class Follower:
 
     def __init__(self, engine: ModelEngine, max_names: int = 64) -> None:
         self.engine = engine
-        self.cache = EngineCache(engine.block_tokens, root_of, max_names)
+        self.cache = EngineCache(engine.block_size, root_of, max_names)
         self.feed = EventFeed()
         self.told: set[bytes] = set()
         """What conductors know."""
@@ -65,5 +65,5 @@ class Follower:
 
     def match(self, tokens: list[int], tenant: str = "") -> int:
         """Leading blocks of a prompt that are told."""
-        keys = block_keys(chain_root(NAMESPACE, tenant), tokens, self.engine.block_tokens)
+        keys = block_keys(chain_root(NAMESPACE, tenant), tokens, self.engine.block_size)
         return self.cache.matched_blocks(keys)[0]

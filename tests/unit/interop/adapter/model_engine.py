@@ -22,7 +22,7 @@ class ModelEngine:
         digests: hashes are bytes, else numbers.
     """
 
-    block_tokens: int = 4
+    block_size: int = 4
     capacity: int = 12
     groups: int = 1
     maps: bool = True
@@ -45,8 +45,8 @@ class ModelEngine:
     def hashes(self, tokens: Sequence[int], salt: str = "", lora: str = "") -> list[int | bytes]:
         found: list[int | bytes] = []
         digest = b""
-        for at in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
-            block = repr((tuple(tokens[at : at + self.block_tokens]), salt if at == 0 else "", lora)).encode()
+        for at in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            block = repr((tuple(tokens[at : at + self.block_size]), salt if at == 0 else "", lora)).encode()
             digest = hashlib.sha256(digest + block).digest()
             found.append(digest if self.digests else int.from_bytes(digest[:8], "big"))
         return found
@@ -76,9 +76,7 @@ class ModelEngine:
             extra: list[Any] = [[lora] if lora else None for _ in new]
             if salt and first == 0:
                 extra[0] = [*(extra[0] or []), salt]
-            self.store(
-                group, new, hashes[first - 1] if first else None, tokens[first * self.block_tokens :], extra, lora
-            )
+            self.store(group, new, hashes[first - 1] if first else None, tokens[first * self.block_size :], extra, lora)
             held.update(dict.fromkeys(new))
 
     def store(
@@ -88,8 +86,8 @@ class ModelEngine:
         fields = {
             "block_hashes": new,
             "parent_block_hash": parent,
-            "token_ids": list(tokens[: len(new) * self.block_tokens]),
-            "block_size": self.block_tokens,
+            "token_ids": list(tokens[: len(new) * self.block_size]),
+            "block_size": self.block_size,
             "lora_id": 1 if lora else None,
             "medium": "GPU",
             "lora_name": lora or None,

@@ -23,7 +23,7 @@ from moonpool.interop.adapter.service import serve
 from tests.unit.base.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import WAIT_S, store
 from tests.unit.conductor.stack import TINY, Stack, stack
-from tests.unit.interop.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.interop.adapter.fake_vllm import BLOCK_SIZE, FakeVllm, answer_to, fake_vllm
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -90,7 +90,7 @@ async def test_a_hundred_answers_are_the_engines_and_the_index_is_its_cache(tmp_
                 root = chain_root(namespace, tenant)
                 salt = f"moonpool:{root.hex()}" if tenant else ""
                 for prompt in prompts(100, vocab):
-                    keys, held = block_keys(root, prompt, BLOCK_TOKENS), engine.engine.hit(prompt, salt)
+                    keys, held = block_keys(root, prompt, BLOCK_SIZE), engine.engine.hit(prompt, salt)
                     lacking = (at for at, key in enumerate(keys) if not index.holds(f"{name}-prefill", key))
                     if (promised := next(lacking, len(keys))) != held:
                         found.append((promised, held))
@@ -112,7 +112,7 @@ async def test_requests_for_a_lora_adapter_go_to_the_engines_that_list_it(tmp_pa
             await running.exit.enter_async_context(adapter(engine.url, running.address, name))
             for kind in ("prefill", "decode"):
                 await running.until(lambda one=f"{name}-{kind}": running.cluster.find(one) is not None)  # type: ignore[misc]
-        prompt, sampling = list(range(3 * BLOCK_TOKENS)), SamplingParams(max_tokens=4, **GREEDY)
+        prompt, sampling = list(range(3 * BLOCK_SIZE)), SamplingParams(max_tokens=4, **GREEDY)
 
         async def ask(model: str, tenant: str = "") -> tuple[list[int], str, int]:
             found = await running.client.generate(token_ids=prompt, model=model, tenant=tenant, sampling=sampling)
@@ -123,9 +123,9 @@ async def test_requests_for_a_lora_adapter_go_to_the_engines_that_list_it(tmp_pa
         assert await ask("b") == (answer_to(prompt, 4, vocab, "chat"), "two-prefill", 0)
         base, where, cached = await ask("")
         assert (base, cached) == (answer_to(prompt, 4, vocab), 0)  # nothing of an adapter's matches
-        assert await ask("a") == (answer_to(prompt, 4, vocab, "sql"), "one-prefill", 2 * BLOCK_TOKENS)
+        assert await ask("a") == (answer_to(prompt, 4, vocab, "sql"), "one-prefill", 2 * BLOCK_SIZE)
         assert (await ask("a", "ann"))[2] == 0
-        assert (await ask("a", "ann"))[2] == 2 * BLOCK_TOKENS
+        assert (await ask("a", "ann"))[2] == 2 * BLOCK_SIZE
         with pytest.raises(InvalidRequest, match="model: no engine of this cluster can serve it"):
             await ask("c")
         assert where in ("one-prefill", "two-prefill")
@@ -134,14 +134,14 @@ async def test_requests_for_a_lora_adapter_go_to_the_engines_that_list_it(tmp_pa
 async def test_what_an_engine_holds_draws_the_prompts_that_continue_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, "one", "two", policy="sglang") as (running, engines):  # the longest prefix decides
         draw = random.Random(3)
-        first = [draw.randrange(100) for _ in range(20 * BLOCK_TOKENS)]
+        first = [draw.randrange(100) for _ in range(20 * BLOCK_SIZE)]
         sampling = SamplingParams(max_tokens=2, **GREEDY)
         before = await running.client.generate(token_ids=first, sampling=sampling)
         await running.rest()
         for _ in range(4):
             again = await running.client.generate(token_ids=[*first, draw.randrange(100)], sampling=sampling)
             assert again.placement.prefill == before.placement.prefill
-            assert again.usage.cached_tokens == 20 * BLOCK_TOKENS
+            assert again.usage.cached_tokens == 20 * BLOCK_SIZE
         served = next(engine for engine in engines if engine.requests)
         assert served.hits == [0, 20, 20, 20, 20]
 
@@ -154,15 +154,15 @@ async def test_blocks_in_kvstores_count_where_the_engine_uses_kvstores(tmp_path:
         engine.page_namespace = "ab" * 32
         await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
         await running.until(lambda: running.cluster.find("one-decode") is not None)
-        prompt = list(range(4 * BLOCK_TOKENS))
+        prompt = list(range(4 * BLOCK_SIZE))
         root = chain_root(bytes.fromhex(engine.page_namespace), "ann")
-        keys = block_keys(root, prompt, BLOCK_TOKENS)
+        keys = block_keys(root, prompt, BLOCK_SIZE)
         result = await running.client.generate(
             token_ids=prompt, tenant="ann", sampling=SamplingParams(max_tokens=2, **GREEDY)
         )
         assert engine.requests[-1]["kv_transfer_params"] == {"moonpool_tenant": "ann"}
         assert engine.requests[-1]["cache_salt"] == f"moonpool:{root.hex()}"
-        keys = block_keys(root, prompt, BLOCK_TOKENS)
+        keys = block_keys(root, prompt, BLOCK_SIZE)
         await running.until(lambda: running.servicer.core.cluster.index.holds("one-prefill", keys[3]))
         facts = running.servicer.core.cluster.prefills.get("one-prefill").facts  # type: ignore[union-attr]
         assert (facts.loads, facts.kv_domain) == (True, "one")
@@ -178,13 +178,13 @@ async def test_a_load_that_the_conductor_expects_counts_as_cached(tmp_path: Path
         engine.page_namespace, engine.token_s = "ab" * 32, 0.0005
         await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
         await running.until(lambda: running.cluster.find("one-decode") is not None)
-        prompt, member = list(range(40 * BLOCK_TOKENS)), store()
+        prompt, member = list(range(40 * BLOCK_SIZE)), store()
         root = chain_root(bytes.fromhex(engine.page_namespace), "")
-        member.keys = [*block_keys(root, prompt, BLOCK_TOKENS)[:30]]
+        member.keys = [*block_keys(root, prompt, BLOCK_SIZE)[:30]]
         await running.join(member)
         await running.until(lambda: running.servicer.core.cluster.index.holds(member.id, member.keys[-1]))
         result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=2, **GREEDY))
-        assert result.usage.cached_tokens == 30 * BLOCK_TOKENS
+        assert result.usage.cached_tokens == 30 * BLOCK_SIZE
         assert result.placement.kvstore == member.id
         await running.rest()
 
@@ -263,14 +263,14 @@ async def test_the_queue_is_what_the_engine_has_not_computed_yet(tmp_path: Path)
             return found.load
 
         engine.half.clear()
-        first = list(range(200, 200 + 20 * BLOCK_TOKENS))
+        first = list(range(200, 200 + 20 * BLOCK_SIZE))
         asked = []
-        for place, prompt in enumerate((first, first[: 16 * BLOCK_TOKENS] + [7] * 40)):
+        for place, prompt in enumerate((first, first[: 16 * BLOCK_SIZE] + [7] * 40)):
             sampling = SamplingParams(max_tokens=1 + place, **GREEDY)
             asked.append(asyncio.create_task(running.client.generate(token_ids=prompt, sampling=sampling)))
             # Half of the first is computed; the second waits for what both begin with, and lacks the other tokens.
             # The engine takes longer than predicted, and is not free.
-            await running.until(lambda tokens=10 * BLOCK_TOKENS + 40 * place: load().queued_tokens == tokens)  # type: ignore[misc]
+            await running.until(lambda tokens=10 * BLOCK_SIZE + 40 * place: load().queued_tokens == tokens)  # type: ignore[misc]
             assert (load().running, (load().drain_s or 0.0) > 0.0) == (1 + place, True)
         engine.half.set()
         await asyncio.gather(*asked)
@@ -338,7 +338,7 @@ async def test_without_another_engine_the_request_fails_clearly(tmp_path: Path) 
 
 async def test_an_engine_that_restarts_joins_again_with_what_it_holds(tmp_path: Path) -> None:
     async with cluster(tmp_path, "one") as (running, [engine]):
-        prompt, sampling = list(range(4 * BLOCK_TOKENS)), SamplingParams(max_tokens=2, **GREEDY)
+        prompt, sampling = list(range(4 * BLOCK_SIZE)), SamplingParams(max_tokens=2, **GREEDY)
         await running.client.generate(token_ids=prompt, sampling=sampling)
         before = running.cluster.find("one-prefill")
         assert before is not None
@@ -346,7 +346,7 @@ async def test_an_engine_that_restarts_joins_again_with_what_it_holds(tmp_path: 
 
         def is_back() -> bool:
             now = running.cluster.find("one-prefill")
-            return now is not None and now.incarnation != before.incarnation
+            return now is not None and now.epoch != before.epoch
 
         await running.until(is_back)
         await running.until(lambda: running.cluster.find("one-decode") is not None)
@@ -357,7 +357,7 @@ async def test_an_engine_that_restarts_joins_again_with_what_it_holds(tmp_path: 
 
 async def test_deleted_kv_is_not_found_again(tmp_path: Path) -> None:
     async with cluster(tmp_path, "one") as (running, [engine]):
-        prompt, sampling = list(range(4 * BLOCK_TOKENS)), SamplingParams(max_tokens=2, **GREEDY)
+        prompt, sampling = list(range(4 * BLOCK_SIZE)), SamplingParams(max_tokens=2, **GREEDY)
         await running.client.generate(token_ids=prompt, sampling=sampling)
         await running.rest()
         await running.client.delete_kv(tenants=[""])
@@ -366,4 +366,4 @@ async def test_deleted_kv_is_not_found_again(tmp_path: Path) -> None:
         assert engine.requests[-1]["cache_salt"] != engine.requests[0].get("cache_salt")
         again = await running.client.generate(token_ids=prompt, sampling=sampling)
         assert engine.hits[-1] == 3
-        assert again.usage.cached_tokens == 3 * BLOCK_TOKENS
+        assert again.usage.cached_tokens == 3 * BLOCK_SIZE

@@ -25,7 +25,7 @@ from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.unit.conductor.fakes import WAIT_S
 from tests.unit.conductor.stack import Stack, stack
-from tests.unit.interop.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.interop.adapter.fake_vllm import BLOCK_SIZE, FakeVllm, answer_to, fake_vllm
 from tests.unit.interop.adapter.test_adapter import GREEDY, adapter, configured, prompts
 
 
@@ -66,19 +66,19 @@ async def recomputed(running: Stack) -> float:
 async def test_a_prompt_is_computed_at_one_engine_and_answered_at_the_other(tmp_path: Path) -> None:
     async with pairs(tmp_path) as (running, [prefill], [decode]):
         vocab = running.checkpoint.config.vocab_size
-        asked = [*prompts(30, vocab), list(range(2 * BLOCK_TOKENS))]
+        asked = [*prompts(30, vocab), list(range(2 * BLOCK_SIZE))]
         for prompt in asked:
             result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=5, **GREEDY))
             assert result.token_ids == answer_to(prompt, 5, vocab)
             assert result.placement.prefill == "p0-prefill"
             assert result.placement.decode == "d0-decode"
         assert [body["token_ids"] for body in prefill.requests] == asked
-        whole = [len(prompt) % BLOCK_TOKENS == 0 for prompt in asked]  # then the first token is drawn again
+        whole = [len(prompt) % BLOCK_SIZE == 0 for prompt in asked]  # then the first token is drawn again
         assert sum(whole) > 0
         assert [len(body["token_ids"]) for body in decode.requests] == [
             len(prompt) + (not exact) for prompt, exact in zip(asked, whole, strict=True)
         ]
-        assert decode.hits == [len(prompt) // BLOCK_TOKENS for prompt in asked]  # all KV came over
+        assert decode.hits == [len(prompt) // BLOCK_SIZE for prompt in asked]  # all KV came over
         assert prefill.kept == {}
         polled = decode.polls
         await running.until(lambda: decode.polls > polled + 1)
@@ -136,13 +136,13 @@ async def test_a_decode_side_that_cannot_be_told_of_kv_is_named(tmp_path: Path) 
         member = running.cluster.find("p0-prefill")
         assert member is not None
         with socket.create_server(("127.0.0.1", 0)) as free:
-            nobody = kv_pb2.Instance(id="d9", incarnation=1, address=f"127.0.0.1:{free.getsockname()[1]}")
+            nobody = kv_pb2.Instance(id="d9", epoch=1, address=f"127.0.0.1:{free.getsockname()[1]}")
         tokens, model = array("i", range(20)), running.cluster.registry.model
         assert model is not None
         root = chain_root(model.namespace, "")
         sequence = kv_pb2.SequenceSpec(
             request_id="r", token_ids=tokens.tobytes(), prompt_tokens=20, chain_root=root,
-            block_keys=pack_keys(block_keys(root, tokens, BLOCK_TOKENS)), sampling=kv_pb2.Sampling(max_tokens=4),
+            block_keys=pack_keys(block_keys(root, tokens, BLOCK_SIZE)), sampling=kv_pb2.Sampling(max_tokens=4),
         )  # fmt: skip
         target = kv_pb2.TransferTarget(decode=nobody, transfer_id=1, generation=1)
         asked = prefill_pb2.PrefillRequest(sequence=sequence, target=target)

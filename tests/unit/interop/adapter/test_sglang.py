@@ -18,7 +18,7 @@ from moonpool.interop.adapter.sglang import SglangClient, request_body
 from moonpool.interop.kv_events.events import read_batch
 from tests.unit.conductor.stack import Stack, stack
 from tests.unit.interop.adapter.fake_sglang import FakeSglang, fake_sglang
-from tests.unit.interop.adapter.fake_vllm import BLOCK_TOKENS, answer_to
+from tests.unit.interop.adapter.fake_vllm import BLOCK_SIZE, answer_to
 from tests.unit.interop.adapter.test_adapter import GREEDY, adapter, prompts
 
 
@@ -59,7 +59,7 @@ async def test_answers_are_the_engines_and_the_index_is_its_cache_also_with_salt
                 root = chain_root(namespace, tenant)
                 salt = f"moonpool:{root.hex()}" if tenant else ""
                 for prompt in prompts(40, vocab):
-                    keys, held = block_keys(root, prompt, BLOCK_TOKENS), engine.engine.hit(prompt, salt)
+                    keys, held = block_keys(root, prompt, BLOCK_SIZE), engine.engine.hit(prompt, salt)
                     lacking = (at for at, key in enumerate(keys) if not index.holds("one-prefill", key))
                     if (promised := next(lacking, len(keys))) != held:
                         found.append((promised, held))
@@ -118,7 +118,7 @@ async def described(engine: FakeSglang, **info: Any) -> Any:
 async def test_what_an_engine_lacks_is_named(tmp_path: Path) -> None:
     async with fake_sglang(tmp_path, "one", 100) as engine:
         facts = await described(engine, dp_size=2)
-        assert (facts.version, facts.block_tokens, len(facts.sources)) == ("sglang 0.5.23", BLOCK_TOKENS, 2)
+        assert (facts.version, facts.block_size, len(facts.sources)) == ("sglang 0.5.23", BLOCK_SIZE, 2)
         for info, remedy in (
             ({"page_size": 1}, "--page-size"),
             ({"page_size": 16, "kv_events_config": None}, "--kv-events-config"),

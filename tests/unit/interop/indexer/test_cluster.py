@@ -20,7 +20,7 @@ from moonpool.interop.indexer.indexer import Indexer
 from moonpool.interop.kv_events.events import BlockRemoved, BlockStored, EventBatch, read_batch
 from moonpool.v1 import conductor_pb2, kv_pb2
 from tests.unit.base.checkpoint.test_lora import write
-from tests.unit.conductor.fakes import BLOCK_TOKENS, decode, prefill, store
+from tests.unit.conductor.fakes import BLOCK_SIZE, decode, prefill, store
 from tests.unit.conductor.stack import stack
 from tests.unit.interop.indexer.test_http import WAIT_S, Indexed, hit, indexer, rolling_hashes
 
@@ -67,12 +67,12 @@ async def sources_of(index: Indexed, *wanted: str) -> dict[str, dict[str, str]]:
 
 
 def keys_of(tokens: list[int], tenant: str = "") -> list[Any]:
-    return block_keys(chain_root(NAMESPACE, tenant), tokens, BLOCK_TOKENS)
+    return block_keys(chain_root(NAMESPACE, tenant), tokens, BLOCK_SIZE)
 
 
 async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path: Path) -> None:
     draw = random.Random(9)
-    tokens = [draw.randrange(1000) for _ in range(4 * BLOCK_TOKENS)]
+    tokens = [draw.randrange(1000) for _ in range(4 * BLOCK_SIZE)]
     one, two, kept = prefill(), decode(), store()
     one.keys = list(keys_of(tokens))
     kept.keys = list(keys_of(tokens)[:3])
@@ -81,18 +81,18 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
         await running.until(lambda: running.servicer.core.cluster.index.held("kvstore-0") == 3)
         async with indexer(conductor=running.address, **settings) as index:
             query = {"model": running.checkpoint.name, "token_ids": tokens}
-            stored = {"longest_matched": 3 * BLOCK_TOKENS, "DP": {"0": 3 * BLOCK_TOKENS}, "GPU": 0}
-            stored |= {"CPU": 3 * BLOCK_TOKENS, "DISK": 0}
-            wanted = {"prefill-0": hit(4 * BLOCK_TOKENS), "kvstore-0": stored}
+            stored = {"longest_matched": 3 * BLOCK_SIZE, "DP": {"0": 3 * BLOCK_SIZE}, "GPU": 0}
+            stored |= {"CPU": 3 * BLOCK_SIZE, "DISK": 0}
+            wanted = {"prefill-0": hit(4 * BLOCK_SIZE), "kvstore-0": stored}
             await index.until("/query", query, {"default": wanted})
             assert (await index.post("/query", {**query, "tenant_id": "ann"}))[1] == {"ann": {}}
 
-            more = [*tokens, *[draw.randrange(1000) for _ in range(BLOCK_TOKENS)]]
+            more = [*tokens, *[draw.randrange(1000) for _ in range(BLOCK_SIZE)]]
             one.store(list(keys_of(more)[4:]))
             answered = await running.client.generate(token_ids=[*more, 5])  # its tokens are told with the request
             assert answered.token_ids
             by_hash = {"model": running.checkpoint.name, "seq_hashes": rolling_hashes(more)}
-            wanted["prefill-0"] = hit(5 * BLOCK_TOKENS)
+            wanted["prefill-0"] = hit(5 * BLOCK_SIZE)
             await index.until("/query_by_hash", by_hash, {"default": wanted})
 
             sources = await sources_of(index, "prefill-0", "kvstore-0")
@@ -100,23 +100,23 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
             context = zmq.asyncio.Context()
             try:
                 subscriber = Subscriber(context, sources["prefill-0"])
-                batches = await subscriber.replay_until(more[-BLOCK_TOKENS:])
+                batches = await subscriber.replay_until(more[-BLOCK_SIZE:])
                 assert [number for number, _ in batches] == list(range(len(batches)))
                 told = [event for _, batch in batches for event in batch.events]
                 assert all(isinstance(event, BlockStored) for event in told)
                 assert [token for event in told for token in event.token_ids] == more  # type: ignore[union-attr]
                 assert [one for event in told for one in event.hashes] == rolling_hashes(more)  # type: ignore[union-attr]
                 [first] = [event for event in told if isinstance(event, BlockStored) and event.parent is None]
-                assert (first.medium, first.block_tokens, first.kind) == ("GPU", BLOCK_TOKENS, "full_attention")
+                assert (first.medium, first.block_size, first.kind) == ("GPU", BLOCK_SIZE, "full_attention")
                 other = Subscriber(context, sources["kvstore-0"])
-                [(_, last)] = (await other.replay_until(tokens[2 * BLOCK_TOKENS : 3 * BLOCK_TOKENS]))[-1:]
+                [(_, last)] = (await other.replay_until(tokens[2 * BLOCK_SIZE : 3 * BLOCK_SIZE]))[-1:]
                 assert {event.medium for event in last.events} == {"CPU"}  # type: ignore[union-attr]
             finally:
                 context.destroy(linger=0)
 
 
 async def test_a_conductor_that_comes_late_or_is_lost_is_followed_once_it_is_there() -> None:
-    tokens = list(range(3 * BLOCK_TOKENS))
+    tokens = list(range(3 * BLOCK_SIZE))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     async with indexer(conductor=address) as index:
@@ -125,32 +125,32 @@ async def test_a_conductor_that_comes_late_or_is_lost_is_followed_once_it_is_the
             one.keys = list(keys_of(tokens))
             async with stack(one, listen=address) as running:
                 query = {"model": running.checkpoint.name, "token_ids": tokens}
-                await index.until("/query", query, {"default": {"prefill-0": hit(3 * BLOCK_TOKENS)}})
+                await index.until("/query", query, {"default": {"prefill-0": hit(3 * BLOCK_SIZE)}})
             await index.until("/query", query, {"default": {}})
 
 
 async def test_published_events_feed_another_indexer(tmp_path: Path) -> None:
-    tokens, one = list(range(3 * BLOCK_TOKENS)), prefill()
+    tokens, one = list(range(3 * BLOCK_SIZE)), prefill()
     one.keys = list(keys_of(tokens, "ann"))
     settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
     async with stack(one, decode()) as running, indexer(conductor=running.address, **settings) as ours:
         query = {"model": running.checkpoint.name, "token_ids": tokens, "tenant_id": "ann"}
-        await ours.until("/query", query, {"ann": {"prefill-0": hit(3 * BLOCK_TOKENS)}})
+        await ours.until("/query", query, {"ann": {"prefill-0": hit(3 * BLOCK_SIZE)}})
         source = (await sources_of(ours, "prefill-0"))["prefill-0"]
         async with indexer() as theirs:
-            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_TOKENS, "type": "moonpool"}
+            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_SIZE, "type": "moonpool"}
             assert (await theirs.post("/register", body))[0] == 200
             salted = {"model": "m", "token_ids": tokens, "cache_salt": "ann:"}
-            await theirs.until("/query", salted, {"default": {"x": hit(3 * BLOCK_TOKENS)}})
+            await theirs.until("/query", salted, {"default": {"x": hit(3 * BLOCK_SIZE)}})
             assert (await theirs.post("/query", {**salted, "cache_salt": ""}))[1] == {"default": {}}
 
 
 async def test_blocks_that_only_a_query_names_are_published(tmp_path: Path) -> None:
-    tokens = list(range(2 * BLOCK_TOKENS))
+    tokens = list(range(2 * BLOCK_SIZE))
     config = IndexerConfig(id="i", events=f"ipc://{tmp_path}/e", replay_events=f"ipc://{tmp_path}/r")
     async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as exit_stack:
         index = Indexer(config, exit_stack)
-        index.cluster.joined("p", ClusterModel("m", NAMESPACE, BLOCK_TOKENS))
+        index.cluster.joined("p", ClusterModel("m", NAMESPACE, BLOCK_SIZE))
         index.cluster.changed("p", keys_of(tokens), ())
         publishing = asyncio.create_task(index.publish())
         await asyncio.sleep(0)  # nothing has a name: nothing is published
@@ -163,15 +163,15 @@ async def test_blocks_that_only_a_query_names_are_published(tmp_path: Path) -> N
         context = zmq.asyncio.Context()
         exit_stack.callback(context.destroy, linger=0)
         subscriber = Subscriber(context, endpoints)
-        assert len(await subscriber.replay_until(tokens[BLOCK_TOKENS:])) == 1
+        assert len(await subscriber.replay_until(tokens[BLOCK_SIZE:])) == 1
         publishing.cancel()
         await asyncio.wait([publishing])
 
 
 async def test_blocks_of_a_lora_adapter_are_told_with_its_name(tmp_path: Path) -> None:
     write(tmp_path / "sql", {})
-    lora, one, tokens = read_adapter(tmp_path / "sql"), prefill(), list(range(2 * BLOCK_TOKENS))
-    adapted = block_keys(chain_root(NAMESPACE, "", "s", lora.id), tokens, BLOCK_TOKENS)
+    lora, one, tokens = read_adapter(tmp_path / "sql"), prefill(), list(range(2 * BLOCK_SIZE))
+    adapted = block_keys(chain_root(NAMESPACE, "", "s", lora.id), tokens, BLOCK_SIZE)
     settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
     async with (
         stack(one, decode(), lora_modules=f"sql={tmp_path / 'sql'}") as running,
@@ -181,13 +181,13 @@ async def test_blocks_of_a_lora_adapter_are_told_with_its_name(tmp_path: Path) -
         query = {"model": running.checkpoint.name, "token_ids": tokens, "cache_salt": "s", "lora_name": "sql"}
         assert (await ours.post("/query", query))[1] == {"default": {}}  # nobody has told what "sql" is
         await running.client.generate(token_ids=[*tokens, 5], model="sql", cache_salt="s")
-        await ours.until("/query", query, {"default": {"prefill-0": hit(2 * BLOCK_TOKENS)}})
+        await ours.until("/query", query, {"default": {"prefill-0": hit(2 * BLOCK_SIZE)}})
         assert (await ours.post("/query", {**query, "lora_name": None}))[1] == {"default": {}}
         source = (await sources_of(ours, "prefill-0"))["prefill-0"]
         async with indexer() as theirs:
-            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_TOKENS, "type": "moonpool"}
+            body = {**source, "modelname": "m", "instance_id": "x", "block_size": BLOCK_SIZE, "type": "moonpool"}
             assert (await theirs.post("/register", body))[0] == 200
-            await theirs.until("/query", {**query, "model": "m"}, {"default": {"x": hit(2 * BLOCK_TOKENS)}})
+            await theirs.until("/query", {**query, "model": "m"}, {"default": {"x": hit(2 * BLOCK_SIZE)}})
 
 
 def test_a_walk_of_changes_keeps_index_and_events_true() -> None:

@@ -15,7 +15,7 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.interop.indexer.config import IndexerConfig
 from moonpool.interop.indexer.service import serve
-from tests.unit.interop.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, fake_vllm
+from tests.unit.interop.adapter.fake_vllm import BLOCK_SIZE, FakeVllm, fake_vllm
 
 WAIT_S = 30.0
 
@@ -85,7 +85,7 @@ def registration(engine: FakeVllm, name: str, **changes: Any) -> dict[str, Any]:
         "type": "vLLM",
         "modelname": "m",
         "instance_id": name,
-        "block_size": BLOCK_TOKENS,
+        "block_size": BLOCK_SIZE,
         "dp_rank": 0,
         **changes,
     }
@@ -94,7 +94,7 @@ def registration(engine: FakeVllm, name: str, **changes: Any) -> dict[str, Any]:
 def local_hashes(tokens: list[int]) -> list[int]:
     """Dynamo's hashes of blocks, by another hand."""
     data = b"".join(token.to_bytes(4, "little") for token in tokens)
-    size = 4 * BLOCK_TOKENS
+    size = 4 * BLOCK_SIZE
     return [xxhash.xxh3_64(data[at : at + size], 1337).intdigest() for at in range(0, len(data) - size + 1, size)]
 
 
@@ -114,24 +114,24 @@ def hit(tokens: int, rank: int = 0) -> dict[str, object]:
 async def test_what_a_publisher_told_before_and_after_is_found_by_tokens_and_hashes(tmp_path: Path) -> None:
     draw = random.Random(5)
     async with indexer() as running, fake_vllm(tmp_path, "one", 100) as engine:
-        first = [draw.randrange(100) for _ in range(5 * BLOCK_TOKENS)]
+        first = [draw.randrange(100) for _ in range(5 * BLOCK_SIZE)]
         engine.engine.compute(first)
         await engine.publish()  # before anybody listens
         status, answer = await running.post("/register", registration(engine, "vllm-0"))
         assert (status, answer) == (200, {"status": "registered successfully", "instance_id": "vllm-0"})
-        query = {"model": "m", "token_ids": [*first, 1], "block_size": BLOCK_TOKENS}
-        await running.until("/query", query, {"default": {"vllm-0": hit(5 * BLOCK_TOKENS)}})
-        second = [*first[: 2 * BLOCK_TOKENS], *[draw.randrange(100) for _ in range(2 * BLOCK_TOKENS)]]
+        query = {"model": "m", "token_ids": [*first, 1], "block_size": BLOCK_SIZE}
+        await running.until("/query", query, {"default": {"vllm-0": hit(5 * BLOCK_SIZE)}})
+        second = [*first[: 2 * BLOCK_SIZE], *[draw.randrange(100) for _ in range(2 * BLOCK_SIZE)]]
         engine.engine.compute(second)
         await engine.publish()
-        await running.until("/query", {**query, "token_ids": second}, {"default": {"vllm-0": hit(4 * BLOCK_TOKENS)}})
-        by_hash = {"model": "m", "block_size": BLOCK_TOKENS}
+        await running.until("/query", {**query, "token_ids": second}, {"default": {"vllm-0": hit(4 * BLOCK_SIZE)}})
+        by_hash = {"model": "m", "block_size": BLOCK_SIZE}
         for field, hashes in (("seq_hashes", rolling_hashes(second)), ("block_hashes", local_hashes(second))):
             answer = await running.post("/query_by_hash", {**by_hash, field: hashes})
-            assert answer == (200, {"default": {"vllm-0": hit(4 * BLOCK_TOKENS)}})
+            assert answer == (200, {"default": {"vllm-0": hit(4 * BLOCK_SIZE)}})
         signed = [one - (1 << 64) if one >> 63 else one for one in local_hashes(second)]
         answer = await running.post("/query_by_hash", {"model_name": "m", "block_hashes": signed})
-        assert answer[1]["scores"] == {"vllm-0": {"0": 4 * BLOCK_TOKENS}}
+        assert answer[1]["scores"] == {"vllm-0": {"0": 4 * BLOCK_SIZE}}
         engine.engine.clear()
         await engine.publish()
         await running.until("/query", query, {"default": {}})
@@ -143,19 +143,19 @@ async def test_salts_tenants_models_and_instances_are_apart(tmp_path: Path) -> N
         fake_vllm(tmp_path, "one", 100) as one,
         fake_vllm(tmp_path, "two", 100) as two,
     ):
-        tokens = list(range(3 * BLOCK_TOKENS))
+        tokens = list(range(3 * BLOCK_SIZE))
         one.engine.compute(tokens, salt="s")
         await one.publish()
-        two.engine.compute(tokens[: 2 * BLOCK_TOKENS])
+        two.engine.compute(tokens[: 2 * BLOCK_SIZE])
         await two.publish()
         assert (await running.post("/register", registration(one, "a", tenant_id="t")))[0] == 200
-        dynamos = {"model_name": "m", "instance_id": 7, "block_size": BLOCK_TOKENS, "endpoint": two.events}
+        dynamos = {"model_name": "m", "instance_id": 7, "block_size": BLOCK_SIZE, "endpoint": two.events}
         dynamos["replay_endpoint"] = two.replays
         assert await running.post("/register", dynamos) == (201, {"status": "ok"})
         query = {"model": "m", "token_ids": tokens}
         salted = {**query, "tenant_id": "t", "cache_salt": "s"}
-        await running.until("/query", salted, {"t": {"a": hit(3 * BLOCK_TOKENS)}})
-        await running.until("/query", query, {"default": {"7": hit(2 * BLOCK_TOKENS)}})
+        await running.until("/query", salted, {"t": {"a": hit(3 * BLOCK_SIZE)}})
+        await running.until("/query", query, {"default": {"7": hit(2 * BLOCK_SIZE)}})
         for other in ({**salted, "cache_salt": ""}, {**salted, "tenant_id": "u"}, {**salted, "instance_id": "b"}):
             assert (await running.post("/query", other))[1] == {other["tenant_id"]: {}}
         assert (await running.post("/query", {**query, "lora_name": "l"}))[1] == {"default": {}}
@@ -170,18 +170,18 @@ async def test_salts_tenants_models_and_instances_are_apart(tmp_path: Path) -> N
 
 async def test_tiers_are_told_apart_and_sglangs_words_are_known(tmp_path: Path) -> None:
     async with indexer() as running, fake_vllm(tmp_path, "one", 100) as engine:
-        model, tokens = engine.engine, list(range(4 * BLOCK_TOKENS))
+        model, tokens = engine.engine, list(range(4 * BLOCK_SIZE))
         model.maps = False  # arrays, as SGLang has them
         hashes = model.hashes(tokens)
-        model.compute(tokens[: 2 * BLOCK_TOKENS])
+        model.compute(tokens[: 2 * BLOCK_SIZE])
         for medium, first in (("CPU_PINNED", 0), ("DISK", 2)):
             blocks = hashes[first : first + 2]
-            fields = [hashes[first - 1] if first else None, tokens[first * BLOCK_TOKENS :][: 2 * BLOCK_TOKENS]]
-            model.events.append(["BlockStored", blocks, *fields, BLOCK_TOKENS, None, medium])
+            fields = [hashes[first - 1] if first else None, tokens[first * BLOCK_SIZE :][: 2 * BLOCK_SIZE]]
+            model.events.append(["BlockStored", blocks, *fields, BLOCK_SIZE, None, medium])
         await engine.publish()
         await running.post("/register", registration(engine, "sg", type="SGLang"))
-        wanted = {"longest_matched": 4 * BLOCK_TOKENS, "DP": {"0": 4 * BLOCK_TOKENS}}
-        wanted |= {"GPU": 2 * BLOCK_TOKENS, "CPU": 2 * BLOCK_TOKENS, "DISK": 0}
+        wanted = {"longest_matched": 4 * BLOCK_SIZE, "DP": {"0": 4 * BLOCK_SIZE}}
+        wanted |= {"GPU": 2 * BLOCK_SIZE, "CPU": 2 * BLOCK_SIZE, "DISK": 0}
         query = {"model": "m", "token_ids": tokens}
         await running.until("/query", query, {"default": {"sg": wanted}})
         model.events.append(["BlockRemoved", hashes[:1], "GPU"])
@@ -191,9 +191,9 @@ async def test_tiers_are_told_apart_and_sglangs_words_are_known(tmp_path: Path) 
 
 async def test_blocks_of_a_lora_adapter_match_no_other_model(tmp_path: Path) -> None:
     async with indexer() as running, fake_vllm(tmp_path, "one", 100) as engine, fake_vllm(tmp_path, "two", 100) as two:
-        tokens = list(range(3 * BLOCK_TOKENS))
+        tokens = list(range(3 * BLOCK_SIZE))
         engine.engine.compute(tokens, salt="s", lora="sql")
-        engine.engine.compute(tokens[: 2 * BLOCK_TOKENS], salt="s")
+        engine.engine.compute(tokens[: 2 * BLOCK_SIZE], salt="s")
         await engine.publish()
         two.engine.compute(tokens)
         await two.publish()
@@ -201,9 +201,9 @@ async def test_blocks_of_a_lora_adapter_match_no_other_model(tmp_path: Path) -> 
         await running.post("/register", registration(two, "b", lora_name="sql"))  # tells no adapter by itself
         query = {"model": "m", "token_ids": tokens}
         salted = {**query, "cache_salt": "s"}
-        await running.until("/query", {**salted, "lora_name": "sql"}, {"default": {"a": hit(3 * BLOCK_TOKENS)}})
-        await running.until("/query", {**query, "lora_name": "sql"}, {"default": {"b": hit(3 * BLOCK_TOKENS)}})
-        await running.until("/query", salted, {"default": {"a": hit(2 * BLOCK_TOKENS)}})
+        await running.until("/query", {**salted, "lora_name": "sql"}, {"default": {"a": hit(3 * BLOCK_SIZE)}})
+        await running.until("/query", {**query, "lora_name": "sql"}, {"default": {"b": hit(3 * BLOCK_SIZE)}})
+        await running.until("/query", salted, {"default": {"a": hit(2 * BLOCK_SIZE)}})
         for other in (query, {**salted, "lora_name": "chat"}):
             assert (await running.post("/query", other))[1] == {"default": {}}
 

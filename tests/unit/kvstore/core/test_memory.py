@@ -300,8 +300,8 @@ def test_without_room_ahead_a_session_has_what_its_frame_needs() -> None:
     assert not driven.store.writes.write(other, [run_of(C, 0, 0)])
 
 
-TINY = KVLayout.uniform(layers=64, kv_heads=4, head_dim=1, block_tokens=16, dtype="bfloat16")
-LARGE = KVLayout.uniform(layers=1, kv_heads=8, head_dim=2048, block_tokens=128, dtype="float32")
+TINY = KVLayout.uniform(layers=64, kv_heads=4, head_dim=1, block_size=16, dtype="bfloat16")
+LARGE = KVLayout.uniform(layers=1, kv_heads=8, head_dim=2048, block_size=128, dtype="float32")
 
 
 def parts_of(layout: KVLayout, layers: int, blocks: int) -> list[list[OpenedRun]]:
@@ -309,7 +309,7 @@ def parts_of(layout: KVLayout, layers: int, blocks: int) -> list[list[OpenedRun]
     size = blocks * layout.slice_bytes(0)
     runs = [
         OpenedRun(
-            SliceRun(layer, 0, blocks, 0, layout.head_shares, layout.block_tokens),
+            SliceRun(layer, 0, blocks, 0, layout.head_shares, layout.block_size),
             memoryview(bytes(size)),
             list(range(layer * blocks, (layer + 1) * blocks)),
         )

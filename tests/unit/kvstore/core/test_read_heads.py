@@ -20,9 +20,9 @@ from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, rig
 
-WIDE = KVLayout.uniform(layers=3, kv_heads=4, head_dim=4, block_tokens=16, dtype="float32")
+WIDE = KVLayout.uniform(layers=3, kv_heads=4, head_dim=4, block_size=16, dtype="float32")
 SCALED = uniform_like(WIDE, dtype="int8")
-LARGE = KVLayout.uniform(layers=1, kv_heads=4, head_dim=128, block_tokens=64, dtype="float32")  # heads of 64 KiB
+LARGE = KVLayout.uniform(layers=1, kv_heads=4, head_dim=128, block_size=64, dtype="float32")  # heads of 64 KiB
 NAMESPACE = b"n" * 32
 ALL = range(3)
 HEADS = [range(begin, end) for begin in range(4) for end in range(begin + 1, 5)]
@@ -146,7 +146,7 @@ async def test_frames_of_some_heads_are_filled_too() -> None:
 
 async def test_parts_larger_than_a_frame_come_in_several() -> None:
     """Two of three heads of 768 KiB: one in each frame."""
-    layout = KVLayout.uniform(layers=1, kv_heads=3, head_dim=1536, block_tokens=64, dtype="float32")
+    layout = KVLayout.uniform(layers=1, kv_heads=3, head_dim=1536, block_size=64, dtype="float32")
     async with rig(dram_bytes=layout.block_bytes) as store:
         await put(store, KEYS[:1], layout)
         call = await opened(store, layout, 2 * layout.share_bytes(0), head_begin=1, takes_frame=True)

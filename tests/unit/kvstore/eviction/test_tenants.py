@@ -17,7 +17,7 @@ from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 A, B, C, D, E, F = KEYS[:6]
-LARGE = BlockFormat(b"l" * 32, KVLayout.uniform(layers=6, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32"))
+LARGE = BlockFormat(b"l" * 32, KVLayout.uniform(layers=6, kv_heads=2, head_dim=4, block_size=16, dtype="float32"))
 
 
 def grants(**rows: TenantRow) -> TenantAccount:

@@ -87,7 +87,7 @@ def test_groups_that_do_not_fit_their_header_are_refused(length: int) -> None:
 
 def test_headers_of_uniform_layouts_are_those_of_version_1() -> None:
     """As the program before groups wrote them: an old data folder is read, and an older program reads ours."""
-    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
     info = BlockInfo(BlockKey(b"k" * 32), BlockKey(b"p" * 32), "t", BlockFormat(b"n" * 32, layout), 7)
     recorded = bytes.fromhex(RECORDED).ljust(4096, b"\0")
     assert pack_header(info, [1, 2], 9) == recorded
@@ -224,7 +224,7 @@ class CountedFiles(FileLayer):
 
 
 def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_path: Path) -> None:
-    large = BlockFormat(b"n" * 32, uniform_like(LAYOUT, block_tokens=1024))
+    large = BlockFormat(b"n" * 32, uniform_like(LAYOUT, block_size=1024))
     keys = keys_of(80)
     data = b"".join(record_of(key, FORMAT, "") for key in keys[:64])
     (tmp_path / "0").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))

@@ -107,7 +107,7 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(together: bool) -> None:
     """Blocks become visible in portions; a frame with so many that came with its session's opening is dropped."""
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
     slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
     [(header, pieces)] = pack_frames(1, 0, slices, layout)
@@ -132,7 +132,7 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
 
 
 async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing() -> None:
-    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
     slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
     [(header, pieces)] = pack_frames(1, 0, slices, layout)
@@ -170,7 +170,7 @@ async def test_a_read_of_many_blocks_is_opened_in_portions() -> None:
 
 async def test_slices_that_come_in_part_only_are_bounded() -> None:
     """Each session sends three of the four heads of a slice of 16 MiB, and no more."""
-    layout = KVLayout.uniform(layers=1, kv_heads=4, head_dim=4096, block_tokens=128, dtype="float32")
+    layout = KVLayout.uniform(layers=1, kv_heads=4, head_dim=4096, block_size=128, dtype="float32")
     assert layout.slice_bytes(0) == MAX_SLICE_BYTES
     piece = memoryview(bytes(layout.share_bytes(0)))
     fits = MAX_UNFINISHED_BYTES // (3 * layout.share_bytes(0))

@@ -25,7 +25,7 @@ from moonpool.kvstore.ssd.records import BadRecordError, SsdReader
 from tests.examples import examples
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 
-SHAPE = KVLayout.uniform(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+SHAPE = KVLayout.uniform(layers=9, kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SLICE = SHAPE.slice_bytes(0)
 FORMAT = BlockFormat(b"n" * 32, SHAPE)
 KEYS = keys_of(9)

@@ -44,9 +44,9 @@ TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(**lane_settings(lane, folder), **settings) as store:
-        store.dialer = TransportDialer(open_transports(TransportConfig(**lane_settings(lane, folder))))
+async def storing(folder: Path, connection: str, **settings: Any) -> AsyncIterator[Rig]:
+    async with rig(**lane_settings(connection, folder), **settings) as store:
+        store.dialer = TransportDialer(open_transports(TransportConfig(**lane_settings(connection, folder))))
         yield store
         await store.at_rest()
 
@@ -55,16 +55,16 @@ async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig
 async def opened(
     store: Rig, method: str, staging: SharedMemory | None = None, **options: Any
 ) -> AsyncIterator[tuple[BlockingStream[Any, Any], BlockingConnection]]:
-    """A direct lane to the store's Put or Get."""
+    """A direct connection to the store's Put or Get."""
     assert store.dialer is not None
     hello = getattr(kvstore_pb2, f"{method}Request")(hello=store.hello())
     store.dialer.fill(hello.hello)
     share = () if staging is None else (staging.shared,)
     connect = lambda: store.open_stream(method)  # noqa: E731
     stream: BlockingStream[Any, Any] = BlockingStream("store", connect, hello, store.dialer, share=share, **options)
-    lane = await stream.open()
-    assert lane is not None
-    yield stream, lane
+    connection = await stream.open()
+    assert connection is not None
+    yield stream, connection
     await stream.aclose()
 
 
@@ -74,7 +74,7 @@ async def reading(store: Rig) -> AsyncIterator[tuple[BlockingStream[Any, Any], B
         yield both
 
 
-async def read(lane: BlockingConnection, keys: Sequence[BlockKey]) -> list[bytes] | None:
+async def read(connection: BlockingConnection, keys: Sequence[BlockKey]) -> list[bytes] | None:
     """What `BlockingReader` reads; every other slice has no place of its own."""
     memory = [bytearray(BLOCK) for _ in keys]
 
@@ -86,17 +86,17 @@ async def read(lane: BlockingConnection, keys: Sequence[BlockKey]) -> list[bytes
         place(layer, index)[:] = data
 
     into = lambda layer, index: None if index % 2 else place(layer, index)  # noqa: E731
-    reader = BlockingReader(lane, LAYOUT)
+    reader = BlockingReader(connection, LAYOUT)
     count = await asyncio.to_thread(reader.read, keys, into=into, on_slice=take, timeout_s=TIMEOUT_S)
     return None if count is None else [bytes(each) for each in memory[:count]]
 
 
-async def write(lane: BlockingConnection, keys: Sequence[BlockKey], staging: SharedMemory | None) -> int | None:
+async def write(connection: BlockingConnection, keys: Sequence[BlockKey], staging: SharedMemory | None) -> int | None:
     def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
         data = memoryview(slice_of(keys[index], layer))
         return data, slice_hash(data)
 
-    writer = BlockingWriter(lane, LAYOUT, staging)
+    writer = BlockingWriter(connection, LAYOUT, staging)
     blocks = BlocksToPut(keys, [NO_PARENT] * len(keys), "", slice_at)
     outcome = await asyncio.to_thread(writer.put, blocks, TIMEOUT_S)
     return None if outcome is None else outcome.present
@@ -108,13 +108,13 @@ def following(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"payload": [parts], "follow": sum(part.nbytes for part in parts)}
 
 
-async def ask(lane: BlockingConnection, *message: Any, **fields: Any) -> OneShotMessage:
+async def ask(connection: BlockingConnection, *message: Any, **fields: Any) -> OneShotMessage:
     """One exchange with what may not be proper; its payload is left."""
 
     def exchange() -> OneShotMessage:
-        assert lane.begin(TIMEOUT_S)
-        with lane:
-            return lane.answer(lane.ask(*message, **following(fields)))[0]
+        assert connection.begin(TIMEOUT_S)
+        with connection:
+            return connection.answer(connection.ask(*message, **following(fields)))[0]
 
     return await asyncio.to_thread(exchange)
 
@@ -129,24 +129,24 @@ def put_of(blocks: Sequence[BlockKey], **changes: Any) -> tuple[tuple[Any, ...],
 
 
 async def test_hashes_may_come_with_the_message_or_behind_the_payload(sockets: Path) -> None:
-    async with storing(sockets, "tcp") as store, opened(store, "Put") as (_, lane):
+    async with storing(sockets, "tcp") as store, opened(store, "Put") as (_, connection):
         for at, behind in enumerate((False, True)):
             message, fields = put_of(KEYS[2 * at : 2 * at + 2])
             hashes = fields["numbers"]
             if behind:
                 wrong = fields | {"payload": [*fields["payload"], trailing_hashes([hashes[0] ^ 1, *hashes[1:]])]}
-                assert (await ask(lane, *message, **wrong | {"numbers": []})).kind == OTHERWISE
+                assert (await ask(connection, *message, **wrong | {"numbers": []})).kind == OTHERWISE
                 fields |= {"numbers": [], "payload": [*fields["payload"], trailing_hashes(hashes)]}
-            assert (await ask(lane, *message, **fields)).kind == STORED
+            assert (await ask(connection, *message, **fields)).kind == STORED
         assert await store.read(KEYS[:4]) == [data_of(key) for key in KEYS[:4]]
 
 
-@pytest.mark.parametrize("lane", LANES)
-async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> None:
-    staging = SharedMemory(ONE_SHOT_BYTES) if lane == "local" else None
-    async with storing(sockets, lane) as store:
+@pytest.mark.parametrize("connection", LANES)
+async def test_blocks_come_back_as_they_were_put(sockets: Path, connection: str) -> None:
+    staging = SharedMemory(ONE_SHOT_BYTES) if connection == "local" else None
+    async with storing(sockets, connection) as store:
         async with opened(store, "Put", staging) as (_, puts), reading(store) as (_, gets):
-            assert (puts.name, gets.name) == (lane, lane)
+            assert (puts.name, gets.name) == (connection, connection)
             assert await write(puts, KEYS[:3], staging) == 0
             assert await write(puts, KEYS[:4], staging) == 3
             for _ in range(3):  # more in all than the mailbox has room for at once
@@ -169,8 +169,8 @@ async def test_slices_are_read_from_shared_memory_where_they_lie_whatever_their_
         places[layer, index][:] = data
         free -= len(data)
     slice_at = lambda layer, index: (places[layer, index], slice_hash(places[layer, index]))  # noqa: E731
-    async with storing(sockets, "local") as store, opened(store, "Put", shared) as (_, lane):
-        writer = BlockingWriter(lane, LAYOUT, shared)
+    async with storing(sockets, "local") as store, opened(store, "Put", shared) as (_, connection):
+        writer = BlockingWriter(connection, LAYOUT, shared)
         outcome = await asyncio.to_thread(writer.put, BlocksToPut(KEYS[:4], [NO_PARENT] * 4, "", slice_at), TIMEOUT_S)
         assert outcome is not None
         assert (outcome.present, outcome.stored) == (0, 4)
@@ -180,13 +180,13 @@ async def test_slices_are_read_from_shared_memory_where_they_lie_whatever_their_
 async def test_a_mailbox_without_room_is_no_hindrance(sockets: Path) -> None:
     async with storing(sockets, "local") as store:
         await store.put(KEYS)
-        async with opened(store, "Get", mailbox_bytes=2 * BLOCK) as (_, lane):
-            assert await read(lane, KEYS) == [data_of(key) for key in KEYS]
-            assert await read(lane, KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
+        async with opened(store, "Get", mailbox_bytes=2 * BLOCK) as (_, connection):
+            assert await read(connection, KEYS) == [data_of(key) for key in KEYS]
+            assert await read(connection, KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
 
 
 async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
-    async with storing(sockets, "tcp", dram_bytes=4 * BLOCK) as store, opened(store, "Put") as (_, lane):
+    async with storing(sockets, "tcp", dram_bytes=4 * BLOCK) as store, opened(store, "Put") as (_, connection):
         await store.put(KEYS[:1])
         selection = kv_pb2.Selection(tenants=["ann"])
         await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
@@ -205,10 +205,10 @@ async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
         ]
         for keys, changes in cases:
             message, fields = put_of(keys, **changes)
-            assert (await ask(lane, *message, **fields)).kind == OTHERWISE, changes
+            assert (await ask(connection, *message, **fields)).kind == OTHERWISE, changes
         assert store.gauges()["dram_blocks"] == 1
         message, fields = put_of(KEYS[:2], rest=kvstore_pb2.PutOpen(tenant="ann", forgotten=["d"]).SerializeToString())
-        stored = await ask(lane, *message, **fields)
+        stored = await ask(connection, *message, **fields)
         assert (stored.kind, stored.numbers) == (STORED, (0,))
 
 
@@ -231,9 +231,9 @@ async def test_what_is_not_in_memory_takes_a_session(sockets: Path, tmp_path: Pa
         await store.put(KEYS[:2])
         await store.durable()
         await store.put(KEYS[2:4])
-        async with reading(store) as (_, lane):
-            assert await read(lane, KEYS[:1]) is None
-            assert await read(lane, KEYS[2:4]) == [data_of(key) for key in KEYS[2:4]]
+        async with reading(store) as (_, connection):
+            assert await read(connection, KEYS[:1]) is None
+            assert await read(connection, KEYS[2:4]) == [data_of(key) for key in KEYS[2:4]]
         await store.durable()
 
 
@@ -243,10 +243,10 @@ async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -
         block = store.service.store.tiers.dram.get(KEYS[1])
         assert block is not None
         block.data[70] ^= 1
-        async with reading(store) as (_, lane):
-            assert await read(lane, KEYS[:2]) is None
-            assert lane.error is not None
-            assert await read(lane, KEYS[:2]) is None
+        async with reading(store) as (_, connection):
+            assert await read(connection, KEYS[:2]) is None
+            assert connection.error is not None
+            assert await read(connection, KEYS[:2]) is None
 
 
 async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
@@ -278,10 +278,10 @@ IMPROPER = [
 
 
 async def test_a_put_on_a_lane_of_reads_ends_it(sockets: Path) -> None:
-    async with storing(sockets, "tcp") as store, reading(store) as (stream, lane):
+    async with storing(sockets, "tcp") as store, reading(store) as (stream, connection):
         message, fields = put_of([])
         with pytest.raises(StreamBroken):
-            await ask(lane, *message, **fields)
+            await ask(connection, *message, **fields)
         async with asyncio.timeout(TIMEOUT_S):
             await stream.ended()
 
@@ -290,18 +290,18 @@ async def test_what_is_improper_ends_its_lane_only(sockets: Path) -> None:
     staging = SharedMemory(ONE_SHOT_BYTES)
 
     async def try_(store: Rig, message: OneShotMessage) -> None:
-        async with opened(store, "Put", staging) as (stream, lane):
+        async with opened(store, "Put", staging) as (stream, connection):
             for _ in range(message.pulled):
-                lane.pulled()
+                connection.pulled()
             fields = {"keys": message.keys, "extents": message.extents}
             with pytest.raises(StreamBroken):
-                await ask(lane, message.kind, message.blocks, **fields)
+                await ask(connection, message.kind, message.blocks, **fields)
             async with asyncio.timeout(TIMEOUT_S):
                 await stream.ended()
 
-    async with storing(sockets, "local") as store, opened(store, "Put", staging) as (_, lane):
+    async with storing(sockets, "local") as store, opened(store, "Put", staging) as (_, connection):
         await asyncio.gather(*(try_(store, message) for message in IMPROPER))
-        assert await write(lane, KEYS[:1], staging) == 0
+        assert await write(connection, KEYS[:1], staging) == 0
         assert store.gauges()["dram_blocks"] == 1
 
 
@@ -333,11 +333,11 @@ async def test_nonsense_is_answered_or_ends_its_lane(sockets: Path) -> None:
         while answered + ended < 120:
             method = rng.choice(["Put", "Get"])
             options: dict[str, Any] = {"staging": staging} if method == "Put" else {"mailbox_bytes": 1 << 16}
-            async with opened(store, method, **options) as (_, lane):
+            async with opened(store, method, **options) as (_, connection):
                 for _ in range(20):
                     message, fields = nonsense(rng)
                     try:
-                        await ask(lane, *message, **fields)
+                        await ask(connection, *message, **fields)
                         answered += 1
                     except (StreamBroken, FrameError):  # parts of an answer that nobody took are no next one
                         ended += 1
@@ -349,14 +349,14 @@ async def test_nonsense_is_answered_or_ends_its_lane(sockets: Path) -> None:
 
 async def test_who_does_not_read_its_answers_is_not_read_either(sockets: Path) -> None:
     """It gets what the system takes at once; then short answers only, and then nothing."""
-    async with storing(sockets, "tcp") as store, reading(store) as (_, lane):
+    async with storing(sockets, "tcp") as store, reading(store) as (_, connection):
         await store.put(KEYS)
 
         def flood() -> None:
-            assert lane.begin(0.2)
-            with lane:
+            assert connection.begin(0.2)
+            with connection:
                 while True:
-                    lane.ask(GET, len(KEYS), keys=pack_keys(KEYS))
+                    connection.ask(GET, len(KEYS), keys=pack_keys(KEYS))
 
         with pytest.raises(Exception, match="in time"):
             await asyncio.to_thread(flood)
@@ -364,14 +364,14 @@ async def test_who_does_not_read_its_answers_is_not_read_either(sockets: Path) -
 
 
 async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
-    async with storing(sockets, "tcp") as store, opened(store, "Put") as (stream, lane):
+    async with storing(sockets, "tcp") as store, opened(store, "Put") as (stream, connection):
 
         def begin() -> None:
-            assert lane.begin(TIMEOUT_S)
-            with lane:
+            assert connection.begin(TIMEOUT_S)
+            with connection:
                 message, fields = put_of(KEYS[:2])
-                lane.ask(*message, **following(fields | {"payload": [memoryview(bytes(BLOCK))]}))
-                lane.ask(GET, 0, b"")
+                connection.ask(*message, **following(fields | {"payload": [memoryview(bytes(BLOCK))]}))
+                connection.ask(GET, 0, b"")
                 raise FrameError("enough")
 
         with pytest.raises(FrameError, match="enough"):
@@ -382,8 +382,8 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
 
 
 async def test_a_lane_ends_with_its_call_and_an_exchange_with_its_lane(sockets: Path) -> None:
-    async with storing(sockets, "local") as store, reading(store) as (stream, lane):
+    async with storing(sockets, "local") as store, reading(store) as (stream, connection):
         await store.put(KEYS[:1])
         stream.break_(StreamBroken("cut"))
-        assert await read(lane, KEYS[:1]) is None
-        assert str(lane.error) == "cut"
+        assert await read(connection, KEYS[:1]) is None
+        assert str(connection.error) == "cut"

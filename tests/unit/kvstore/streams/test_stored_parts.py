@@ -146,10 +146,10 @@ async def test_bytes_of_a_prompt(name: str, layout: KVLayout, tokens: int, least
     """What a prompt takes on the wire and in a store, beside all of its slices."""
     settings = PrefillSettings(
         blocks=512,
-        block_tokens=layout.block_tokens,
+        block_size=layout.block_size,
         layers=layout.layers,
         slice_bytes=layout.mean_slice_bytes,
-        step_tokens=512,
+        max_num_batched_tokens=512,
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,
     )
@@ -157,7 +157,7 @@ async def test_bytes_of_a_prompt(name: str, layout: KVLayout, tokens: int, least
     for layer in range(layout.layers):
         outgoing.add(layer, 0, blocks, None)
     wire = sum((span.end - span.first) * layout.slice_bytes(span.layer) for span in outgoing.pending)
-    keys = block_keys(bytes(32), range(tokens), layout.block_tokens)
+    keys = block_keys(bytes(32), range(tokens), layout.block_size)
     slices = {layer: bytes(layout.slice_bytes(layer)) for layer in range(layout.layers)}
     async with rig(dram_bytes=2 * blocks * layout.block_bytes) as store:
         writer = PartedWriter(endpoint(store, layout))

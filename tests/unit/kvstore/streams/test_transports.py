@@ -1,4 +1,4 @@
-"""A store's streams over each lane, and lanes that break or cannot be opened."""
+"""A store's streams over each connection, and connections that break or cannot be opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAME = 2 * LAYOUT.slice_bytes(0)
 
 @asynccontextmanager
 async def storing(
-    folder: Path, lane: str, *, dram_bytes: int = 64 * BLOCK, **options: Any
+    folder: Path, connection: str, *, dram_bytes: int = 64 * BLOCK, **options: Any
 ) -> AsyncIterator[tuple[Rig, Cuttable, KVPool]]:
     """A store, and an engine's pool with the blocks of KEYS."""
     pool = KVPool.create(LAYOUT, len(KEYS), [(0, LAYOUT.layers)])
@@ -37,8 +37,8 @@ async def storing(
         for layer in range(LAYOUT.layers):
             data = memoryview(slice_of(key, layer))
             pool.write(layer, index, data, slice_hash(data))
-    dialer = Cuttable(lane, folder, shared(pool), **options)
-    async with rig(**lane_settings(lane, folder), dram_bytes=dram_bytes) as store:
+    dialer = Cuttable(connection, folder, shared(pool), **options)
+    async with rig(**lane_settings(connection, folder), dram_bytes=dram_bytes) as store:
         store.dialer = dialer
         yield store, dialer, pool
         await store.at_rest()
@@ -62,12 +62,12 @@ def expected(count: int = len(KEYS)) -> list[bytes]:
     return [b"".join(slice_of(key, layer) for layer in range(LAYOUT.layers)) for key in KEYS[:count]]
 
 
-@pytest.mark.parametrize("lane", NAMES)
-async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> None:
-    async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
+@pytest.mark.parametrize("connection", NAMES)
+async def test_blocks_come_back_as_they_were_put(sockets: Path, connection: str) -> None:
+    async with storing(sockets, connection) as (store, dialer, pool), writing(store) as writer:
         assert (await store.put(KEYS[:2])) == (0, 2)  # whole with its opening, from memory that is no region
         outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
-        assert (outcome.present, outcome.stored, writer.transport) == (2, len(KEYS) - 2, lane)
+        assert (outcome.present, outcome.stored, writer.transport) == (2, len(KEYS) - 2, connection)
         assert await store.read(KEYS) == expected()
         reader = store.reader()
         some: list[bytes] = []
@@ -79,7 +79,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
             on_layer=lambda _: None,
             timeout_s=10,
         )
-        assert (blocks, len(some), reader.transport) == (len(KEYS), len(KEYS), lane)
+        assert (blocks, len(some), reader.transport) == (len(KEYS), len(KEYS), connection)
         memory = [bytearray(BLOCK) for _ in (*KEYS, "none")]
 
         def into(layer: int, index: int) -> memoryview:
@@ -97,15 +97,15 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
         assert (blocks, layers, [bytes(each) for each in memory[:blocks]]) == (len(KEYS), [0, 1, 2], expected())
         assert some[len(KEYS) :] == [slice_of(key, layer) for layer in range(LAYOUT.layers) for key in KEYS]
         await reader.aclose()
-        assert (len(dialer.made), dialer.failures) == (0 if lane == "grpc" else 4, 0)
+        assert (len(dialer.made), dialer.failures) == (0 if connection == "grpc" else 4, 0)
         assert writer.traffic.credits_out < store.service.config.window_bytes // 4
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
+@pytest.mark.parametrize("connection", ["local", "tcp", "tls"])
 async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
-    sockets: Path, lane: str, caplog: pytest.LogCaptureFixture
+    sockets: Path, connection: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with storing(sockets, lane, retry_s=0.0) as (store, dialer, pool), writing(store) as writer:
+    async with storing(sockets, connection, retry_s=0.0) as (store, dialer, pool), writing(store) as writer:
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
         late: list[int] = []
 
@@ -119,15 +119,17 @@ async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
             await writer.put(KEYS[2:], PARENTS[2 : len(KEYS)], "", read, timeout_s=10)
         assert late
         assert (await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)).present >= 2
-        assert (writer.transport, len(dialer.made)) == (lane, 2), "after retry_s, which is 0 here, it is tried again"
+        assert (writer.transport, len(dialer.made)) == (connection, 2), (
+            "after retry_s, which is 0 here, it is tried again"
+        )
         assert dialer.failures == 1
         assert sum("transport failed" in record.getMessage() for record in caplog.records) == 1
         assert await store.read(KEYS) == expected()
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
-async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, lane: str) -> None:
-    async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
+@pytest.mark.parametrize("connection", ["local", "tcp", "tls"])
+async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, connection: str) -> None:
+    async with storing(sockets, connection) as (store, dialer, pool), writing(store) as writer:
         await writer.put(KEYS[:1], PARENTS[:1], "", pool.read, timeout_s=10)
         dialer.cut()
         for index, used in ((1, "grpc"), (2, "grpc")):
@@ -166,10 +168,10 @@ async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sock
         assert await store.read(KEYS) == expected()
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
-async def test_what_changes_on_its_way_is_never_stored(sockets: Path, lane: str) -> None:
+@pytest.mark.parametrize("connection", ["local", "tcp", "tls"])
+async def test_what_changes_on_its_way_is_never_stored(sockets: Path, connection: str) -> None:
     """A pool's block that is overwritten before the store has pulled it: its hash is another one."""
-    async with storing(sockets, lane) as (store, _, pool), writing(store) as writer:
+    async with storing(sockets, connection) as (store, _, pool), writing(store) as writer:
         pool.slice(1, 3)[5] ^= 1
         with pytest.raises(FrameError, match="wrong hash"):
             await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
@@ -202,7 +204,7 @@ async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> 
         await store.service.finish()
         with pytest.raises(StreamBroken, match="shutting down"):
             await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
-        assert (dialer.failures, [lane.closed for lane in dialer.made]) == (0, [True])
+        assert (dialer.failures, [connection.closed for connection in dialer.made]) == (0, [True])
 
 
 async def test_a_transport_of_its_own_needs_a_class_and_an_entry(

@@ -30,9 +30,9 @@ class Watched:
         self.journal.changed(stored, removed)
 
 
-async def replayed(watched: Watched, after: int, incarnation: int = 7) -> list[int] | None:
+async def replayed(watched: Watched, after: int, epoch: int = 7) -> list[int] | None:
     """Numbers that a watcher gets which knows the ones up to `after`; None for a snapshot."""
-    events = watched.journal.watch(incarnation, after)
+    events = watched.journal.watch(epoch, after)
     numbers: list[int] = []
     while not numbers or numbers[-1] < watched.journal.sequence:
         message = await anext(events)
@@ -80,13 +80,13 @@ async def test_a_large_snapshot_comes_in_pages() -> None:
     assert {*told[0], *told[1]} == set(KEYS)
 
 
-async def test_a_watcher_that_knows_the_incarnation_gets_what_it_missed() -> None:
+async def test_a_watcher_that_knows_the_epoch_gets_what_it_missed() -> None:
     watched = Watched(journal_messages=2)
     for key in KEYS[:4]:
         watched.change([key], [])
         await asyncio.sleep(0)
-    for incarnation, after, told in ((7, 2, [3, 4]), (7, 3, [4]), (7, 1, None), (7, 5, None), (8, 4, None)):
-        assert await replayed(watched, after, incarnation) == told
+    for epoch, after, told in ((7, 2, [3, 4]), (7, 3, [4]), (7, 1, None), (7, 5, None), (8, 4, None)):
+        assert await replayed(watched, after, epoch) == told
 
 
 async def test_the_journal_is_bounded_in_bytes_too() -> None:

@@ -22,7 +22,7 @@ from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, held, in_part, keys_of, open_ssd
 
 KEYS = keys_of(6)
-INCARNATION = 7
+EPOCH = 7
 
 STEP = st.one_of(
     st.tuples(st.just("flip"), st.sets(st.integers(0, 5), min_size=1, max_size=3)),
@@ -39,7 +39,7 @@ class Follower:
         self.journal = journal
         self.keys: set[BlockKey] = set()
         self.cold: set[BlockKey] = set()
-        self.incarnation, self.sequence = 0, 0
+        self.epoch, self.sequence = 0, 0
         self.whole = False  # it has seen the end of a snapshot
         self.stream: AsyncGenerator[kv_pb2.KVEvents, None] | None = None
         self.coming: asyncio.Future[kv_pb2.KVEvents] | None = None
@@ -49,7 +49,7 @@ class Follower:
         """Takes so many messages, or as many as there are."""
         for _ in range(messages):
             if self.stream is None:
-                self.stream = self.journal.watch(self.incarnation if self.whole else 0, self.sequence)
+                self.stream = self.journal.watch(self.epoch if self.whole else 0, self.sequence)
             if self.coming is None:
                 self.coming = asyncio.ensure_future(anext(self.stream))
             for _ in range(4):
@@ -77,7 +77,7 @@ class Follower:
         self.keys -= set(removed)
         assert not self.whole or set(cooled) <= self.keys  # else they may be in a page that comes
         self.cold = (self.cold - set(stored) - set(removed)) | set(cooled)
-        self.sequence, self.incarnation = message.sequence, INCARNATION
+        self.sequence, self.epoch = message.sequence, EPOCH
         self.whole = self.whole or message.snapshot_end
 
     async def leave(self) -> None:
@@ -95,7 +95,7 @@ async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
     held = HeldKeys(PARTS, lambda number: in_part(here, number))
-    journal = KVEventJournal(held, INCARNATION, journal_messages=2, keys_per_page=keys_per_page)
+    journal = KVEventJournal(held, EPOCH, journal_messages=2, keys_per_page=keys_per_page)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -170,7 +170,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
 
     driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
     tiers = driven.store.tiers
-    journal = KVEventJournal(HeldKeys(PARTS, tiers.part, tiers.cold), INCARNATION, journal_messages=64, keys_per_page=2)
+    journal = KVEventJournal(HeldKeys(PARTS, tiers.part, tiers.cold), EPOCH, journal_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):
@@ -215,7 +215,7 @@ async def test_no_turn_of_the_loop_lists_more_than_a_page_and_a_part() -> None:
     counting = asyncio.ensure_future(count_turns())
     told: list[BlockKey] = []
     pages = 0
-    journal = KVEventJournal(HeldKeys(PARTS, part), INCARNATION, keys_per_page=100)
+    journal = KVEventJournal(HeldKeys(PARTS, part), EPOCH, keys_per_page=100)
     async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
         told += unpack_keys(page.stored_keys)
         pages += 1

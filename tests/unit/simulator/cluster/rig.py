@@ -34,7 +34,9 @@ NO_DELAYS = CallDelays(least_s=0.0, more_s=0.0)
 
 def config(**changed: Any) -> ClusterConfig:
     """One of each, without delays between them."""
-    plain = ClusterConfig(profile=PROFILE, prefill=1, decode=1, block_tokens=64, step_tokens=256, delays=NO_DELAYS)
+    plain = ClusterConfig(
+        profile=PROFILE, prefill=1, decode=1, block_size=64, max_num_batched_tokens=256, delays=NO_DELAYS
+    )
     return replace(plain, **changed)
 
 

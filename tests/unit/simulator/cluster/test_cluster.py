@@ -191,7 +191,7 @@ def test_steps_at_once_are_as_steps_one_by_one(
 ) -> None:
     """Every token comes at the same picosecond, also with preemption, full pools and engines that share cores."""
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
-    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, host_slowdown=slow)
+    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_num_seqs=7, host_slowdown=slow)
     leaping, leapt = run(wanted, trace_of(plans))
     single, stepped = run(wanted, trace_of(plans), runs=Runs(1))
     assert story(leaping) == story(single)

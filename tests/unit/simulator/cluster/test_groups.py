@@ -87,7 +87,7 @@ def test_a_kvstore_reports_what_it_is_busy_with() -> None:
     members = Members(wanted, Calls(world, NO_DELAYS, 0), heard.append)
     network, keys = SimulatedNetwork(world), [BlockKey(bytes([number]) * 32) for number in range(10)]
     store = Store(world, network, wanted, "s0", lambda changes: None, lambda: members.changed("s0"))
-    members.join("s0", store.load, store.held(), store.incarnation)
+    members.join("s0", store.load, store.held(), store.epoch)
     loan = store.lend(keys, 0)
     world.at(ps(1.0), lambda _: loan.give_back())
     world.at(ps(2.0), lambda _: store.write(keys, Link("other", 1e6), lambda: None))

@@ -87,7 +87,7 @@ def test_prefill_that_does_not_keep_up_gets_another_machine() -> None:
     """Three seconds of computing come in a second to two instances; decode has next to nothing to do."""
     trace = [request(1.0 * number, 3000, 2, 100 * number) for number in range(150)]
     limits = RoleLimits(swap=True, hold_s=20.0, dwell_s=60.0)
-    plain = config(prefill=2, decode=3, kvstore=0, role_change_s=5.0, step_tokens=4096)
+    plain = config(prefill=2, decode=3, kvstore=0, role_change_s=5.0, max_num_batched_tokens=4096)
     fixed, _ = run(plain, trace)
     swapped, cluster = run(replace(plain, roles=limits), trace)
     assert [(name[0], when < 150 * PS) for when, name in cluster.machines.changed][:1] == [("p", True)]

@@ -36,7 +36,7 @@ DEAR_DECODE = Hardware("dear decode", {"round": "none"}, {"prefill": 1.0, "decod
 
 
 def base(slo: SloTargets) -> ClusterConfig:
-    return ClusterConfig(profile=PROFILE, block_tokens=64, step_tokens=256, slo=slo, delays=NO_DELAYS)
+    return ClusterConfig(profile=PROFILE, block_size=64, max_num_batched_tokens=256, slo=slo, delays=NO_DELAYS)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def trace(tmp_path: Path) -> RequestSource:
     path = tmp_path / "trace.jsonl"
     requests = [request(0.25 * number, 500, 30, 100 * (number % 6)) for number in range(24)]
     write_trace(path, requests)
-    path.write_text('{"block_tokens": 64}\n' + path.read_text())
+    path.write_text('{"block_size": 64}\n' + path.read_text())
     return RequestSource(path)
 
 

@@ -44,7 +44,7 @@ def test_what_is_written_is_a_trace(tmp_path: Path) -> None:
         [sys.executable, "-m", "moonpool.simulator.traces.bailian", str(path), "--out", str(out)], check=True
     )
     trace = Trace(out)
-    assert trace.block_tokens == 16
+    assert trace.block_size == 16
     assert [one.session for one in trace] == ["7", "8", "7", "4"]
 
 

@@ -90,7 +90,7 @@ def test_a_request_is_kept_until_the_last_of_those_before_has_ended() -> None:
 def test_the_simulator_s_agents_wait_for_their_answers() -> None:
     """Each comes its delay after the end of the last before, to the picosecond; `rate` hurries sessions, not tools."""
     ended: list[Request] = []
-    cluster = Cluster(config(rate=2.0, block_tokens=512), ended.append)
+    cluster = Cluster(config(rate=2.0, block_size=512), ended.append)
     cluster.feed([PARENT, CHILD, LATER])
     cluster.run()
     cluster.check_at_rest()
@@ -112,7 +112,7 @@ def test_a_slower_cluster_gets_the_next_turns_later() -> None:
     ends = []
     for instances in (1, 4):
         requests_ended: list[Request] = []
-        cluster = Cluster(config(prefill=instances, block_tokens=512), requests_ended.append)
+        cluster = Cluster(config(prefill=instances, block_size=512), requests_ended.append)
         cluster.feed(requests)
         cluster.run()
         cluster.check_at_rest()
@@ -179,7 +179,7 @@ def test_weka_s_sessions(tmp_path: Path) -> None:
     path.write_text(json.dumps(session))
     sessions = WekaSessions()
     first, child, second, background = sessions.read(path, 1000.0)
-    assert sessions.block_tokens == 64
+    assert sessions.block_size == 64
     assert (first.timestamp, first.wait_for, first.input_length, first.output_length) == (1000.0, (), 130, 7)
     assert (child.wait_for, child.delay) == (("w#0",), 0.0)
     assert (second.wait_for, second.delay) == (("w#0", child.name), 500.0)

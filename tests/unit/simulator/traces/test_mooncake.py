@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.simulator.traces.mooncake import (
-    BLOCK_TOKENS,
+    BLOCK_SIZE,
     Trace,
     TraceError,
     TraceRequest,
@@ -37,7 +37,7 @@ def test_written_and_read(tmp_path: Path) -> None:
     write_trace(path, trace)
     assert read_trace(path) == trace
     assert read_trace(path, limit=3) == trace[:3]
-    assert Trace(path).block_tokens == BLOCK_TOKENS
+    assert Trace(path).block_size == BLOCK_SIZE
 
 
 def test_tenants_and_several_answers(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_tenants_and_several_answers(tmp_path: Path) -> None:
 
 def test_a_header_says_how_long_blocks_are(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"block_tokens": 64}\n' + line(input_length=100, hash_ids=[7, 8]))
-    assert Trace(path).block_tokens == 64
+    path.write_text('{"block_size": 64}\n' + line(input_length=100, hash_ids=[7, 8]))
+    assert Trace(path).block_size == 64
     assert read_trace(path) == [TraceRequest(5, 100, 2, (7, 8))]
     assert len(read_trace(path)[0].tokens(4096, 64)) == 100
 
@@ -68,9 +68,9 @@ def test_generated_trace() -> None:
     assert [request.timestamp for request in trace] == sorted(request.timestamp for request in trace)
     tails: list[int] = []
     for request in trace:
-        assert len(request.hash_ids) == -(-request.input_length // BLOCK_TOKENS)
+        assert len(request.hash_ids) == -(-request.input_length // BLOCK_SIZE)
         assert request.output_length >= 1
-        tails += request.hash_ids[request.input_length // BLOCK_TOKENS :]
+        tails += request.hash_ids[request.input_length // BLOCK_SIZE :]
     assert len(set(tails)) == len(tails)
     assert 0.3 < reusable_share(trace) < 0.95
 
@@ -125,8 +125,8 @@ def test_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere"):
         Trace(tmp_path / "nowhere")
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"block_tokens": 0}\n')
-    with pytest.raises(TraceError, match="line 1: block_tokens must be a positive whole number, is 0"):
+    path.write_text('{"block_size": 0}\n')
+    with pytest.raises(TraceError, match="line 1: block_size must be a positive whole number, is 0"):
         Trace(path)
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(TraceError, match="utf-8"):

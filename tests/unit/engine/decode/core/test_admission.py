@@ -108,7 +108,7 @@ def test_a_start_on_a_stream_that_has_closed_ends_the_request() -> None:
 
 
 def test_no_time_is_promised_beyond_the_places_of_a_step() -> None:
-    world = World(config(40, max_batch=2))
+    world = World(config(40, max_num_seqs=2))
     assert world.reserve(prompt(4, 1), slo=1.0) is not None
     assert world.reserve(prompt(4, 2), slo=1.0) is not None
     assert world.reserve(prompt(4, 3), slo=1.0) is None
@@ -117,7 +117,7 @@ def test_no_time_is_promised_beyond_the_places_of_a_step() -> None:
 
 
 def test_places_are_kept_for_those_who_were_promised_a_time() -> None:
-    world = World(config(40, max_batch=2))
+    world = World(config(40, max_num_seqs=2))
     promised = world.reserve(prompt(4, 1), slo=1.0)
     others = [world.go(prompt(4, seed), 30) for seed in (2, 3)]
     world.step()

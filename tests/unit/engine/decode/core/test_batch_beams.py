@@ -153,7 +153,7 @@ def test_one_that_is_stopped_in_its_step_says_nothing_more() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_no_preemption_changes_what_is_found(way: Preemption, length: int, width: int) -> None:
     """Preempted whole in every step, and forked anew with the blocks that come back; the world compares."""
-    world = World(config(24, preemption=way, swap_blocks=24, preempt_every=1, step_tokens=20))
+    world = World(config(24, preemption=way, swap_blocks=24, preempt_every=1, chunked_prefill_size=20))
     number = world.go(prompt(length), (BT + 4,) * width, stores=1, search=SearchRules(1.0, "never"))
     world.work()
     assert list(world.searched) == [number]

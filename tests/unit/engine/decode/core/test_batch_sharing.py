@@ -118,7 +118,7 @@ def test_some_end_with_their_first_token() -> None:
 
 
 def test_it_takes_its_places_or_none() -> None:
-    world = World(config(40, max_batch=4))
+    world = World(config(40, max_num_seqs=4))
     first = world.go(prompt(3), (9, 4, 4))
     second = world.go(prompt(5, 1), (3, 3))
     third = world.go(prompt(5, 2), 3)
@@ -147,7 +147,7 @@ def test_stopping_it_stops_all() -> None:
 @pytest.mark.parametrize("length", [1, BT - 1, BT, 2 * BT + 5])
 def test_preempted_after_every_step(way: Preemption, length: int) -> None:
     """All its blocks are taken and come back, shared as before."""
-    world = World(config(40, preemption=way, preempt_every=1, swap_blocks=40, step_tokens=7))
+    world = World(config(40, preemption=way, preempt_every=1, swap_blocks=40, chunked_prefill_size=7))
     number = world.go(prompt(length), (BT + 5, 3, BT + 5))
     world.work()
     assert [len(world.answers[number + index]) for index in range(3)] == [BT + 5, 3, BT + 5]

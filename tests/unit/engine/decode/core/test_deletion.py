@@ -11,7 +11,7 @@ from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import WAYS, World, config
 
-SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, swap_blocks=10)
+SMALL = config(6, assumed_answer_tokens=1, chunked_prefill_size=20, swap_blocks=10)
 
 
 def forget(world: World, *tenants: str) -> list[Action]:

@@ -36,7 +36,7 @@ def test_a_quiet_step_says_nothing_but_the_next_one() -> None:
 
 
 def test_unused_slots_are_those_of_the_last_block() -> None:
-    world = World(config(200, max_batch=64))
+    world = World(config(200, max_num_seqs=64))
     for seed in range(20):
         world.go(prompt(5 + seed, seed), 40 + seed)
     for _ in range(38):
@@ -48,7 +48,7 @@ def test_unused_slots_are_those_of_the_last_block() -> None:
 
 def test_admission_counts_what_answers_are_expected_to_need() -> None:
     """Answers of 16 tokens where 4,096 are allowed: twelve prompts fit a pool that was good for none."""
-    world = World(config(64, max_batch=64, assumed_answer_tokens=BT))
+    world = World(config(64, max_num_seqs=64, assumed_answer_tokens=BT))
     admitted = 0
     while world.reserve(prompt(2 * BT, admitted), BT, total=60 * BT) is not None:
         admitted += 1

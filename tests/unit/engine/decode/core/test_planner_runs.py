@@ -195,8 +195,8 @@ def keys(number: int, tokens: int) -> tuple[BlockKey, ...]:
 
 def play(asks: list[Ask], blocks: int, batch: int, way: Preemption, run_steps: int, ahead_steps: int = 0) -> Clock:
     config = DecodeSettings(
-        num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, max_batch=batch, lease_s=1e9, speeds=SPEEDS,
-        preemption=way, step_tokens=8, swap_blocks=40, assumed_answer_tokens=2, run_steps=run_steps,
+        num_blocks=blocks, block_size=BT, block_bytes=1 << 10, max_num_seqs=batch, lease_s=1e9, speeds=SPEEDS,
+        preemption=way, chunked_prefill_size=8, swap_blocks=40, assumed_answer_tokens=2, run_steps=run_steps,
         ahead_steps=ahead_steps,
     )  # fmt: skip
     clock = Clock(DecodeScheduler(config), asks)
@@ -263,7 +263,7 @@ def grown(clock: Clock) -> list[int]:
 def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:
     """The second one starts first, has the only place, and needs the first one's blocks: then that one runs."""
     first, second = Ask(0, 17, 40, 0.0, 100_000), Ask(1, 2, 60, 0.0, 100_000)
-    config = DecodeSettings(num_blocks=20, block_tokens=BT, block_bytes=1, max_batch=1, lease_s=1e9, speeds=SPEEDS,
+    config = DecodeSettings(num_blocks=20, block_size=BT, block_bytes=1, max_num_seqs=1, lease_s=1e9, speeds=SPEEDS,
                         preemption=Preemption.CACHE, assumed_answer_tokens=2)  # fmt: skip
     clock = Clock(DecodeScheduler(config), [first, second], arrival=(3, 14, 150))
     clock.play()
@@ -281,7 +281,7 @@ def test_a_quiet_batch_is_asked_about_once_a_block() -> None:
 
 def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     core = DecodeScheduler(
-        DecodeSettings(num_blocks=40, block_tokens=64, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=9)
+        DecodeSettings(num_blocks=40, block_size=64, block_bytes=1, max_num_seqs=4, lease_s=1.0, run_steps=9)
     )
     out: list[Action] = []
     events: list[Event] = [
@@ -314,7 +314,7 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
 @pytest.mark.parametrize("run_steps", [9, 1])
 def test_a_patient_step_is_hurried_for_who_waits_and_is_not_patient(run_steps: int) -> None:
     config = DecodeSettings(
-        num_blocks=40, block_tokens=64, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=run_steps
+        num_blocks=40, block_size=64, block_bytes=1, max_num_seqs=4, lease_s=1.0, run_steps=run_steps
     )
     core, out = DecodeScheduler(config), list[Action]()
     core.handle(0.0, StreamOpened(1, "c"), out)
@@ -348,7 +348,7 @@ def begun(config: DecodeSettings, total: int = 14) -> tuple[DecodeScheduler, lis
 
 
 AHEAD = DecodeSettings(
-    num_blocks=9, block_tokens=BT, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=6, ahead_steps=6
+    num_blocks=9, block_size=BT, block_bytes=1, max_num_seqs=4, lease_s=1.0, run_steps=6, ahead_steps=6
 )
 
 

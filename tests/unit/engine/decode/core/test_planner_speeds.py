@@ -29,7 +29,7 @@ def test_a_step_lasts_until_its_end_is_heard_of() -> None:
 
 def test_chunks_teach_what_computing_prompts_takes() -> None:
     """Each takes three times what was thought, beside a batch that takes what is known."""
-    world = World(config(64, step_tokens=8))
+    world = World(config(64, chunked_prefill_size=8))
     world.go(prompt(BT), answer=200)
     before = world.core.tracker.speeds
     for number in range(4):

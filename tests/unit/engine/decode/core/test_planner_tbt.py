@@ -114,7 +114,7 @@ def test_who_catches_up_waits_while_a_token_of_it_would_break_a_promise_and_no_m
 def test_a_promise_leaves_room_for_those_who_are_to_catch_up() -> None:
     limit = step_s(2, 2 * (8 + 4 - 1)) + STEEP.prefill_per_token_s / 2
     for catches in (False, True):
-        world = PacedWorld(config(80, speeds=STEEP, assumed_answer_tokens=4, step_tokens=1))
+        world = PacedWorld(config(80, speeds=STEEP, assumed_answer_tokens=4, chunked_prefill_size=1))
         if catches:
             other = world.reserve(prompt(8, 2), 3, total=12)
             assert other is not None

@@ -38,7 +38,7 @@ def crowded(core: DecodeSettings) -> tuple[World, int, int]:
     return world, older, younger
 
 
-SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, swap_blocks=10)
+SMALL = config(6, assumed_answer_tokens=1, chunked_prefill_size=20, swap_blocks=10)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -63,7 +63,7 @@ def test_demoted_to_cache_only_what_is_gone_is_computed() -> None:
         assert {chunk.id for chunk in chunks} == {younger}
         assert chunks[-1].sample
         assert not any(chunk.sample for chunk in chunks[:-1])
-        assert all(chunk.count <= SMALL.step_tokens for chunk in chunks)
+        assert all(chunk.count <= SMALL.chunked_prefill_size for chunk in chunks)
         starts[way] = chunks[0].start
     assert starts[Preemption.RECOMPUTE] == 0
     assert starts[Preemption.CACHE] > 0
@@ -126,7 +126,7 @@ def test_catching_up_leaves_the_others_their_promised_time() -> None:
 
 def test_who_was_swapped_out_leaves_the_block_that_an_older_one_waits_for() -> None:
     """Two that fill the pool: the second one would take the first one's next block and be preempted for it for ever."""
-    world = World(config(22, preemption=Preemption.SWAP, swap_blocks=40, assumed_answer_tokens=2, max_batch=2))
+    world = World(config(22, preemption=Preemption.SWAP, swap_blocks=40, assumed_answer_tokens=2, max_num_seqs=2))
     first, second = (world.go(prompt(10 * BT - 1, seed), 5 * BT, total=20 * BT) for seed in (1, 2))
     world.work(limit=1000)
     assert (len(world.answers[first]), len(world.answers[second])) == (5 * BT, 5 * BT)

@@ -12,7 +12,7 @@ from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import World, config
 
-SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, preemption=Preemption.STORE)
+SMALL = config(6, assumed_answer_tokens=1, chunked_prefill_size=20, preemption=Preemption.STORE)
 ANSWER = 4 * BT
 
 
@@ -75,7 +75,7 @@ def test_what_the_store_has_lost_is_computed_and_written_again() -> None:
     assert world.core.requests[younger].sequences[0].stored == [1]
     assert world.core.requests[younger].status is RequestStatus.RECOMPUTING
     finish(world, older, younger)
-    assert chunks(world)[0] == (younger, BT, SMALL.step_tokens)
+    assert chunks(world)[0] == (younger, BT, SMALL.chunked_prefill_size)
     assert world.core.stored_blocks.failures == 0
 
 
@@ -176,7 +176,9 @@ def test_the_quickest_way_is_taken(
 def test_a_load_that_saves_steps_pays_though_steps_are_not_known_to_grow() -> None:
     """Loading a block takes 1.02 ms. Computing a block takes two steps of 0.6 ms."""
     speeds = Speeds(prefill_base_s=0.6e-3, load_bytes_per_s=1e6)
-    world, older, younger = crowded(replace(SMALL, preemption=Preemption.AUTO, speeds=speeds, step_tokens=BT // 2))
+    world, older, younger = crowded(
+        replace(SMALL, preemption=Preemption.AUTO, speeds=speeds, chunked_prefill_size=BT // 2)
+    )
     finish(world, older, younger)
     assert world.core.stored_blocks.loaded_blocks > 0
 

@@ -26,7 +26,7 @@ def test_who_came_long_before_has_overtaken_the_urgent() -> None:
 
 
 def test_places_in_the_batch_go_by_priority() -> None:
-    world = World(config(40, max_batch=1))
+    world = World(config(40, max_num_seqs=1))
     first = world.go(prompt(5, 1), 3)
     waiting = [world.go(prompt(5, 2 + index), 2, priority=priority) for index, priority in enumerate((1, 0, -1, 0))]
     order: list[int] = []
@@ -40,7 +40,7 @@ def test_places_in_the_batch_go_by_priority() -> None:
 
 
 def test_a_low_one_gives_its_blocks_up_for_one_that_came_later() -> None:
-    world = World(config(6, assumed_answer_tokens=1, step_tokens=20))
+    world = World(config(6, assumed_answer_tokens=1, chunked_prefill_size=20))
     low = world.go(prompt(BT, 1), 4 * BT, priority=1)
     urgent = world.go(prompt(BT, 2), 4 * BT)
     while not world.core.preempted.preemptions:

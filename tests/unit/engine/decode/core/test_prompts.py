@@ -50,7 +50,7 @@ def chunks(world: World) -> list[tuple[int, int, bool]]:
 def test_what_is_not_held_is_computed_and_gives_the_first_token(
     held: int, length: int, computed: list[tuple[int, int, bool]]
 ) -> None:
-    world = holding(held, step_tokens=20) if held else World(config(40, step_tokens=20))
+    world = holding(held, chunked_prefill_size=20) if held else World(config(40, chunked_prefill_size=20))
     number = asked(world, length)
     world.compute(number)
     assert world.core.requests[number].status is RequestStatus.RECOMPUTING
@@ -71,7 +71,7 @@ def test_a_token_is_not_computed_behind_its_own_recurrent_state(
     length: int, computed: list[tuple[int, int, bool]]
 ) -> None:
     """Decode has the state behind the last block alone, and goes back to where there is one, here to the begin."""
-    world = holding(3, step_tokens=20, recurrent=True, window_blocks=1, window_slots=12, states_alone=True)
+    world = holding(3, chunked_prefill_size=20, recurrent=True, window_blocks=1, window_slots=12, states_alone=True)
     others = [asked(world, 5), asked(world, 5)]
     number = asked(world, length)
     for it in (*others, number):
@@ -93,7 +93,7 @@ def test_a_token_is_not_computed_behind_its_own_recurrent_state(
 )
 def test_a_prompt_is_computed_behind_a_block_with_a_window(length: int, held: int, start: int) -> None:
     """Of the four blocks that came, only the last one has the slices of layers with a window."""
-    world = holding(4, step_tokens=100, window_blocks=1, window_slots=40)
+    world = holding(4, chunked_prefill_size=100, window_blocks=1, window_slots=40)
     number = asked(world, length)
     assert world.held[number] == held
     world.compute(number)
@@ -114,7 +114,7 @@ def test_a_single_token_behind_what_is_held_needs_no_chunk() -> None:
 
 
 def test_the_batch_goes_on_beside_it() -> None:
-    world = World(config(40, step_tokens=20))
+    world = World(config(40, chunked_prefill_size=20))
     running = world.go(prompt(BT, 1), 30)
     number = asked(world, 2 * BT + 8)
     world.compute(number)
@@ -194,12 +194,12 @@ class TestRefused:
         world.assert_at_rest()
 
     def test_where_a_step_has_no_place_for_it(self) -> None:
-        world = World(config(40, max_batch=1))
+        world = World(config(40, max_num_seqs=1))
         world.go(prompt(BT, 1), 10)
         self.refused(world, asked(world, BT))
 
     def test_where_the_last_place_is_kept_for_one_that_was_promised_a_time(self) -> None:
-        world = World(config(40, max_batch=1))
+        world = World(config(40, max_num_seqs=1))
         slow = asked(world, BT)
         quick = asked(world, BT, slo=1.0)
         world.compute(slow)
@@ -238,7 +238,7 @@ class TestRefused:
 
 @pytest.mark.parametrize("way", Preemption)
 def test_one_that_is_preempted_before_its_first_token_comes_back(way: Preemption) -> None:
-    world = World(config(7, preemption=way, swap_blocks=10, step_tokens=2, assumed_answer_tokens=1))
+    world = World(config(7, preemption=way, swap_blocks=10, chunked_prefill_size=2, assumed_answer_tokens=1))
     older = world.go(prompt(BT, 1), 5 * BT)
     number = world.reserve(prompt(4 * BT), 2 * BT, stores=1)
     assert number is not None
@@ -253,7 +253,7 @@ def test_one_that_is_preempted_before_its_first_token_comes_back(way: Preemption
 
 
 def test_its_next_conductor_gets_the_first_token() -> None:
-    world = World(config(40, step_tokens=8))
+    world = World(config(40, chunked_prefill_size=8))
     world.post(StreamOpened(2, "other"))
     number = asked(world, 3 * BT, conductor="conductor", resumable=True)
     world.compute(number)
@@ -270,7 +270,7 @@ def test_its_next_conductor_gets_the_first_token() -> None:
 def test_random_walks(way: Preemption) -> None:
     """Prompts that come and prompts that are computed, of four kinds that share beginnings, in a crowded pool."""
     rng = random.Random(f"prompts {way}")
-    world = World(config(18, preemption=way, swap_blocks=40, step_tokens=24, assumed_answer_tokens=20))
+    world = World(config(18, preemption=way, swap_blocks=40, chunked_prefill_size=24, assumed_answer_tokens=20))
     left, computed = 40, 0
     while left or world.core.requests:
         promised = [n for n, request in world.core.requests.items() if request.status is RequestStatus.PROMISED]

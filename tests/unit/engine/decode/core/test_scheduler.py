@@ -49,10 +49,10 @@ class DecodeMachine(RuleBasedStateMachine):
         self.world = PacedWorld(
             config(
                 12,
-                max_batch=3,
+                max_num_seqs=3,
                 preemption=way,
                 swap_blocks=swap,
-                step_tokens=20,
+                chunked_prefill_size=20,
                 watermark_blocks=1,
                 preempt_every=every,
                 assumed_answer_tokens=8,

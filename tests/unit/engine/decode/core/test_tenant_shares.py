@@ -35,7 +35,7 @@ def flood(world: World, count: int, answer: int = 40, tenant: str = "flood", wei
 
 @pytest.mark.parametrize("calm_weight", [1.0, 4.0])
 def test_a_group_that_fills_the_batch_takes_turns_with_another_tenant(calm_weight: float) -> None:
-    world = World(config(200, max_batch=8))
+    world = World(config(200, max_num_seqs=8))
     group = world.go(prompt(5, 1), (60,) * 8, tenant="flood")
     world.step()
     assert places(world) == {"flood": 8}
@@ -51,7 +51,7 @@ def test_a_group_that_fills_the_batch_takes_turns_with_another_tenant(calm_weigh
 
 
 def test_turns_go_by_weights() -> None:
-    world = World(config(200, max_batch=8))
+    world = World(config(200, max_num_seqs=8))
     tokens = {}
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
         tokens[name] = world.go(prompt(5, len(name)), (200,) * 8, tenant=name, weight=weight)
@@ -66,7 +66,7 @@ def test_turns_go_by_weights() -> None:
 
 @pytest.mark.parametrize(("weight", "wanted"), [(1.0, 4), (3.0, 6), (1 / 3, 2)])
 def test_a_tenant_that_comes_late_gets_its_share_of_the_places(weight: float, wanted: int) -> None:
-    world = World(config(400, max_batch=8))
+    world = World(config(400, max_num_seqs=8))
     flood(world, 12)
     world.step()
     assert places(world) == {"flood": 8}
@@ -84,7 +84,7 @@ def test_a_tenant_that_comes_late_gets_its_share_of_the_places(weight: float, wa
 @pytest.mark.parametrize(("weights", "wanted"), [((1.0, 3.0), 48), ((0.1, 0.3), 48), ((0.3, 0.1), 16)])
 def test_a_share_of_many_places_is_exact(weights: tuple[float, float], wanted: int) -> None:
     """Sums such as 48 times a third are a little more than 16."""
-    world = World(config(1000, max_batch=64))
+    world = World(config(1000, max_num_seqs=64))
     flood(world, 70, tenant="first", weight=weights[0])
     world.step()
     flood(world, 70, tenant="late", weight=weights[1])
@@ -94,7 +94,7 @@ def test_a_share_of_many_places_is_exact(weights: tuple[float, float], wanted: i
 
 
 def test_places_come_from_several_tenants_when_one_has_no_more_that_may_leave() -> None:
-    world = World(config(400, max_batch=8))
+    world = World(config(400, max_num_seqs=8))
     promised = [world.go(prompt(4, 10 + index), 60, tenant="promised", slo=1.0) for index in range(3)]
     world.go(prompt(4, 13), 30, tenant="promised")
     flood(world, 4)
@@ -110,7 +110,7 @@ def test_places_come_from_several_tenants_when_one_has_no_more_that_may_leave() 
 
 
 def test_nobody_leaves_when_too_few_requests_may_leave() -> None:
-    world = World(config(400, max_batch=8))
+    world = World(config(400, max_num_seqs=8))
     for index in range(7):
         world.go(prompt(4, 10 + index), 20, tenant="promised", slo=1.0)
     free = world.go(prompt(4, 17), 30, tenant="promised")
@@ -125,7 +125,7 @@ def test_nobody_leaves_when_too_few_requests_may_leave() -> None:
 
 
 def test_what_others_do_not_need_is_taken() -> None:
-    world = World(config(400, max_batch=8))
+    world = World(config(400, max_num_seqs=8))
     flood(world, 12)
     calm = world.go(prompt(5, 2), 30, tenant="calm")
     world.step()
@@ -135,7 +135,7 @@ def test_what_others_do_not_need_is_taken() -> None:
 
 
 def test_more_tenants_than_places_all_get_turns() -> None:
-    world = World(config(400, max_batch=4))
+    world = World(config(400, max_num_seqs=4))
     numbers = [world.go(prompt(4, index), 60, tenant=f"tenant {index}") for index in range(7)]
     for _ in range(70):
         world.step()
@@ -148,7 +148,7 @@ def test_more_tenants_than_places_all_get_turns() -> None:
 
 
 def test_a_search_takes_turns_as_well() -> None:
-    world = World(config(200, max_batch=4))
+    world = World(config(200, max_num_seqs=4))
     search = world.go(
         prompt(5, 1), (12,) * 4, total=17, tenant="flood", search=SearchRules(1.0, early_stopping="never")
     )
@@ -161,7 +161,7 @@ def test_a_search_takes_turns_as_well() -> None:
 
 
 def test_a_promised_time_between_tokens_is_kept() -> None:
-    world = World(config(200, max_batch=4))
+    world = World(config(200, max_num_seqs=4))
     promised = [world.go(prompt(4, index), 20, tenant="flood", slo=1.0) for index in range(4)]
     calm = world.go(prompt(5, 9), 5, tenant="calm")
     assert all(gaps(world, number, 4) == 0 for number in promised)
@@ -203,7 +203,7 @@ def test_the_holder_of_a_turn_is_never_chosen() -> None:
 
 
 def test_a_tenant_grows_at_the_cost_of_the_one_above_its_share() -> None:
-    world = World(config(10, assumed_answer_tokens=1, step_tokens=20))
+    world = World(config(10, assumed_answer_tokens=1, chunked_prefill_size=20))
     big = [world.go(prompt(BT, 1 + index), 3 * BT, tenant="flood") for index in range(3)]
     calm = world.go(prompt(BT, 9), 2 * BT, tenant="calm")
     while len(world.core.requests) == 4:
@@ -229,7 +229,7 @@ def test_a_tenant_within_its_share_is_admitted_whatever_another_expects_to_need(
 
 
 def test_a_preempted_request_above_its_tenants_share_is_restored_beside_a_stream_of_others() -> None:
-    world = World(config(20, assumed_answer_tokens=1, watermark_blocks=0, step_tokens=400))
+    world = World(config(20, assumed_answer_tokens=1, watermark_blocks=0, chunked_prefill_size=400))
     big = world.go(prompt(12 * BT - 4, 1), 2 * BT, tenant="big")
     calm = [world.go(prompt(BT + 2, 2 + index), 8 + 2 * index, tenant="calm") for index in range(4)]
     while big in world.core.requests and len(calm) < 60:
@@ -248,7 +248,7 @@ def test_a_preempted_request_above_its_tenants_share_is_restored_beside_a_stream
 
 
 def test_nobody_leaves_for_a_request_that_was_preempted_for_another() -> None:
-    world = World(config(13, max_batch=3, assumed_answer_tokens=1, watermark_blocks=0))
+    world = World(config(13, max_num_seqs=3, assumed_answer_tokens=1, watermark_blocks=0))
     world.go(prompt(BT - 2, 1), 20, tenant="flood")
     flood(world, 2, answer=8)
     first, preempted = (

@@ -58,7 +58,7 @@ def test_overcommitted(
 ) -> None:
     """Answers three times longer than expected, in a pool for a few of them, with few window slots."""
     rng = random.Random(f"{way} {every}")
-    crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 40, "assumed_answer_tokens": 20}
+    crowded = {"preemption": way, "swap_blocks": 40, "chunked_prefill_size": 40, "assumed_answer_tokens": 20}
     crowded |= {"draft_tokens": drafts}
     if window_blocks:
         slots = window_blocks + 2 + 40 // BT if not groups else 4 * (window_blocks + 2) + 40 // BT
@@ -109,7 +109,15 @@ def test_conductors_come_and_go(way: Preemption) -> None:
     """Each is lost after a while; the next one adopts what runs, what has parked and what has ended, now or later."""
     rng = random.Random(f"conductors {way}")
     world = World(
-        config(24, preemption=way, swap_blocks=40, step_tokens=40, assumed_answer_tokens=20, grace_s=1.0, log_ttl_s=1e6)
+        config(
+            24,
+            preemption=way,
+            swap_blocks=40,
+            chunked_prefill_size=40,
+            assumed_answer_tokens=20,
+            grace_s=1.0,
+            log_ttl_s=1e6,
+        )
     )
     stream, left, fence = 1, 10, 0
     while left or any(world.heard[number] != world.answers[number] for number in world.heard) or world.core.requests:
@@ -158,7 +166,7 @@ def test_promised_times_hold(seed: int, runs: int) -> None:
     """Requests with promises and without, and prompts that are computed beside them; `PacedWorld` looks at each run."""
     rng = random.Random(f"promises {seed} {runs}")
     ahead = {"run_steps": runs, "ahead_steps": runs} if runs else {}
-    world = PacedWorld(config(120, speeds=STEEP, step_tokens=20, assumed_answer_tokens=2 * BT, **ahead))
+    world = PacedWorld(config(120, speeds=STEEP, chunked_prefill_size=20, assumed_answer_tokens=2 * BT, **ahead))
     asked = 0
     while asked < 60 or world.core.requests:
         if asked < 60 and rng.random() < 0.1:
@@ -185,7 +193,13 @@ TENANTS = {"calm": 1.0, "heavy": 3.0, "light": 0.25}
 def test_no_tenant_starves_whose_requests_are_preempted(seed: int, way: Preemption) -> None:
     """A stream of small requests and of groups that need every place; `PacedWorld` asserts the bound at each event."""
     rng = random.Random(f"starving {seed} {way}")
-    crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 60, "assumed_answer_tokens": 8, "max_batch": 6}
+    crowded = {
+        "preemption": way,
+        "swap_blocks": 40,
+        "chunked_prefill_size": 60,
+        "assumed_answer_tokens": 8,
+        "max_num_seqs": 6,
+    }
     stores = int(way is Preemption.STORE)
     world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, turn_steps=10))
     while world.core.planner.steps < 300 or world.core.requests:

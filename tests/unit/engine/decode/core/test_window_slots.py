@@ -33,7 +33,7 @@ def test_a_long_answer_holds_its_window_and_one_block(window: int, states: bool)
 
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_a_prompt_computed_here_holds_its_chunk_beside(window: int, states: bool) -> None:
-    world = small(window, states=states, slots=60, step_tokens=2 * BT)
+    world = small(window, states=states, slots=60, chunked_prefill_size=2 * BT)
     number = world.reserve(prompt(9 * BT + 3), 3)
     assert number is not None
     world.compute(number)
@@ -63,7 +63,7 @@ def test_a_store_gets_the_window_where_an_answer_ends(window: int, states: bool)
 
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_a_preempted_sequence_comes_back_from_the_store_with_its_window(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "step_tokens": BT, "preempt_every": 3}
+    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
     world = small(window, states=states, slots=60, **usual)
     number = world.go(prompt(6 * BT + 3), 8 * BT, stores=1)
     world.work()
@@ -76,7 +76,7 @@ def test_a_preempted_sequence_comes_back_from_the_store_with_its_window(window: 
 
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_a_group_comes_back_from_the_store_up_to_what_its_sequences_share(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "step_tokens": BT, "preempt_every": 3}
+    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
     world = small(window, states=states, slots=60, **usual)
     number = world.go(prompt(6 * BT + 3), (5 * BT, 6 * BT, 6 * BT), stores=1)
     asked = world.core.requests[number]
@@ -98,7 +98,7 @@ def test_a_group_comes_back_from_the_store_up_to_what_its_sequences_share(window
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_too_few_slots_preempt(way: Preemption, window: int, states: bool) -> None:
     """Blocks there are enough of."""
-    usual = {"preemption": way, "swap_blocks": 60, "step_tokens": BT, "assumed_answer_tokens": 1}
+    usual = {"preemption": way, "swap_blocks": 60, "chunked_prefill_size": BT, "assumed_answer_tokens": 1}
     world = small(window, states=states, slots=2 * window + 1, **usual)
     first = [world.go(prompt(BT // 2, seed), 6 * BT, total=8 * BT) for seed in (1, 2)]
     world.work()

@@ -34,9 +34,9 @@ class WaitLimit:
 def bound(core: DecodeScheduler) -> int:
     """Its patience, and for each tenant a turn with the steps in which the holder is restored."""
     settings = core.settings
-    tokens = settings.num_blocks * settings.block_tokens
+    tokens = settings.num_blocks * settings.block_size
     # chunks of all that the pool can hold, each perhaps of a sequence of its own
-    restoring = 2 * tokens // settings.step_tokens + settings.max_batch + settings.run_steps
+    restoring = 2 * tokens // settings.chunked_prefill_size + settings.max_num_seqs + settings.run_steps
     tenants = len({request.spec.tenant for request in core.requests.values()})
     patience = int(settings.patience_steps * MOST_PATIENCE) + settings.run_steps
     return patience + (tenants + 1) * (settings.turn_steps + restoring)

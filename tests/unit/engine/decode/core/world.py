@@ -69,7 +69,7 @@ SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequenc
 
 
 def config(blocks: int, **settings: object) -> DecodeSettings:
-    usual: dict[str, object] = {"block_tokens": BT, "block_bytes": 1 << 10, "max_batch": 8, "lease_s": 10.0}
+    usual: dict[str, object] = {"block_size": BT, "block_bytes": 1 << 10, "max_num_seqs": 8, "lease_s": 10.0}
     return DecodeSettings(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
 
 

@@ -31,11 +31,11 @@ def test_decode(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "block_tokens"),
+    ("head_dim", "group", "block_size"),
     [(80, 7, 16), (128, 4, 256), *slowly((64, 1, 64), (96, 16, 64), (128, 7, 16))],
 )
-def test_shapes(head_dim: int, group: int, block_tokens: int) -> None:
-    shape = {"head_dim": head_dim, "group": group, "block_tokens": block_tokens, "kv_heads": 1}
+def test_shapes(head_dim: int, group: int, block_size: int) -> None:
+    shape = {"head_dim": head_dim, "group": group, "block_size": block_size, "kv_heads": 1}
     case = make([(1, 70), (9, 75), (1, 3)], **shape)  # type: ignore[arg-type]
     case.check(case.prefill())
     case = make([(1, 70), (1, 3)], **shape)  # type: ignore[arg-type]
@@ -60,20 +60,20 @@ EVERY_SHAPE += itertools.product(DTYPES, (64, 80, 96, 128, 40, 256), (7,), (16, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "head_dim", "group", "block_tokens"), EVERY_SHAPE)
-def test_every_shape(dtype: torch.dtype, head_dim: int, group: int, block_tokens: int) -> None:
-    case = make(RAGGED, dtype=dtype, head_dim=head_dim, group=group, block_tokens=block_tokens)
+@pytest.mark.parametrize(("dtype", "head_dim", "group", "block_size"), EVERY_SHAPE)
+def test_every_shape(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> None:
+    case = make(RAGGED, dtype=dtype, head_dim=head_dim, group=group, block_size=block_size)
     case.check(case.prefill())
-    case = make(DECODE, dtype=dtype, head_dim=head_dim, group=group, block_tokens=block_tokens)
+    case = make(DECODE, dtype=dtype, head_dim=head_dim, group=group, block_size=block_size)
     case.check(case.decode())
 
 
 @pytest.mark.parametrize(
-    ("stored", "block_tokens"),
+    ("stored", "block_size"),
     [*zip(QUANTIZED, (16, 64), strict=True), *slowly(*zip(QUANTIZED, (64, 16), strict=True))],
 )
-def test_quantized(stored: torch.dtype, block_tokens: int) -> None:
-    case = make([(1, 70), (9, 75), (2, 9)], stored=stored, block_tokens=block_tokens)
+def test_quantized(stored: torch.dtype, block_size: int) -> None:
+    case = make([(1, 70), (9, 75), (2, 9)], stored=stored, block_size=block_size)
     case.check(case.prefill())
 
 
@@ -83,25 +83,25 @@ def test_quantized(stored: torch.dtype, block_tokens: int) -> None:
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_quantized_shapes(stored: torch.dtype, dtype: torch.dtype, head_dim: int) -> None:
     for deterministic in (False, True):
-        case = make(RAGGED, dtype=dtype, stored=stored, head_dim=head_dim, block_tokens=32, group=7)
+        case = make(RAGGED, dtype=dtype, stored=stored, head_dim=head_dim, block_size=32, group=7)
         case.check(case.prefill(deterministic=deterministic))
-        case = make(DECODE, dtype=dtype, stored=stored, head_dim=head_dim, block_tokens=256, stride=24)
+        case = make(DECODE, dtype=dtype, stored=stored, head_dim=head_dim, block_size=256, stride=24)
         case.check(case.decode(deterministic=deterministic))
 
 
 def test_a_prompt_of_many_tiles() -> None:
-    case = make([(1, 5), (70, 130)], group=4, block_tokens=64)
+    case = make([(1, 5), (70, 130)], group=4, block_size=64)
     case.check(case.prefill())
 
 
 def test_a_split_context_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MIN_PART", 16)
-    case = make([(1, 300), (1, 64), (1, 65), (1, 7)], block_tokens=32, kv_heads=1, head_dim=128)
+    case = make([(1, 300), (1, 64), (1, 65), (1, 7)], block_size=32, kv_heads=1, head_dim=128)
     joined = _count(monkeypatch, "join_parts")
     case.check(case.decode())
     assert joined == [1]
     case.check(case.decode(max_context=300))
-    case = make([(3, 300)], block_tokens=32, kv_heads=1)
+    case = make([(3, 300)], block_size=32, kv_heads=1)
     case.check(case.prefill())
     assert joined == [3], "few rows over a long prefix are split as well"
 
@@ -148,7 +148,7 @@ def test_rows_and_blocks_may_be_apart() -> None:
 def test_deterministic_rows_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits are the same alone, with others, in chunks, as decode, with and without programs of their own for parts."""
     monkeypatch.setattr(variants, "EXACT_PART", 64)
-    case = make([(1, 9), (20, 90), (3, 30)], block_tokens=32, kv_heads=1)
+    case = make([(1, 9), (20, 90), (3, 30)], block_size=32, kv_heads=1)
     whole = case.prefill(deterministic=True)
     case.check(whole)
     rows = slice(1, 21)
@@ -190,7 +190,7 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -
     """Windows that begin within a step of keys, before a part and before a tile's first row; each alone and all."""
     monkeypatch.setattr(tiles, "MIN_PART", 32)
     for sequences in ([(1, 90), (1, 7), (1, 24), (1, 25)], [(9, 45), (1, 40), (20, 70)]):
-        case = make(sequences, dtype=dtype, block_tokens=32)
+        case = make(sequences, dtype=dtype, block_size=32)
         sinks = KINDS[name].sinks
         case.kind = replace(KINDS[name], sinks=None if sinks is None else sinks.to(case.q))
         for deterministic in (False, True):
@@ -200,7 +200,7 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -
 
 
 def test_a_key_before_the_window_is_out_of_tolerance() -> None:
-    case = make([(1, 90)], block_tokens=32)
+    case = make([(1, 90)], block_size=32)
     case.kind = AttentionKind(window=31)
     wider = case.decode()
     case.check(wider)

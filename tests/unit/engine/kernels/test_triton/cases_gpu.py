@@ -10,14 +10,14 @@ from tests.unit.engine.kernels.test_triton.pools import make
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_long_contexts(dtype: torch.dtype, deterministic: bool) -> None:
-    case = make([(1, 4000), (300, 2500), (1, 64), (20, 3000)], dtype=dtype, head_dim=128, block_tokens=64)
+    case = make([(1, 4000), (300, 2500), (1, 64), (20, 3000)], dtype=dtype, head_dim=128, block_size=64)
     case.check(case.prefill(deterministic=deterministic))
-    case = make([(1, 6000), (1, 1), (1, 777)], dtype=dtype, head_dim=128, block_tokens=64)
+    case = make([(1, 6000), (1, 1), (1, 777)], dtype=dtype, head_dim=128, block_size=64)
     case.check(case.decode(deterministic=deterministic))
 
 
 def test_decode_and_prefill_agree_to_the_bit_when_deterministic() -> None:
-    case = make([(200, 2500)], dtype=torch.bfloat16, head_dim=128, block_tokens=64)
+    case = make([(200, 2500)], dtype=torch.bfloat16, head_dim=128, block_size=64)
     whole = case.prefill(deterministic=True)
     for row in (0, 57, 199):
         out = torch.full_like(case.q[:1], torch.nan)
@@ -29,7 +29,7 @@ def test_decode_and_prefill_agree_to_the_bit_when_deterministic() -> None:
 
 
 def test_a_graph_is_replayed_with_other_contents() -> None:
-    case = make([(1, 700), (1, 90)], dtype=torch.bfloat16, head_dim=128, block_tokens=64)
+    case = make([(1, 700), (1, 90)], dtype=torch.bfloat16, head_dim=128, block_size=64)
     out = torch.full_like(case.q, torch.nan)
     arguments = (case.q, case.kv, None, case.tables, case.lengths, case.scale, out)
     ops.decode_attention(*arguments)  # compiles

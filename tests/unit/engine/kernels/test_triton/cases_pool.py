@@ -27,13 +27,13 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kv_heads", "head_dim", "block_tokens"), [(2, 64, 16), (3, 80, 64)])
-def test_plain_write(dtype: torch.dtype, kv_heads: int, head_dim: int, block_tokens: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "head_dim", "block_size"), [(2, 64, 16), (3, 80, 64)])
+def test_plain_write(dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int) -> None:
     rng = generator()
-    kv = torch.full((5, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    kv = torch.full((5, kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype, device=DEVICE)
     qkv = torch.randn((4, 3 * kv_heads, head_dim), generator=rng).to(dtype)  # k and v are parts of wider rows
     k, v = qkv[:, :kv_heads], qkv[:, 2 * kv_heads :]
-    expected, _ = both_write(k, v, kv, None, [2, 2, 0, 4], [0, 1, 7, block_tokens - 1])
+    expected, _ = both_write(k, v, kv, None, [2, 2, 0, 4], [0, 1, 7, block_size - 1])
     assert same(kv, expected)
 
 
@@ -47,14 +47,14 @@ def test_slots_outside_the_pool_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("stored", QUANTIZED)
-@pytest.mark.parametrize(("dtype", "head_dim", "block_tokens"), [(torch.float32, 64, 16), (torch.bfloat16, 80, 48)])
-def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int, block_tokens: int) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), [(torch.float32, 64, 16), (torch.bfloat16, 80, 48)])
+def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     """A prompt over two blocks, then tokens one by one, quiet ones and loud ones, into a pool full of old bytes."""
     rng, kv_heads = generator(), 2
-    size = kv_quantization.slice_bytes(kv_heads, block_tokens, head_dim)
+    size = kv_quantization.slice_bytes(kv_heads, block_size, head_dim)
     slices = torch.full((3, size), 0x7F, dtype=torch.uint8, device=DEVICE)
-    kv, scales = kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
-    slots = [(2, i) for i in range(block_tokens - 6, block_tokens)] + [(0, i) for i in range(5)]
+    kv, scales = kv_quantization.views(slices, stored, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim)
+    slots = [(2, i) for i in range(block_size - 6, block_size)] + [(0, i) for i in range(5)]
     at = 0
     for count, loudness in ((8, 1.0), (1, 0.5), (1, 7.0), (1, 1e-3)):
         k, v = loudness * torch.randn((2, count, kv_heads, head_dim), generator=rng).to(dtype)
@@ -69,7 +69,7 @@ def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int,
 
 def test_zeros_are_stored_as_zeros() -> None:
     slices = torch.full((1, 2 * 16 * (64 + 4)), 0x7F, dtype=torch.uint8, device=DEVICE)
-    kv, scales = kv_quantization.views(slices, torch.int8, kv_heads=1, block_tokens=16, head_dim=64)
+    kv, scales = kv_quantization.views(slices, torch.int8, kv_heads=1, block_size=16, head_dim=64)
     k = torch.zeros((2, 1, 64))
     both_write(k, k, kv, scales, [0, 0], [0, 1])
     assert not kv[:, :, :, :2].any()

@@ -20,14 +20,14 @@ def attend(
     stored: torch.dtype | None = None,
     head_dim: int = 128,
     group: int = 4,
-    block_tokens: int = 64,
+    block_size: int = 64,
     deterministic: bool = False,
     max_context: int | None = None,
 ) -> None:
     """Launch attention of two sequences; contents do not matter, nothing runs."""
-    kv = torch.empty((4, 2, 2, block_tokens, head_dim), dtype=stored or dtype)
-    scales = None if stored is None else torch.empty((4, 2, 2, block_tokens))
-    tables = torch.zeros((2, 4096 // block_tokens), dtype=torch.int32)
+    kv = torch.empty((4, 2, 2, block_size, head_dim), dtype=stored or dtype)
+    scales = None if stored is None else torch.empty((4, 2, 2, block_size))
+    tables = torch.zeros((2, 4096 // block_size), dtype=torch.int32)
     lengths = torch.zeros(2, dtype=torch.int32)
     q = torch.empty((2 * rows, 2 * group, head_dim), dtype=dtype)
     keywords = {"max_context": max_context, "deterministic": deterministic}

@@ -92,27 +92,27 @@ def make(
     kv_heads: int = 2,
     group: int = 4,
     head_dim: int = 64,
-    block_tokens: int = 16,
+    block_size: int = 16,
     seed: int | None = None,
     spare: int = 3,
     stride: int = 0,  # elements between blocks beyond their size
 ) -> Case:
     """Scatter random sequences over a poisoned pool."""
     rng = generator(seed)
-    used = [-(-total // block_tokens) for _, total in sequences]
+    used = [-(-total // block_size) for _, total in sequences]
     blocks = sum(used) + spare
     free = torch.randperm(blocks, generator=rng).tolist()
     tables = torch.full((len(sequences), max(used) + 1), 2**30, dtype=torch.int32)
-    exact = torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=torch.float64)
+    exact = torch.full((blocks, kv_heads, 2, block_size, head_dim), torch.nan, dtype=torch.float64)
     scales = None
     if stored is not None:
-        scales = torch.full((blocks, kv_heads, 2, block_tokens), torch.nan)
+        scales = torch.full((blocks, kv_heads, 2, block_size), torch.nan)
     kv = torch.full(exact.shape, torch.nan, dtype=dtype) if stored is None else _poison(exact.shape, stored)
     for s, (_, total) in enumerate(sequences):
         for j in range(used[s]):
             block = free.pop()
             tables[s, j] = block
-            n = min(block_tokens, total - j * block_tokens)
+            n = min(block_size, total - j * block_size)
             values = torch.randn((kv_heads, 2, n, head_dim), generator=rng)
             if j == used[s] - 1:
                 values[:, 1, -1] *= LAST_TOKEN

@@ -128,9 +128,9 @@ def test_attention_in_float32(head_dim: int, rows: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [AMPERE, AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("rows", "block_tokens"), [(1, 64), (200, 16)])
-def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_tokens: int) -> None:
-    _fits(gpu, lambda ops: launches.attend(ops, rows=rows, stored=stored, block_tokens=block_tokens))
+@pytest.mark.parametrize(("rows", "block_size"), [(1, 64), (200, 16)])
+def test_quantized_attention(gpu: Gpu, stored: torch.dtype, rows: int, block_size: int) -> None:
+    _fits(gpu, lambda ops: launches.attend(ops, rows=rows, stored=stored, block_size=block_size))
 
 
 @pytest.mark.slow
