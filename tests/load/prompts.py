@@ -26,7 +26,7 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that must be those of the loaded engine instance, for programs that talk to it directly."""
     parser.add_argument("--model", default=str(model_dir()), help="default: the bundled model")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--engine", default="real", help="real, or emulated:PROFILE to emulate compute")
     parser.add_argument("--engine-time-scale", type=float, default=0.0, help="emulated seconds per second")
     parser.add_argument("--kv-bytes", type=int, default=0, help="of its KV pool; 0 = its default")

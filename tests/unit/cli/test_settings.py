@@ -99,7 +99,7 @@ def test_an_unknown_flag_is_no_setting() -> None:
     ("verb", "old", "now"),
     [
         ("calibrate", "--kv-dtype", "--kv-cache-dtype"),
-        ("model inspect", "--block-tokens", "--block-size"),
+        ("model inspect", "--block-size", "--block-size"),
         ("replay", "--step-tokens", "--max-num-batched-tokens"),
         ("generate", "--prompt", "the argument PROMPT"),
         ("demo", "--model", "the argument MODEL"),
