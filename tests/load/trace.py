@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--kvstore", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=512, help="tokens per KV block; traces have 512")
-    parser.add_argument("--step-tokens", type=int, default=4096, help="prompt tokens of one prefill step")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="prompt tokens of one prefill step")
     parser.add_argument(
         "--kv-bytes", type=int, default=0, help="emulated bytes of each pool; 0 = what the hardware holds"
     )
