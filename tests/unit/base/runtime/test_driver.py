@@ -12,7 +12,7 @@ from moonpool.base.runtime.journal import JournalWriter, journal_files, read_jou
 from moonpool.base.scheduling.state_machine import IoEnded, Tick
 from tests.unit.fakes.counter_core import Add, Counter, Said, Start
 
-OURS = re.compile(r"(moonpool\.scheduling|tests\.unit\.(fakes|runtime))\..*")
+OURS = re.compile(r"(moonpool\.base\.scheduling|tests\.unit\.(fakes|base\.runtime))\..*")
 
 
 class TwoSayings(Counter):

@@ -66,7 +66,7 @@ def test_a_rerun_stops_at_the_first_action_that_differs(tmp_path: Path) -> None:
     writer.record(2.0, Add(2), [Start(7)])
     writer.record(3.0, Add(3), [Start(3)])
     writer.close()
-    result = rerun(tmp_path / "a.0", modules=re.compile(r"(moonpool\.scheduling|tests\.unit\.fakes)\..*"))
+    result = rerun(tmp_path / "a.0", modules=re.compile(r"(moonpool\.base\.scheduling|tests\.unit\.fakes)\..*"))
     assert result.events == 2
     assert result.difference is not None
     assert result.difference.entry.event == Add(2)

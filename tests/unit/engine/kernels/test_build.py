@@ -220,7 +220,7 @@ def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_runs_compilers_ends_in_order_while_its_parent_lives() -> None:
-    program = build.SOURCES / "compiling.py"
+    program = Path(build.__file__).with_name("compiling.py")
     command = [sys.executable, "-I", "-S", str(program), "1", '[["true"], ["false"]]']
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
