@@ -29,16 +29,20 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
 def _covering(axes: Sequence[Sequence[Any]], together: int) -> list[Any]:
     """Choose greedily the combinations that have most of what is still missing, of these such as have what is rare."""
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    has = {one: set(itertools.combinations(enumerate(one), together)) for one in combinations}
+    has = {combination: set(itertools.combinations(enumerate(combination), together)) for combination in combinations}
     missing, chosen, used = set[object]().union(*has.values()), set[tuple[int, ...]](), Counter[object]()
     while missing:
-        best = max(combinations, key=lambda one: (len(has[one] & missing), -sum(used[it] for it in has[one])))
+        best = max(
+            combinations,
+            key=lambda combination: (len(has[combination] & missing), -sum(used[item] for item in has[combination])),
+        )
         chosen.add(best)
         missing -= has[best]
         used.update(has[best])
     return [
         pytest.param(
-            *(axis[at] for axis, at in zip(axes, one, strict=True)), marks=() if one in chosen else pytest.mark.slow
+            *(axis[at] for axis, at in zip(axes, combination, strict=True)),
+            marks=() if combination in chosen else pytest.mark.slow,
         )
-        for one in combinations
+        for combination in combinations
     ]

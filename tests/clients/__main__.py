@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".clients", help="where programs are installed")
     parser.add_argument("--write", action="store_true", help="write the table in docs/clients.md")
     options = parser.parse_args(arguments)
-    chosen = [it for it in programs() if not options.names or it.name in options.names]
+    chosen = [item for item in programs() if not options.names or item.name in options.names]
     expected = listed_cells(PAGE.read_text(encoding="utf-8"))
     worked: dict[str, list[str]] = {}
     changed, skipped = [], []

@@ -75,7 +75,7 @@ match sys.argv[2]:
         targets = [chunk(0.0) for _ in range(COUNT)]
         task = adapter.submit_load_task(keys, targets)
         loaded = result(adapter.get_load_event_fd(), lambda: adapter.query_load_result(task))
-        equal = [torch.equal(one.tensor, other.tensor) for one, other in zip(targets, objects, strict=True)]
+        equal = [torch.equal(target.tensor, other.tensor) for target, other in zip(targets, objects, strict=True)]
         print(f"found {found.popcount()} of {COUNT}, loaded {loaded.popcount()}, equal {sum(equal)}")
     case "delete":
         assert store().is_successful()

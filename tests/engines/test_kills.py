@@ -126,7 +126,7 @@ async def joined(client: AsyncClient, *names: str, there: bool = True) -> None:
     """Waits until the conductor knows instances, or knows no more of them."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            known = {one.id for one in (await client.cluster_state()).instances}
+            known = {instance.id for instance in (await client.cluster_state()).instances}
             if known.issuperset(names) if there else known.isdisjoint(names):
                 return
             await asyncio.sleep(0.2)
@@ -136,7 +136,7 @@ async def load(ask: Ask, asked: list[list[int]], strike: Strike | None = None) -
     """Asks all prompts, and strikes when a third of them are answered. Returns answers, and who computed prompts."""
     places, answered, struck = asyncio.Semaphore(AT_ONCE), 0, asyncio.Event()
 
-    async def one(prompt: list[int]) -> tuple[Any, str]:
+    async def ask(prompt: list[int]) -> tuple[Any, str]:
         nonlocal answered
         async with places:
             answer = await ask(prompt)
@@ -151,7 +151,7 @@ async def load(ask: Ask, asked: list[list[int]], strike: Strike | None = None) -
             await strike()
 
     strikes = asyncio.create_task(striking())
-    found = await asyncio.gather(*map(one, asked))
+    found = await asyncio.gather(*map(ask, asked))
     await strikes
     return tuple(zip(*found, strict=True))
 
@@ -195,7 +195,7 @@ def check(reference: Reference, asked: Sequence[list[int]], answers: Sequence[li
 
 
 async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is_killed(tmp_path: Path) -> None:
-    asked, reference, one = prompts(340, VOCAB, seed=17), Reference(TINY), ("vllm-0-prefill", "vllm-0-decode")
+    asked, reference, engines = prompts(340, VOCAB, seed=17), Reference(TINY), ("vllm-0-prefill", "vllm-0-decode")
     with CheckedStack(plan(tmp_path / "stack")) as own:
         part = Part(tmp_path, own.addresses, transfer=pooled([own.services["kvstore-0"].address]))
         async with (
@@ -204,10 +204,10 @@ async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is
             asking(own.addresses) as ask,
             asking_for_text(f"http://{own.http_address}", model_name(str(TINY))) as ask_for_text,
         ):
-            await joined(client, *one)
+            await joined(client, *engines)
             answers, places = await load(ask, asked[:100])
             check(reference, asked[:100], answers)
-            by_vllm = places.count(one[0])
+            by_vllm = places.count(engines[0])
             print(f"{by_vllm} of 100 prompts at vLLM, the others at Moonpool's engines")
             assert 10 < by_vllm < 90
 
@@ -225,16 +225,16 @@ async def test_engines_of_both_makes_answer_and_no_answer_is_lost_when_a_part_is
                 now = asked[100 + 40 * at : 140 + 40 * at]
                 answers, places = await load(ask, now, strike)
                 check(reference, now, answers)
-                print(f"kill -9 of {name}: {places.count(one[0])} of {len(now)} prompts at vLLM")
-                assert one[0] in places
+                print(f"kill -9 of {name}: {places.count(engines[0])} of {len(now)} prompts at vLLM")
+                assert engines[0] in places
                 if name == "adapter":  # its engine still holds what it computed
                     await part.start_adapter()
                 elif name == "engine":
-                    await joined(client, *one, there=False)
+                    await joined(client, *engines, there=False)
                     await part.start_engine()
                 else:
                     await asyncio.to_thread(own.restart, name)
-                await joined(client, *one)
+                await joined(client, *engines)
             again = await load(ask, asked[:40])
             assert own.gauge("vllm-0-prefill", "prompts_recomputed_total") == 0
 
@@ -321,7 +321,7 @@ async def test_after_a_kill_nothing_is_promised_too_much_and_all_is_exact_soon(t
     asked, port, clock = prompts(200, VOCAB, seed=19), free_port(), asyncio.get_running_loop().time
     address = f"127.0.0.1:{port}"
     part, view, draw = Part(tmp_path, [address]), HeldView(), random.Random(3)
-    one = "vllm-0-prefill"
+    prefill = "vllm-0-prefill"
     async with AsyncExitStack() as ends, AsyncClient(address) as client:
 
         async def start_conductor() -> asyncio.subprocess.Process:
@@ -333,24 +333,24 @@ async def test_after_a_kill_nothing_is_promised_too_much_and_all_is_exact_soon(t
         await ends.enter_async_context(parts(part))
         following = asyncio.create_task(view.follow(address))
         ends.callback(following.cancel)
-        await view.until(lambda: one in view.keys)
+        await view.until(lambda: prefill in view.keys)
         for prompt in asked:
             await client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=1, temperature=0.0))
         for name in ("adapter", "conductor", "engine"):
             if name == "adapter":
                 await part.kill_adapter()
-                await view.until(lambda: one not in view.keys)
+                await view.until(lambda: prefill not in view.keys)
                 await part.start_adapter()
             elif name == "conductor":
                 conductor.kill()
                 await conductor.wait()
-                await view.until(lambda: one not in view.keys)
+                await view.until(lambda: prefill not in view.keys)
                 conductor = await start_conductor()
             else:
                 await part.kill_engine()
-                await view.until(lambda: one not in view.keys)
+                await view.until(lambda: prefill not in view.keys)
                 await part.start_engine()
-            await view.until(lambda: one in view.keys)
+            await view.until(lambda: prefill in view.keys)
             back, less, late, hits = clock(), 0, 0, 0
             for prompt in draw.sample(asked, 70):
                 promised, began = view.promised(prompt), clock()

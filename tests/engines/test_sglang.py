@@ -20,14 +20,14 @@ pytestmark = [
 
 
 async def test_answers_are_a_plain_forward_passes_and_the_index_is_the_engines_cache(tmp_path: Path) -> None:
-    reference, one = Reference(TINY), "sglang-0-prefill"
+    reference, prefill = Reference(TINY), "sglang-0-prefill"
     async with (
         sglang(tmp_path, blocks=64) as server,
         stack() as running,
         adapter(server.url, running.address, "sglang-0", kind="sglang"),
     ):
-        await joined(running, one, "sglang-0-decode")
-        await assert_index_is_the_cache(running, server, reference, 300, probes=100, instance=one)
+        await joined(running, prefill, "sglang-0-decode")
+        await assert_index_is_the_cache(running, server, reference, 300, probes=100, instance=prefill)
 
 
 async def test_a_pair_answers_as_a_plain_forward_pass(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ async def ask(running: Stack, asked: Sequence[list[int]], at_once: int = 4) -> l
     """The answers to prompts."""
     places = asyncio.Semaphore(at_once)
 
-    async def one(prompt: list[int]) -> list[int]:
+    async def ask(prompt: list[int]) -> list[int]:
         async with places:
             return (await running.client.generate(token_ids=prompt, sampling=ANSWER)).token_ids
 
-    return list(await asyncio.gather(*map(one, asked)))
+    return list(await asyncio.gather(*map(ask, asked)))
 
 
 def promised(running: Stack, root: bytes, prompt: Sequence[int], instance: str = VLLM) -> int:

@@ -46,18 +46,20 @@ class Disturbances:
         for kind in kinds:
             if any(first <= end and begin <= last for first, last in self.down(kind)):
                 return f"each {kind} was disturbed"
-        faults = {it.begin for it in self._all if it.begin <= end and begin <= it.end and _kind(it.service) in kinds}
+        faults = {
+            each.begin for each in self._all if each.begin <= end and begin <= each.end and _kind(each.service) in kinds
+        }
         return f"{len(faults)} faults" if len(faults) > self._retries else ""
 
     def any(self, begin: float, end: float) -> bool:
         """Whether a service was disturbed meanwhile."""
-        return any(it.begin <= end and begin <= it.end for it in self._all)
+        return any(each.begin <= end and begin <= each.end for each in self._all)
 
     def down(self, kind: str) -> list[Span]:
         """Times in which all services of a kind were disturbed."""
         found: list[Span] | None = None
         for service in self._of_kind.get(kind, ()):
-            spans = _united((it.begin, it.end) for it in self._all if it.service == service)
+            spans = _united((each.begin, each.end) for each in self._all if each.service == service)
             found = spans if found is None else _common(found, spans)
         return found or []
 
@@ -81,6 +83,6 @@ def _united(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    pairs = [(max(a[0], b[0]), min(a[1], b[1])) for a in one for b in other]
+def _common(value: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    pairs = [(max(a[0], b[0]), min(a[1], b[1])) for a in value for b in other]
     return sorted((first, last) for first, last in pairs if first < last)

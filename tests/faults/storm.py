@@ -187,7 +187,7 @@ class Storm:
         growing: list[str] = []
         still = 0
         for _ in range(ROUNDS * len(self._stack.services)):
-            tasks = {one.instance: one.value for one in self._round(report, asks) if one.name == "tasks"}
+            tasks = {each.instance: each.value for each in self._round(report, asks) if each.name == "tasks"}
             growing = [
                 f"{name}: {most[name]:g} tasks became {count:g}, and they go on becoming more"
                 for name, count in tasks.items()

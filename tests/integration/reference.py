@@ -96,14 +96,14 @@ class Reference:
 
     def assert_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs], top: int) -> None:
         """Fails when the log probabilities of tokens that follow a context are not the reference's."""
-        tokens = [it.token_id for it in found]
+        tokens = [each.token_id for each in found]
         rows = torch.log_softmax(self.logits([*context, *tokens[:-1]])[len(context) - 1 :], dim=-1)
-        for row, it in zip(rows, found, strict=True):
-            assert abs(float(row[it.token_id]) - it.logprob) <= LOGPROB_TOLERANCE
-            assert abs(int((row > row[it.token_id]).sum()) + 1 - it.rank) <= 1, "equals may be rounded apart"
+        for row, scored in zip(rows, found, strict=True):
+            assert abs(float(row[scored.token_id]) - scored.logprob) <= LOGPROB_TOLERANCE
+            assert abs(int((row > row[scored.token_id]).sum()) + 1 - scored.rank) <= 1, "equals may be rounded apart"
             best = row.topk(top).values.tolist()
-            assert max((abs(mine - its) for mine, (_, its) in zip(best, it.top, strict=True)), default=0) <= 1e-4
-            assert all(abs(float(row[token]) - value) <= LOGPROB_TOLERANCE for token, value in it.top)
+            assert max((abs(mine - each) for mine, (_, each) in zip(best, scored.top, strict=True)), default=0) <= 1e-4
+            assert all(abs(float(row[token]) - value) <= LOGPROB_TOLERANCE for token, value in scored.top)
 
 
 def error_of(other: Reference, exact: Reference, prompt: Sequence[int]) -> float:

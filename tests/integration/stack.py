@@ -30,9 +30,9 @@ class CheckedStack(JournaledStack):
     def gauge(self, instance: str, name: str) -> float:
         """A gauge of one instance, or of all whose id begins so, added up."""
         readings = [
-            it
-            for it in read_gauges(self.address, self.plan.tls)
-            if it.instance.startswith(instance) and it.name == name
+            read_gauge
+            for read_gauge in read_gauges(self.address, self.plan.tls)
+            if read_gauge.instance.startswith(instance) and read_gauge.name == name
         ]
         assert readings, f"{instance} has no gauge {name}"
         return sum(reading.value for reading in readings)

@@ -64,11 +64,13 @@ def needed(requirements: Sequence[str]) -> list[Distribution]:
         text, extras = todo.pop()
         requirement = Requirement(text)
         key = requirement.name, frozenset(requirement.extras)
-        asked_for = not requirement.marker or any(requirement.marker.evaluate({"extra": it}) for it in ("", *extras))
+        asked_for = not requirement.marker or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+        )
         if asked_for and key not in found:
             found[key] = metadata.distribution(requirement.name)
             todo += [(text, key[1]) for text in found[key].requires or ()]
-    return list({one.name: one for one in found.values()}.values())
+    return list({each.name: each for each in found.values()}.values())
 
 
 def run(python: Path, code: str) -> str:

@@ -231,7 +231,7 @@ def is_light_and_says_that_it_is_emulated(pid: int, address: str) -> None:
     with Client(address) as client:
         assert client.generate(prompt="hello").placement.emulated
         assert client.cluster_state().emulated == "llama-70b-a800"
-    emulated = {it.instance: it.value for it in wait_at_rest(address, 20) if it.name == "emulated"}
+    emulated = {each.instance: each.value for each in wait_at_rest(address, 20) if each.name == "emulated"}
     assert set(emulated.values()) == {1.0}
     assert len(emulated) == 3
 

@@ -81,5 +81,5 @@ def test_clocks_apart(apart: CheckedStack, reference: Reference) -> None:
             assert 0.0 <= told_s < took_s
     assert story.placement is not None
     assert 0.0 < story.placement.predicted_ttft_s < took_s
-    times = [*story.timeline.token_s, *(it.end_s for it in (*story.timeline.loads, *story.timeline.chunks))]
+    times = [*story.timeline.token_s, *(load.end_s for load in (*story.timeline.loads, *story.timeline.chunks))]
     assert all(0.0 <= told_s < took_s for told_s in times)

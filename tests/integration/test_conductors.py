@@ -39,9 +39,12 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
     for prompt, result in zip(prompts, results, strict=True):
         assert (len(result.token_ids), result.resumes) == (1000, 1)
         reference.assert_greedy(prompt, result.token_ids)
-        assert [it.token_id for it in result.logprobs] == result.token_ids
+        assert [logprob.token_id for logprob in result.logprobs] == result.token_ids
         reference.assert_logprobs(prompt, result.logprobs, 1)
-        assert [it and it.token_id for it in result.prompt_logprobs] == [None, *prompt[1:]]
+        assert [prompt_logprob and prompt_logprob.token_id for prompt_logprob in result.prompt_logprobs] == [
+            None,
+            *prompt[1:],
+        ]
     wait_at_rest(second, timeout_s=20)
     stack.restart("conductor")
     assert stack.gauge("decode", "sequences_adopted_total") == len(prompts)

@@ -150,7 +150,9 @@ def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) 
     assert pair.gauge(peer, "peer_read_bytes_total") > before
     if len(second.placements) == 1:  # placed anew, it may find in its own pool what was read before
         assert second.placement.kvstore == peer
-        assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
+        assert [
+            candidate.source for candidate in explained.candidates if candidate.instance == second.placement.prefill
+        ] == [peer]
     assert second.token_ids == first.token_ids
     reference.assert_greedy(prompt, second.token_ids)
 
@@ -168,8 +170,10 @@ def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
                 killed = stream.placement.decode
                 stack.services[killed].signal(signal.SIGKILL)
         assert stream.result is not None
-        assert [it.token_ids for it in stream.result.choices] == [it.token_ids for it in undisturbed.choices]
-        assert len({tuple(it.token_ids) for it in undisturbed.choices}) == 4
+        assert [choice.token_ids for choice in stream.result.choices] == [
+            choice.token_ids for choice in undisturbed.choices
+        ]
+        assert len({tuple(choice.token_ids) for choice in undisturbed.choices}) == 4
         assert_elsewhere(stream.result, killed)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
@@ -201,7 +205,7 @@ def test_conductor_killed_under_several_answers(request: pytest.FixtureRequest, 
     with Client(stack.address) as client:
         undisturbed = client.generate(token_ids=prompt, sampling=sampling)
     result = asyncio.run(disturbed_one())
-    assert [it.token_ids for it in result.choices] == [it.token_ids for it in undisturbed.choices]
+    assert [each.token_ids for each in result.choices] == [each.token_ids for each in undisturbed.choices]
     # What is computed again comes from steps of other shapes, whose sums round otherwise.
     for choice, other in zip(result.choices, undisturbed.choices, strict=True):
         assert choice.score == (pytest.approx(other.score, abs=SCORE_TOLERANCE) if beams else None)

@@ -71,9 +71,9 @@ async def test_two_hundred_forced_calls(stack: CheckedStack) -> None:
                 else:
                     answer = await client.chat.completions.create(**ask)
             assert answer.choices[0].finish_reason == "tool_calls", answer
-            for it in answer.choices[0].message.tool_calls or ():
-                assert it.type == "function"
-                jsonschema.validate(json.loads(it.function.arguments), schemas[it.function.name])
+            for tool_call in answer.choices[0].message.tool_calls or ():
+                assert tool_call.type == "function"
+                jsonschema.validate(json.loads(tool_call.function.arguments), schemas[tool_call.function.name])
 
         failures = await asyncio.gather(*map(call, range(200)), return_exceptions=True)
     assert [failure for failure in failures if failure is not None] == []

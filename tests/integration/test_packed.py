@@ -38,8 +38,8 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(its, marks=pytest.mark.slow) for its in (("int8", 1), ("int4", 2))), ("auto", 2)],
-    ids=lambda its: f"{its[0]}-stages{its[1]}",
+    params=[*(pytest.param(each, marks=pytest.mark.slow) for each in (("int8", 1), ("int4", 2))), ("auto", 2)],
+    ids=lambda each: f"{each[0]}-stages{each[1]}",
 )
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory

@@ -308,7 +308,7 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
     asked = [
         (served.prompt(30 + 11 * number, seed=600 + number), greedy_or_sampled(seed=number)) for number in range(6)
     ]
-    alone = [asyncio.run(served.gather([one]))[0] for one in asked]
+    alone = [asyncio.run(served.gather([each]))[0] for each in asked]
     before = served.stack.gauge("decode-", "steps_total")
     together, others = asyncio.run(in_company(served, asked))
     steps, decoded = served.stack.gauge("decode-", "steps_total") - before, others + len(asked) * (ANSWER_TOKENS - 1)

@@ -163,4 +163,4 @@ def test_a_chat_of_ten_turns(stack: CheckedStack, reference: Reference, toleranc
 
 def common(first: list[int], second: list[int]) -> int:
     """Tokens that two sequences begin with alike: an answer may have been spelled by other tokens than its text is."""
-    return next((i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))
+    return next((i for i, (each, other) in enumerate(zip(first, second, strict=False)) if each != other), len(first))

@@ -218,8 +218,8 @@ class Asks:
         self._number += 1
         drawn = random.Random(f"ask {self.seed} {number}")
         interface = _weighed(drawn, INTERFACES)
-        features = [it for it in OF[interface] if self.computes or it in EMULATED]
-        feature = _weighed(drawn, {it: FEATURES[it] for it in features})
+        features = [each for each in OF[interface] if self.computes or each in EMULATED]
+        feature = _weighed(drawn, {each: FEATURES[each] for each in features})
         ask = Ask(number, drawn.choice(TENANTS), interface, feature, self._how(drawn, interface, feature))
         ask = replace(ask, streamed=interface not in SDK and feature != "scored" and drawn.random() < 0.6)
         if interface in CHATS:
@@ -313,7 +313,11 @@ def tool_arguments(interface: Interface, answer: Mapping[str, Any]) -> Sequence[
     match interface:
         case "chat":
             calls = answer["choices"][0]["message"].get("tool_calls") or ()
-            return [it["function"]["arguments"] for it in calls if it["function"]["name"] == TOOL]
+            return [call["function"]["arguments"] for call in calls if call["function"]["name"] == TOOL]
         case "responses":
-            return [it["arguments"] for it in answer["output"] if it["type"] == "function_call" and it["name"] == TOOL]
-    return [it["input"] for it in answer["content"] if it["type"] == "tool_use" and it["name"] == TOOL]
+            return [
+                each["arguments"]
+                for each in answer["output"]
+                if each["type"] == "function_call" and each["name"] == TOOL
+            ]
+    return [each["input"] for each in answer["content"] if each["type"] == "tool_use" and each["name"] == TOOL]

@@ -138,24 +138,25 @@ async def _follow(stream: AsyncTokenStream, ask: Ask, outcome: Outcome) -> None:
         found.tokens += event.token_ids
         found.text += event.text
         found.logprobs += event.logprobs
-        outcome.scored += [it for it in event.prompt_logprobs if it is not None]
-        if ask.ending == "leave after tokens" and sum(len(it.tokens) for it in outcome.answers) >= ask.limit:
+        outcome.scored += [prompt_logprob for prompt_logprob in event.prompt_logprobs if prompt_logprob is not None]
+        if ask.ending == "leave after tokens" and sum(len(answer.tokens) for answer in outcome.answers) >= ask.limit:
             outcome.ended = "left"
             stream.cancel()
             return
     assert stream.result is not None, "a stream that has ended well has a result"
-    told = [(it.tokens, it.text) for it in outcome.answers]
+    told = [(answer.tokens, answer.text) for answer in outcome.answers]
     _take_result(outcome, stream.result)
-    if not ask.how.beam_width and told != [(it.tokens, it.text) for it in outcome.answers]:
+    if not ask.how.beam_width and told != [(answer.tokens, answer.text) for answer in outcome.answers]:
         outcome.unexpected = "the result is not what the events told"
 
 
 def _take_result(outcome: Outcome, result: GenerateResult) -> None:
     outcome.answers = [
-        Answer(list(it.token_ids), it.text, it.finish_reason, list(it.logprobs), it.score) for it in result.choices
+        Answer(list(choice.token_ids), choice.text, choice.finish_reason, list(choice.logprobs), choice.score)
+        for choice in result.choices
     ]
     outcome.cached = result.usage.cached_tokens
-    outcome.scored = [it for it in result.prompt_logprobs if it is not None]
+    outcome.scored = [prompt_logprob for prompt_logprob in result.prompt_logprobs if prompt_logprob is not None]
     outcome.resumes, outcome.placements = result.resumes, len(result.placements)
 
 
@@ -252,8 +253,8 @@ def _told(interface: Interface, choice: dict[str, Any]) -> list[ToldLogprobs]:
         return []
     if interface == "chat":
         return [
-            (it["token"], it["logprob"], {top["token"]: top["logprob"] for top in it["top_logprobs"]})
-            for it in found["content"]
+            (each["token"], each["logprob"], {top["token"]: top["logprob"] for top in each["top_logprobs"]})
+            for each in found["content"]
         ]
     return list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True))
 
@@ -271,22 +272,22 @@ def _read_whole(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
                 found.text, found.finish = told or "", choice["finish_reason"]
                 found.told = _told(ask.interface, choice)
             for scores in answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs") or ():
-                by_token = None if scores is None else {int(token): it["logprob"] for token, it in scores.items()}
+                by_token = None if scores is None else {int(token): score["logprob"] for token, score in scores.items()}
                 outcome.told_scores.append(by_token)
             _read_usage(answer.get("usage"), outcome)
         case "responses":
             _read_whole_response(answer, outcome)
         case _:
             found = outcome.answer(0)
-            found.text = "".join(it["text"] for it in answer["content"] if it["type"] == "text")
+            found.text = "".join(each["text"] for each in answer["content"] if each["type"] == "text")
             found.finish = answer["stop_reason"]
             outcome.cached = answer["usage"].get("cache_read_input_tokens")
 
 
 def _read_whole_response(answer: dict[str, Any], outcome: Outcome) -> None:
-    messages = [it for it in answer["output"] if it["type"] == "message"]
+    messages = [each for each in answer["output"] if each["type"] == "message"]
     found = outcome.answer(0)
-    found.text = "".join(part["text"] for it in messages for part in it["content"])
+    found.text = "".join(part["text"] for message in messages for part in message["content"])
     found.finish = {"completed": "stop", "incomplete": "length"}.get(answer["status"], answer["status"])
     outcome.cached = answer["usage"]["input_tokens_details"]["cached_tokens"]
 

@@ -333,7 +333,7 @@ class Cluster:
 
     async def gauge(self, instance: str, name: str) -> float:
         """One gauge of a service."""
-        [value] = [it.value for it in await self.gauges(instance) if it.name == name]
+        [value] = [gauge.value for gauge in await self.gauges(instance) if gauge.name == name]
         return value
 
     async def rest(self) -> None:
@@ -345,7 +345,7 @@ class Cluster:
         trouble = ""
         for _ in range(int(REST_S)):
             try:
-                held = [it for it in await self.gauges() if not it.resting]
+                held = [gauge for gauge in await self.gauges() if not gauge.resting]
             except MoonpoolError as error:
                 trouble = repr(error)
             else:

@@ -75,7 +75,7 @@ class Disk:
 
     def damage(self) -> bool:
         """Change some bytes of a segment; returns whether there was one."""
-        segments = sorted(it for it in self.path.rglob("*.seg") if it.stat().st_size)
+        segments = sorted(each for each in self.path.rglob("*.seg") if each.stat().st_size)
         if not segments:
             return False
         path = self._chance.choice(segments)

@@ -297,7 +297,7 @@ async def start_stages(
         between = [None, *(Hidden() for _ in range(spec.stages - 1)), None]
         links = [VirtualLinks(*ends) for ends in itertools.pairwise(between)]
         parts = zip(memory.pool.parts, links, strict=True)
-        stages = [Stage(spec, number, *its, decode=decode) for number, its in enumerate(parts)]
+        stages = [Stage(spec, number, *part, decode=decode) for number, part in enumerate(parts)]
         engine = ProcessEngine(spec, memory, [stage.worker for stage in stages])
         engine.speeds = SPEEDS
         engine.listen()

@@ -90,7 +90,7 @@ class Faults:
             await asyncio.sleep(min(drawn.expovariate(1 / self._plan.gap_s), max(0.0, until - now())))
             if now() >= until:
                 break
-            [kind] = drawn.choices(self._plan.kinds, [WEIGHTS[it] for it in self._plan.kinds])
+            [kind] = drawn.choices(self._plan.kinds, [WEIGHTS[each] for each in self._plan.kinds])
             seconds = drawn.uniform(0.3, LONGEST_S)
             names = self._hit(kind, seconds)
             if not names:
@@ -116,7 +116,7 @@ class Faults:
         if kind in OF_LINKS:
             return self._hit_link(kind, seconds)
         if kind.startswith("flood of "):
-            flood = next(it for it in FLOODS if it == kind.removeprefix("flood of "))
+            flood = next(each for each in FLOODS if each == kind.removeprefix("flood of "))
             self._beside(self._flooded(flood))
             return [flood]
         if kind in ("gateway", "gateway stop"):
@@ -125,11 +125,11 @@ class Faults:
             self._gateway.kill() if kind == "gateway" else self._gateway.stop()
             self._back(self._gateway, seconds, self._gateway.begin if kind == "gateway" else self._gateway.resume)
             return [self._gateway.name]
-        services = [it for it in self._cluster.services.values() if it.name not in self._busy]
+        services = [each for each in self._cluster.services.values() if each.name not in self._busy]
         if kind in OF_STORES:
-            services = [it for it in services if it.disk is not None]
+            services = [each for each in services if each.disk is not None]
         if kind in OF_STAGES:
-            services = [it for it in services if it.stages]
+            services = [each for each in services if each.stages]
         if not services:
             return []
         service = drawn.choice(services)
@@ -138,21 +138,21 @@ class Faults:
     def _hit_link(self, kind: FaultKind, seconds: float) -> list[str]:
         drawn, network = self._drawn, self._simulation.network
         names = [*self._cluster.services, self._gateway.name, "client"]
-        one, other = drawn.sample(names, 2)
+        value, other = drawn.sample(names, 2)
         match kind:
             case "reset":
-                network.reset(one, other)
+                network.reset(value, other)
             case "partition":
-                network.partition(one, other, seconds)
+                network.partition(value, other, seconds)
             case "one way":
-                network.disturb(one, other, seconds)
+                network.disturb(value, other, seconds)
             case "slow":
-                for link in ((one, other), (other, one)):
+                for link in ((value, other), (other, value)):
                     network.disturb(*link, seconds, drawn.uniform(0.02, 0.3))
             case "lossy":
-                for link in ((one, other), (other, one)):
+                for link in ((value, other), (other, value)):
                     network.disturb(*link, seconds, 0.0, drawn.uniform(0.05, 0.4))
-        return [one, other]
+        return [value, other]
 
     def _hit_service(self, kind: FaultKind, service: Service, seconds: float) -> bool:
         drawn, disk = self._drawn, service.disk
@@ -230,9 +230,9 @@ class Faults:
         self._side.append(self._simulation.loop.create_task(coroutine))
 
 
-def _hurt_by_link(one: str, other: str) -> list[str]:
+def _hurt_by_link(text: str, other: str) -> list[str]:
     """Of two services that do not reach each other those without which requests that need both must do."""
-    kinds = {name.partition("-")[0]: name for name in (one, other)}
+    kinds = {name.partition("-")[0]: name for name in (text, other)}
     if len(kinds) == 1 or "kvstore" in kinds:
         return []
     if "conductor" in kinds and not kinds.keys() & {"client", "gateway"}:

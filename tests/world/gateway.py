@@ -92,7 +92,7 @@ class Exchange:
     @property
     def token_ids(self) -> list[int]:
         """The tokens of a stream of completions so far."""
-        return [token for event in self.events for it in event["choices"] for token in it.get("token_ids") or ()]
+        return [token for event in self.events for each in event["choices"] for token in each.get("token_ids") or ()]
 
 
 class Gateway:
@@ -139,7 +139,7 @@ class Gateway:
             exchange.lose()
             return exchange
         app = await self._app
-        self._exchanges = {it: None for it in self._exchanges if not it.ended.is_set()}
+        self._exchanges = {each: None for each in self._exchanges if not each.ended.is_set()}
         self._exchanges[exchange] = None
         self._spawn(self._serve(app, exchange))
         return exchange

@@ -38,18 +38,18 @@ State = str
 """The key's value; "" for none."""
 
 
-def after(state: State, it: Operation) -> list[State]:
+def after(state: State, operation: Operation) -> list[State]:
     """What may be there after an operation that takes effect while `state` is there; empty: it cannot be."""
-    match it.kind:
-        case "put" if it.changed is None:
-            return [state, it.value] if not state else [state, "", it.value]
+    match operation.kind:
+        case "put" if operation.changed is None:
+            return [state, operation.value] if not state else [state, "", operation.value]
         case "put":
             # A put is refused by a value that is there; one that is new finds none, as the one before has vanished.
-            return [it.value] if it.changed else ([state] if state else [])
+            return [operation.value] if operation.changed else ([state] if state else [])
         case "get":
-            return [state] if not it.value or it.value == state else []
+            return [state] if not operation.value or operation.value == state else []
         case "delete":
-            return [""] if not it.changed or state else []
+            return [""] if not operation.changed or state else []
 
 
 def linearisable(operations: Sequence[Operation]) -> bool:
@@ -57,9 +57,16 @@ def linearisable(operations: Sequence[Operation]) -> bool:
 
     Each takes effect between its begin and its end; one that failed may have none.
     """
-    operations = sorted((it for it in operations if it.kind != "get" or it.value), key=lambda it: it.begin)
+    operations = sorted(
+        (operation for operation in operations if operation.kind != "get" or operation.value),
+        key=lambda operation: operation.begin,
+    )
     whole = (1 << len(operations)) - 1
-    optional = sum(1 << index for index, it in enumerate(operations) if it.changed is None and it.kind != "get")
+    optional = sum(
+        1 << index
+        for index, operation in enumerate(operations)
+        if operation.changed is None and operation.kind != "get"
+    )
     seen: set[tuple[int, State]] = set()
     ways: list[tuple[int, State]] = [(0, "")]
     while ways:
@@ -94,16 +101,17 @@ class Histories:
 
     def operations(self) -> Iterable[Operation]:
         """All operations."""
-        return (it for operations in self._operations.values() for it in operations)
+        return (operation for operations in self._operations.values() for operation in operations)
 
     def faults(self) -> Iterable[str]:
         """What no store that forgets may do, a line each."""
         for (store, tenant, key), operations in self._operations.items():
-            for it in operations:
-                if it.kind == "get" and it.value and not it.value.startswith(f"{tenant}/"):
-                    yield f"{tenant} has read a value of {it.value.partition('/')[0]} from {store}"
+            for operation in operations:
+                if operation.kind == "get" and operation.value and not operation.value.startswith(f"{tenant}/"):
+                    yield f"{tenant} has read a value of {operation.value.partition('/')[0]} from {store}"
             if not linearisable(operations):
                 story = "; ".join(
-                    f"{it.begin:.3f}-{it.end:.3f} {it.kind} {it.value or '-'} {it.changed}" for it in operations
+                    f"{each.begin:.3f}-{each.end:.3f} {each.kind} {each.value or '-'} {each.changed}"
+                    for each in operations
                 )
                 yield f"no order explains what happened to {key!r} of {tenant} at {store}: {story}"

@@ -136,7 +136,7 @@ class Marks:
             "a tool is called": outcome.arguments,
             "a tool's call is streamed": outcome.arguments and ask.streamed,
             "an answer is read late": ask.ending == "read late" and outcome.ended == "complete",
-            "log probabilities came over HTTP": any(it.told for it in outcome.answers),
+            "log probabilities came over HTTP": any(answer.told for answer in outcome.answers),
             "a body is refused for want of memory": "body_memory_bytes" in outcome.error,
             "a prompt is cached": outcome.cached,
             "a request is refused for its own limits": outcome.ended == "limited",

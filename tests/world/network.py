@@ -114,19 +114,19 @@ class Network:
         until = asyncio.get_running_loop().time() + seconds
         self._faults[sender, receiver] = LinkFault(until, delay_s, loss)
 
-    def partition(self, one: str, other: str, seconds: float) -> None:
+    def partition(self, text: str, other: str, seconds: float) -> None:
         """Hold all messages between two processes back for so long."""
-        self.disturb(one, other, seconds)
-        self.disturb(other, one, seconds)
+        self.disturb(text, other, seconds)
+        self.disturb(other, text, seconds)
 
     def heal(self) -> None:
         """End all faults of links."""
         self._faults.clear()
 
-    def reset(self, one: str, other: str) -> None:
+    def reset(self, text: str, other: str) -> None:
         """Break all connections between two processes."""
         for call in list(self.calls):
-            if call.server is not None and {call.client.name, call.server.node.name} == {one, other}:
+            if call.server is not None and {call.client.name, call.server.node.name} == {text, other}:
                 call.end(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
                 call.stop_serving()
 
@@ -585,7 +585,7 @@ class MemoryServer:
 
     async def _handler(self, details: _HandlerDetails) -> Any:
         async def find(details: Any) -> Any:
-            found = [self._registered.get(details.method), *(one.service(details) for one in self._generic)]
+            found = [self._registered.get(details.method), *(each.service(details) for each in self._generic)]
             return next((handler for handler in found if handler is not None), None)
 
         chain: Callable[[Any], Awaitable[Any]] = find

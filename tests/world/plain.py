@@ -111,10 +111,10 @@ class PlainJudge:
     def wrong_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs]) -> str:
         if not found:
             return ""
-        tokens = [it.token_id for it in found]
+        tokens = [each.token_id for each in found]
         rows = torch.log_softmax(self._model.logits([*context, *tokens[:-1]], len(tokens)), dim=-1)
-        for position, (row, it) in enumerate(zip(rows, found, strict=True)):
-            pairs = [(it.token_id, it.logprob), *it.top]
+        for position, (row, value) in enumerate(zip(rows, found, strict=True)):
+            pairs = [(value.token_id, value.logprob), *value.top]
             off = max(abs(float(row[token]) - logprob) for token, logprob in pairs)
             if off > LOGPROB:
                 return f"log probabilities at position {position} are off by {off:.3g}"

@@ -51,7 +51,9 @@ async def _serve(simulation: Simulation, names: Sequence[str], how: str, seconds
                     service.starve() if how == "starve" else service.stop()
                 await asyncio.sleep(seconds)
                 if "conductor-0" not in names:
-                    lost = set(cluster.services) - {it.id for it in (await client.cluster_state()).instances}
+                    lost = set(cluster.services) - {
+                        instance.id for instance in (await client.cluster_state()).instances
+                    }
                 for service in services:
                     service.resume()
         assert stream.result is not None

@@ -215,14 +215,17 @@ class Storm:
         return self._told
 
     def _result(self, log: str) -> dict[str, Any]:
-        answers = [(it.ask.number, it.begin, it.ended, [one.tokens for one in it.answers]) for it in self._outcomes]
-        digest = hashlib.sha256(repr(sorted(answers, key=lambda it: it[0])).encode()).hexdigest()[:16]
+        answers = [
+            (outcome.ask.number, outcome.begin, outcome.ended, [answer.tokens for answer in outcome.answers])
+            for outcome in self._outcomes
+        ]
+        digest = hashlib.sha256(repr(sorted(answers, key=lambda answer: answer[0])).encode()).hexdigest()[:16]
         up = self._faults.disturbances.up_share(0.0, self.plan.seconds, SDK_NEEDS)
         return {
             "seed": self.plan.seed,
             "engine": "computed" if self.plan.computes else "emulated",
             "requests": len(self._outcomes),
-            "outcomes": dict(Counter(it.ended for it in self._outcomes)),
+            "outcomes": dict(Counter(outcome.ended for outcome in self._outcomes)),
             "operations": len(self._histories),
             "faults": dict(sorted(self._faults.counts.items())),
             "up": round(up, 3),
@@ -250,7 +253,7 @@ class Storm:
             self._contexts[made.id] = tenant, tokens
 
     def _use_stores(self) -> None:
-        names = [name for name, it in self.cluster.services.items() if it.kind == "kvstore"]
+        names = [name for name, service in self.cluster.services.items() if service.kind == "kvstore"]
         addresses = {name: self.cluster.services[name].address for name in names}
         assert all(address.endswith(f":{STORE_PORT}") for address in addresses.values())
         for tenant in TENANTS[:2]:
@@ -316,8 +319,10 @@ class Storm:
             self.story.append(f"{self._now():.6f} deletion of {tenant}: {error}")
             return
         outcome = await self._ask(ask)
-        done = {it.instance for it in deleted.instances if not it.error}
-        everywhere = done.issuperset(it.name for it in self.cluster.services.values() if it.kind != "conductor")
+        done = {instance.instance for instance in deleted.instances if not instance.error}
+        everywhere = done.issuperset(
+            service.name for service in self.cluster.services.values() if service.kind != "conductor"
+        )
         if everywhere and outcome.cached:
             self.bad.append(f"{tenant} was deleted everywhere, and {outcome.cached} tokens are cached")
 
@@ -381,12 +386,14 @@ class Storm:
 
     def _each(self) -> Iterator[Ask]:
         """A request for each feature that the engine has, over some interface."""
-        wanted: list[Feature] = [it for it in FEATURES if self.plan.computes or it in ("greedy", "drawn", "several")]
+        wanted: list[Feature] = [
+            each for each in FEATURES if self.plan.computes or each in ("greedy", "drawn", "several")
+        ]
         interfaces: set[Interface] = set(OF)
         while wanted or interfaces:
             ask = self._asks.next()
             if ask.feature in wanted or ask.interface in interfaces:
-                wanted = [it for it in wanted if it != ask.feature]
+                wanted = [each for each in wanted if each != ask.feature]
                 interfaces.discard(ask.interface)
                 yield replace(ask, ending="stay", slo=None)
 
@@ -433,40 +440,40 @@ class Storm:
         if ask.interface in TEXTS:
             yield from self._text_faults(outcome, prompt)
             return
-        for index, one in enumerate(outcome.answers):
+        for index, answer in enumerate(outcome.answers):
             if ask.feature == "beams":
-                if whole and (fault := judge.wrong_score(prompt, one.tokens, one.score or 0.0)):
+                if whole and (fault := judge.wrong_score(prompt, answer.tokens, answer.score or 0.0)):
                     yield fault
                 continue
-            if fault := judge.wrong(prompt, one.tokens, ask.how, index):
+            if fault := judge.wrong(prompt, answer.tokens, ask.how, index):
                 yield f"answer {index}: {fault}"
-            if whole and ask.how.ignore_eos and len(one.tokens) != ask.how.max_tokens:
-                yield f"answer {index} has {len(one.tokens)} of {ask.how.max_tokens} tokens"
-            if whole and one.finish == "stop" and (fault := wrong_format(ask.how, one.text)):
+            if whole and ask.how.ignore_eos and len(answer.tokens) != ask.how.max_tokens:
+                yield f"answer {index} has {len(answer.tokens)} of {ask.how.max_tokens} tokens"
+            if whole and answer.finish == "stop" and (fault := wrong_format(ask.how, answer.text)):
                 yield f"answer {index}: {fault}"
-            if one.logprobs and (fault := judge.wrong_logprobs(prompt, one.logprobs)):
+            if answer.logprobs and (fault := judge.wrong_logprobs(prompt, answer.logprobs)):
                 yield f"answer {index}: {fault}"
-            if one.told:
-                yield from self._told_faults(ask, prompt, one)
-            elif whole and ask.how.logprobs is not None and len(one.logprobs) != len(one.tokens):
-                yield f"answer {index} has {len(one.logprobs)} log probabilities of {len(one.tokens)} tokens"
+            if answer.told:
+                yield from self._told_faults(ask, prompt, answer)
+            elif whole and ask.how.logprobs is not None and len(answer.logprobs) != len(answer.tokens):
+                yield f"answer {index} has {len(answer.logprobs)} log probabilities of {len(answer.tokens)} tokens"
         if outcome.scored and (fault := judge.wrong_logprobs(prompt[:1], outcome.scored)):
             yield f"the prompt: {fault}"
         if outcome.told_scores:
             yield from self._score_faults(prompt, outcome.told_scores)
 
-    def _told_faults(self, ask: Ask, prompt: list[int], one: Answer) -> Iterator[str]:
+    def _told_faults(self, ask: Ask, prompt: list[int], answer: Answer) -> Iterator[str]:
         """Of log probabilities that came over HTTP: they name tokens by texts, which several tokens may have."""
-        if len(one.told) != len(one.tokens):
-            yield f"{len(one.told)} log probabilities of {len(one.tokens)} tokens"
+        if len(answer.told) != len(answer.tokens):
+            yield f"{len(answer.told)} log probabilities of {len(answer.tokens)} tokens"
             return
         found = list[TokenLogprobs]()
-        for token, (text, logprob, top) in zip(one.tokens, one.told, strict=True):
+        for token, (text, logprob, top) in zip(answer.tokens, answer.told, strict=True):
             if token not in self._texts[text]:
                 yield f"log probabilities of {text!r} for token {token}"
-            known = tuple((self._texts[it][0], value) for it, value in top.items() if len(self._texts[it]) == 1)
+            known = tuple((self._texts[each][0], value) for each, value in top.items() if len(self._texts[each]) == 1)
             found.append(TokenLogprobs(token, logprob, 0, known))
-            if not known and ask.how.logprobs and all(len(self._texts[it]) == 1 for it in top):
+            if not known and ask.how.logprobs and all(len(self._texts[each]) == 1 for each in top):
                 yield f"no most likely tokens beside {text!r}"
         if fault := self._judge.wrong_logprobs(prompt, found):
             yield fault
@@ -477,15 +484,15 @@ class Storm:
             yield f"{len(told)} log probabilities of a prompt of {len(prompt)} tokens"
             return
         scores = [
-            TokenLogprobs(token, its[token], 0, tuple(its.items()))
-            for token, its in zip(prompt[1:], told[1:], strict=True)
-            if its is not None
+            TokenLogprobs(token, each[token], 0, tuple(each.items()))
+            for token, each in zip(prompt[1:], told[1:], strict=True)
+            if each is not None
         ]
         if fault := self._judge.wrong_logprobs(prompt[:1], scores):
             yield f"the prompt: {fault}"
 
     def _tool_faults(self, outcome: Outcome) -> Iterator[str]:
-        if outcome.ended != "complete" or any(it.finish in ("length", "max_tokens") for it in outcome.answers):
+        if outcome.ended != "complete" or any(answer.finish in ("length", "max_tokens") for answer in outcome.answers):
             return
         if not outcome.arguments:
             yield "no tool is called"
@@ -497,9 +504,9 @@ class Storm:
 
     def _text_faults(self, outcome: Outcome, prompt: list[int]) -> Iterator[str]:
         """Of an interface that tells no tokens."""
-        ask, [one] = outcome.ask, outcome.answers
+        ask, [value] = outcome.ask, outcome.answers
         if ask.feature == "schema":
-            if one.finish in ("stop", "end_turn") and (fault := wrong_format(ask.how, one.text)):
+            if value.finish in ("stop", "end_turn") and (fault := wrong_format(ask.how, value.text)):
                 yield fault
             return
         right = self._judge.greedy(prompt, ask.how.max_tokens)
@@ -507,8 +514,8 @@ class Storm:
             return
         stream = self._tokenizer.stream(prompt)
         text = stream.push(right) + stream.flush()
-        if (outcome.ended == "complete" and one.text != text) or not text.startswith(one.text):
-            yield f"{one.text!r} is not {text!r}"
+        if (outcome.ended == "complete" and value.text != text) or not text.startswith(value.text):
+            yield f"{value.text!r} is not {text!r}"
 
     def _prompt(self, ask: Ask) -> list[int]:
         if ask.chat:
@@ -525,33 +532,44 @@ class Storm:
         known: dict[tuple[str, str], list[tuple[Outcome | None, list[int]]]] = {}
         for tenant, context in self._contexts.values():
             known.setdefault((tenant, ""), []).append((None, context))
-        known_prompts = [it for it in self._outcomes if it.ask.feature != "tools"]  # whose prompts the template makes
-        for it in known_prompts:
-            prompt = self._prompt(it.ask)
-            tokens = [(it, [*prompt, *one.tokens]) for one in it.answers] or [(it, prompt)]
-            known.setdefault((it.ask.tenant, it.ask.salt), []).extend(tokens)
-        for it in known_prompts:
-            again = self._faults.disturbances.any(it.begin, it.end) or it.placements > 1 or it.resumes > 0
-            if not is_sdk(it.ask):  # tells no placements
+        known_prompts = [
+            outcome for outcome in self._outcomes if outcome.ask.feature != "tools"
+        ]  # whose prompts the template makes
+        for known_prompt in known_prompts:
+            prompt = self._prompt(known_prompt.ask)
+            tokens = [(known_prompt, [*prompt, *answer.tokens]) for answer in known_prompt.answers] or [
+                (known_prompt, prompt)
+            ]
+            known.setdefault((known_prompt.ask.tenant, known_prompt.ask.salt), []).extend(tokens)
+        for known_prompt in known_prompts:
+            again = (
+                self._faults.disturbances.any(known_prompt.begin, known_prompt.end)
+                or known_prompt.placements > 1
+                or known_prompt.resumes > 0
+            )
+            if not is_sdk(known_prompt.ask):  # tells no placements
                 again = again or self.plan.corrupt > 0.0
-            if not it.cached or again:
+            if not known_prompt.cached or again:
                 continue
-            others, prompt = known[it.ask.tenant, it.ask.salt], self._prompt(it.ask)
-            if not any(_explains(it, prompt, other, tokens) for other, tokens in others):
-                yield f"{it.ask}: {it.cached} tokens are cached, which the tenant has not asked before"
+            others, prompt = known[known_prompt.ask.tenant, known_prompt.ask.salt], self._prompt(known_prompt.ask)
+            if not any(_explains(known_prompt, prompt, other, tokens) for other, tokens in others):
+                cached = f"{known_prompt.cached} tokens are cached"
+                yield f"{known_prompt.ask}: {cached}, which the tenant has not asked before"
 
 
-def _explains(it: Outcome, prompt: Sequence[int], other: Outcome | None, tokens: Sequence[int]) -> bool:
+def _explains(outcome: Outcome, prompt: Sequence[int], other: Outcome | None, tokens: Sequence[int]) -> bool:
     """Whether the cached tokens of `it` are those of another request, or of a context."""
-    assert it.cached is not None
-    if other is it or (other is not None and other.begin > it.end):
+    assert outcome.cached is not None
+    if other is outcome or (other is not None and other.begin > outcome.end):
         return False
     heard = other is None or (other.ended == "complete" and other.ask.interface not in TEXTS)
-    return _common(prompt, tokens) >= (it.cached if heard else min(it.cached, len(tokens)))
+    return _common(prompt, tokens) >= (outcome.cached if heard else min(outcome.cached, len(tokens)))
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(value: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), min(len(value), len(other))
+    )
 
 
 def _ids_of_texts(tokenizer: Tokenizer) -> dict[str, list[int]]:

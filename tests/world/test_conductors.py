@@ -116,7 +116,12 @@ async def test_a_conductor_that_has_just_begun_deletes_everywhere(simulation: Si
         cluster.services["conductor-1"].kill()
         await cluster.services["conductor-1"].start()
         deleted = await second.delete_kv(tenants=["gone"])
-        assert {it.instance for it in deleted.instances} == {"prefill-0", "prefill-1", "decode-0", "kvstore-0"}
+        assert {instance.instance for instance in deleted.instances} == {
+            "prefill-0",
+            "prefill-1",
+            "decode-0",
+            "kvstore-0",
+        }
         assert deleted.complete
         assert not (await first.generate(token_ids=asked, sampling=how, tenant="gone")).usage.cached_tokens
     await cluster.drain()

@@ -40,10 +40,10 @@ async def test_what_is_durable_outlives_the_loss_of_power(
             await prefill.drain()
             await prefill.start()
             await cluster.rest()
-            results = [await client.generate(token_ids=one, sampling=GREEDY) for one in asked]
-            assert [it.token_ids for it in results] == [answer(one, GREEDY.max_tokens) for one in asked]
+            results = [await client.generate(token_ids=each, sampling=GREEDY) for each in asked]
+            assert [result.token_ids for result in results] == [answer(each, GREEDY.max_tokens) for each in asked]
             await cluster.rest()  # all of it is durable
-            return [it.usage.cached_tokens for it in results]
+            return [result.usage.cached_tokens for result in results]
 
         for number in range(LOSSES):
             asked += [prompt(PREFIX + 3, f"{number} {chain}") for chain in range(CHAINS)]

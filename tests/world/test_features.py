@@ -69,7 +69,7 @@ async def test_every_feature_gives_the_plain_models_answers(simulation: Simulati
             assert result.finish_reason == "stop"
             assert not wrong_format(how, result.text)
         if how.prompt_logprobs is not None:
-            scored = [it for it in result.prompt_logprobs if it is not None]
+            scored = [prompt_logprob for prompt_logprob in result.prompt_logprobs if prompt_logprob is not None]
             assert not judge.wrong_logprobs(before[:1], scored)
             assert len(scored) == len(before) - 1
     assert await cluster.gauge("decode-0", "accepted_tokens_total") > 0, "no guess was right"

@@ -16,7 +16,7 @@ async def begun(exchanges: Sequence[Exchange]) -> None:
     """Wait until each stream has some tokens."""
 
     async def all_run() -> bool:
-        return all(len(it.token_ids) > 5 for it in exchanges)
+        return all(len(exchange.token_ids) > 5 for exchange in exchanges)
 
     await until(all_run, "all streams have tokens")
 

@@ -47,7 +47,9 @@ async def busy(cluster: Cluster, client: AsyncClient, holder: str) -> AsyncItera
     assert first.HasField("accepted")
 
     async def heard() -> bool:
-        return any(it.id == holder and it.queued_tokens for it in (await client.cluster_state()).instances)
+        return any(
+            instance.id == holder and instance.queued_tokens for instance in (await client.cluster_state()).instances
+        )
 
     await until(heard, "the conductor knows that it is busy")
     yield

@@ -33,8 +33,8 @@ FLAGS = {"prefill": ["--block-size", str(BLOCK)], "decode": ["--block-size", str
 
 async def phases(cluster: Cluster) -> set[str]:
     """Which some request is in."""
-    names = [name for name, it in cluster.services.items() if it.kind in ("prefill", "decode")]
-    busy = {(it.instance.partition("-")[0], it.name) for it in await cluster.gauges(*names) if it.value > 0}
+    names = [name for name, service in cluster.services.items() if service.kind in ("prefill", "decode")]
+    busy = {(gauge.instance.partition("-")[0], gauge.name) for gauge in await cluster.gauges(*names) if gauge.value > 0}
     return {phase for phase, seen in SEEN_BY.items() if seen in busy}
 
 
@@ -51,15 +51,17 @@ async def test_whoever_is_killed_at_whatever_moment(simulation: Simulation, tmp_
     shared = prompt(40 * BLOCK, kind)
     async with AsyncClient(cluster.addresses) as client:
         for moment, moment_s in enumerate(MOMENTS_S):
-            prompts = [shared + prompt(20 * BLOCK + 30 * it, f"{kind} {moment} {it}") for it in range(STREAMS)]
-            running = [asyncio.ensure_future(client.generate(token_ids=one, sampling=SAMPLING)) for one in prompts]
+            prompts = [
+                shared + prompt(20 * BLOCK + 30 * number, f"{kind} {moment} {number}") for number in range(STREAMS)
+            ]
+            running = [asyncio.ensure_future(client.generate(token_ids=each, sampling=SAMPLING)) for each in prompts]
             await asyncio.sleep(moment_s)
             met |= await phases(cluster)
             victim = cluster.services[f"{kind}-0"]
             victim.kill()
             results = await asyncio.gather(*running)
-            assert [it.token_ids for it in results] == [answer(one, SAMPLING.max_tokens) for one in prompts]
-            placements.update(len(it.placements) for it in results)
+            assert [result.token_ids for result in results] == [answer(each, SAMPLING.max_tokens) for each in prompts]
+            placements.update(len(result.placements) for result in results)
             await victim.start()
             await cluster.rest()
             for name in ("prefill-0", "prefill-1"):

@@ -61,8 +61,8 @@ async def prompts(ask: Asking) -> list[Prediction]:
     for number in range(LESSONS):
         await ask.ttft("lesson", prompt(4 * BLOCK, f"lesson {number}"))
     sent = [prompt(blocks * BLOCK, blocks) for blocks in SIZES]
-    found = [await ask.ttft("alone", one) for one in sent]
-    found += [await ask.ttft("cached", [*one, *prompt(200, len(one))]) for one in sent]
+    found = [await ask.ttft("alone", each) for each in sent]
+    found += [await ask.ttft("cached", [*each, *prompt(200, len(each))]) for each in sent]
     queued = [ask.ttft("queued", prompt(3 * BLOCK, f"queued {number}")) for number in range(4)]
     return found + await asyncio.gather(*queued)
 
@@ -78,9 +78,12 @@ async def answers(ask: Asking) -> list[Prediction]:
 
 
 def check(figure: str, found: Sequence[Prediction]) -> None:
-    kinds = {kind: median([it for it in found if it.kind == kind]) for kind in dict.fromkeys(it.kind for it in found)}
+    kinds = {
+        kind: median([each for each in found if each.kind == kind])
+        for kind in dict.fromkeys(each.kind for each in found)
+    }
     print(f"{figure}: median relative error {median(found):.1%}; {kinds}")
-    assert all(it.result.usage.cached_tokens > 0 for it in found if it.kind == "cached")
+    assert all(each.result.usage.cached_tokens > 0 for each in found if each.kind == "cached")
     assert median(found) <= MEDIAN_ERROR, (median(found), kinds)
     assert max(kinds.values()) <= WORST_KIND_ERROR, kinds
 

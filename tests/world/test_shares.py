@@ -45,8 +45,8 @@ async def test_a_tenant_that_fills_the_batch_does_not_silence_another(
         flood = SamplingParams(max_tokens=240, ignore_eos=True, seed=SEED, temperature=1.0, n=answers)
         prompts = [prompt(100, f"flood {number}") for number in range(requests)]
         tasks = [
-            group.create_task(client.generate(token_ids=it, sampling=flood, tenant="flood", timeout_s=300))
-            for it in prompts
+            group.create_task(client.generate(token_ids=each, sampling=flood, tenant="flood", timeout_s=300))
+            for each in prompts
         ]
         await asyncio.sleep(2.0)
         assert not any(task.done() for task in tasks)

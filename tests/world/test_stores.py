@@ -37,15 +37,15 @@ def prompts(count: int, what: str) -> list[list[int]]:
 
 async def serve(client: AsyncClient, asked: Sequence[list[int]]) -> list[GenerateResult]:
     """One after the other; all answers are right."""
-    results = [await client.generate(token_ids=one, sampling=GREEDY) for one in asked]
-    assert [it.token_ids for it in results] == [answer(one, ANSWER) for one in asked]
+    results = [await client.generate(token_ids=each, sampling=GREEDY) for each in asked]
+    assert [result.token_ids for result in results] == [answer(each, ANSWER) for each in asked]
     return results
 
 
 async def indexed(client: AsyncClient) -> dict[str, int]:
     """Blocks that the conductor knows of in each store."""
     state = await client.cluster_state()
-    return {it.id: it.indexed_blocks for it in state.instances if it.kind == "kvstore"}
+    return {instance.id: instance.indexed_blocks for instance in state.instances if instance.kind == "kvstore"}
 
 
 async def stored(client: AsyncClient, blocks: int) -> dict[str, int]:

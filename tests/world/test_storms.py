@@ -64,8 +64,8 @@ def test_storms_meet_every_path() -> None:
 @pytest.mark.timeout(900)
 def test_more_storms(first: int) -> None:
     """Each storm twice: its messages do not depend on the hash seed."""
-    one, other = (storms(first, 10, 20, hash_seed=hash_seed)[0] for hash_seed in (0, 1))
-    assert [storm["log"] for storm in one] == [storm["log"] for storm in other]
+    value, other = (storms(first, 10, 20, hash_seed=hash_seed)[0] for hash_seed in (0, 1))
+    assert [storm["log"] for storm in value] == [storm["log"] for storm in other]
 
 
 def storm_with(tmp_path: Path, plan: StormPlan, hidden_fault: str) -> list[str]:

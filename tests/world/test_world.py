@@ -62,14 +62,14 @@ def test_the_simulator_decides_and_takes_as_long_as_the_services(served: dict[st
     by what a request meets there.
     """
     found, expected = [Outcome(**outcome) for outcome in served["outcomes"]], simulated(WORKLOAD)
-    assert [it.cached_tokens for it in found] == [it.cached_tokens for it in expected]
+    assert [each.cached_tokens for each in found] == [each.cached_tokens for each in expected]
     names = [f"prefill-{number}" for number in range(WORKLOAD.prefill)]
     renamed = [dict(zip(names, others, strict=True)) for others in itertools.permutations(names)]
-    pairs = [(one.prefill, other.prefill) for one, other in zip(found, expected, strict=True)]
-    elsewhere = min(sum(other != name[one] for one, other in pairs) for name in renamed)
+    pairs = [(each.prefill, other.prefill) for each, other in zip(found, expected, strict=True)]
+    elsewhere = min(sum(other != name[each] for each, other in pairs) for name in renamed)
     assert elsewhere <= ELSEWHERE * len(found), f"{elsewhere} of {len(found)} at another prefill instance"
     for figure, tolerance in EACH.items():
-        times = [[getattr(it, figure) for it in outcomes] for outcomes in (found, expected)]
+        times = [[getattr(each, figure) for each in outcomes] for outcomes in (found, expected)]
         for number, (one_s, other_s) in enumerate(zip(*times, strict=True)):
             assert one_s == pytest.approx(other_s, rel=tolerance), f"{figure} of request {number}"
         for quantile in (statistics.median, statistics.fmean):
@@ -89,9 +89,9 @@ def test_rules_of_placement_are_in_the_same_order_as_in_the_simulator() -> None:
     flags = ("--requests", "80", "--prefill", "4", "--decode", "4", "--jitter-s", "0", "--speed", "8")
     means: dict[str, list[float]] = {"services": [], "simulator": []}
     for rule in RULES:
-        outcomes = [Outcome(**it) for it in run("trace", *flags, "--policy", rule)[0]["outcomes"]]
-        means["services"].append(statistics.fmean([it.ttft_s for it in outcomes]))
-        means["simulator"].append(statistics.fmean([it.ttft_s for it in simulated(replace(CROWDED, policy=rule))]))
+        outcomes = [Outcome(**each) for each in run("trace", *flags, "--policy", rule)[0]["outcomes"]]
+        means["services"].append(statistics.fmean([outcome.ttft_s for outcome in outcomes]))
+        means["simulator"].append(statistics.fmean([each.ttft_s for each in simulated(replace(CROWDED, policy=rule))]))
     assert all(found == sorted(found, reverse=True) for found in means.values()), means
     for services_s, simulator_s in list(zip(*means.values(), strict=True))[1:]:  # draws differ
         assert services_s == pytest.approx(simulator_s, rel=0.05), means

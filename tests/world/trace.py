@@ -62,7 +62,7 @@ class Run:
     def read(self) -> list[TraceRequest]:
         """The requests."""
         requests = read_trace(self.trace, limit=self.requests)
-        return [replace(it, timestamp=it.timestamp / self.speed) for it in requests]
+        return [replace(request, timestamp=request.timestamp / self.speed) for request in requests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ async def _serve(simulation: Simulation, run: Run) -> tuple[list[Outcome], list[
             cached = stream.result.usage.cached_tokens
             return Outcome(place.prefill, place.decode, cached, first - came, tpot_s, now - begin)
 
-        found = await asyncio.gather(*(ask(*one) for one in enumerate(run.read())))
+        found = await asyncio.gather(*(ask(*each) for each in enumerate(run.read())))
         await client.stats()  # gauges do not depend on the hash seed either
     await cluster.drain()
     return found, wrong
@@ -151,14 +151,14 @@ def simulated(run: Run) -> list[Outcome]:
     cluster.check_at_rest()
     return [
         Outcome(
-            prefill=it.prefill.replace("p", "prefill-"),
-            decode=decodes.get(it.number, "").replace("d", "decode-"),
-            cached_tokens=it.reused,
-            ttft_s=(it.first_at - it.arrived) / PS,
-            tpot_s=(it.ended_at - it.first_at) / PS / max(1, it.made - 1),
-            end_s=it.ended_at / PS,
+            prefill=each.prefill.replace("p", "prefill-"),
+            decode=decodes.get(each.number, "").replace("d", "decode-"),
+            cached_tokens=each.reused,
+            ttft_s=(each.first_at - each.arrived) / PS,
+            tpot_s=(each.ended_at - each.first_at) / PS / max(1, each.made - 1),
+            end_s=each.ended_at / PS,
         )
-        for it in sorted(ended, key=lambda it: it.number)
+        for each in sorted(ended, key=lambda item: item.number)
     ]
 
 

@@ -68,7 +68,7 @@ class PoolLoad:
     def at(self, when: float) -> float:
         """Load at a later time: requests with prompts computed by then have begun, and the oldest have ended."""
         since = when - self.answer_s
-        return self._level([it.tokens for it in self._answers.values() if since < it.begins_at <= when])
+        return self._level([answer.tokens for answer in self._answers.values() if since < answer.begins_at <= when])
 
     def _level(self, contexts: list[int]) -> float:
         sequences, context = len(contexts) / self._instances, sum(contexts) / self._instances

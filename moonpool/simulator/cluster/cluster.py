@@ -49,7 +49,9 @@ class Cluster:
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in config.prefill_numbers]
         self.decodes = [self._decode(number, runs) for number in config.decode_numbers]
-        self._engines = Instances({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
+        self._engines = Instances(
+            {prefill.name: prefill for prefill in self.prefills}, {decode.name: decode for decode in self.decodes}
+        )
         self.machines = Machines(self.world, self._engines, config.role_change_s, self._gone, self._there)
         self._loop = ClosedLoop()
         self._report = ended
@@ -261,7 +263,7 @@ class Cluster:
         elapsed = max(1, self.clients.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
-        pools = [it.pool for it in self.prefills] + [it.pool for it in self.decodes]
+        pools = [prefill.pool for prefill in self.prefills] + [each.pool for each in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
@@ -270,6 +272,6 @@ class Cluster:
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
             "loaded_from_peers_blocks": sum(pool.read_blocks for pool in pools),
-            "copied_blocks": sum(it.core.copies.copied_blocks for it in self.prefills),
+            "copied_blocks": sum(prefill.core.copies.copied_blocks for prefill in self.prefills),
             "virtual_s": elapsed / PS,
         }

@@ -226,7 +226,7 @@ class DecodeEngine:
         assert self._run is not None
         if self._ahead:
             size = self._config.block_size
-            steps = min([steps, *(it.until_filled(size) for it in self._batch(self._run))])
+            steps = min([steps, *(each.until_filled(size) for each in self._batch(self._run))])
         more, slowdown = self._times.per_context_token * len(self._run.batch), self._member.slowdown
         if slowdown != 1.0:
             first, more = round(slowdown * first), round(slowdown * more)
@@ -302,7 +302,7 @@ class DecodeEngine:
     def _filled(self, members: list[DecodeSequence]) -> tuple[tuple[int, BlockKey], ...]:
         """Blocks that have become full with the last step."""
         size = self._config.block_size
-        return tuple([(it.number, key) for it in members if (key := it.filled(size)) is not None])
+        return tuple([(member.number, key) for member in members if (key := member.filled(size)) is not None])
 
     def _advance(self, run: StartRun, steps: int) -> float:
         """Counts steps in the run; returns their seconds."""

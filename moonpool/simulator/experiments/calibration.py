@@ -113,8 +113,8 @@ class Times:
         done = [request for request in requests if request.outcome == DONE]
         first = [(request.first_at - request.arrived) / PS for request in done]
         gaps = [request.intervals for request in done]
-        means = [sum(one) / len(one) / PS if one else 0.0 for one in gaps]
-        return cls(first, means, [one[0] / PS if one else 0.0 for one in gaps])
+        means = [sum(gap) / len(gap) / PS if gap else 0.0 for gap in gaps]
+        return cls(first, means, [gap[0] / PS if gap else 0.0 for gap in gaps])
 
     @property
     def figures(self) -> dict[str, list[float]]:
@@ -150,16 +150,16 @@ def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Reque
     return sorted(ended, key=lambda request: request.number)
 
 
-def distance(one: Times, other: Times) -> float:
+def distance(times: Times, other: Times) -> float:
     """Mean |ln ratio| over all requests and over the quantiles, for both figures; infinite for other requests.
 
     Requests tell what depends on their lengths, quantiles how much chance adds to each. The mean time per token does
     not show whether each token or only a run's start takes long: the quantiles do.
     """
-    if len(one.ttft_s) != len(other.ttft_s):
+    if len(times.ttft_s) != len(other.ttft_s):
         return math.inf
-    each = [*_logs(one.ttft_s, other.ttft_s), *_logs(one.tpot_s, other.tpot_s)]
-    shape = [*_logs(one.points, other.points)]
+    each = [*_logs(times.ttft_s, other.ttft_s), *_logs(times.tpot_s, other.tpot_s)]
+    shape = [*_logs(times.points, other.points)]
     return sum(sum(logs) / len(logs) for logs in (each, shape) if logs)
 
 
@@ -267,8 +267,8 @@ class Line:
 def compare(measured: Times, simulated: Times) -> list[Line]:
     """Quantiles with a bound, for figures that were measured."""
     return [
-        Line(f"{name} p{100 * share:.0f}", quantile(one, share), quantile(other, share), wanted)
-        for name, one, other in _figures(measured, simulated)
+        Line(f"{name} p{100 * share:.0f}", quantile(each, share), quantile(other, share), wanted)
+        for name, each, other in _figures(measured, simulated)
         for share, wanted in WANTED.items()
     ]
 
@@ -282,10 +282,10 @@ def charts(measured: Times, simulated: Times) -> list[Chart]:
             "seconds",
             {
                 kind: [(100 * share, quantile(values, share)) for share in SHARES]
-                for kind, values in (("measured", one), ("simulated", other))
+                for kind, values in (("measured", each), ("simulated", other))
             },
         )
-        for name, one, other in _figures(measured, simulated)
+        for name, each, other in _figures(measured, simulated)
     ]
 
 

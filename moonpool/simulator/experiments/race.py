@@ -36,13 +36,13 @@ def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
 
     The resolution is the shortest time between two different timestamps. Requests that wait for others are not moved.
     """
-    timed = [one for one in requests if not one.wait_for]
-    gaps = (after.timestamp - one.timestamp for one, after in pairwise(timed))
+    timed = [request for request in requests if not request.wait_for]
+    gaps = (after.timestamp - each.timestamp for each, after in pairwise(timed))
     grain = min((gap for gap in gaps if gap > 0.0), default=0.0)
     draws = Random(seed)
-    moved = [replace(one, timestamp=one.timestamp + draws.uniform(0.0, grain)) for one in timed]
-    waiting = [one for one in requests if one.wait_for]
-    return sorted((*moved, *waiting), key=lambda one: one.timestamp)
+    moved = [replace(each, timestamp=each.timestamp + draws.uniform(0.0, grain)) for each in timed]
+    waiting = [request for request in requests if request.wait_for]
+    return sorted((*moved, *waiting), key=lambda request: request.timestamp)
 
 
 class Slowdowns:
@@ -63,7 +63,11 @@ class Slowdowns:
     def p99(self) -> dict[str, float]:
         """By the class's last length; classes without a request are left out."""
         names = [f"{last // 1024}k" for last in LENGTH_CLASSES] + ["longer"]
-        return {name: digits(one.at(0.99)) for name, one in zip(names, self._classes, strict=True) if one.count}
+        return {
+            name: digits(each_class.at(0.99))
+            for name, each_class in zip(names, self._classes, strict=True)
+            if each_class.count
+        }
 
 
 @dataclass(frozen=True, slots=True)

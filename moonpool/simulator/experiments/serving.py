@@ -161,13 +161,13 @@ def swing(values: Sequence[float]) -> float:
     return pstdev(swings(values)) if values else 0.0
 
 
-def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def correlation(value: Sequence[float], other: Sequence[float]) -> float:
     """Pearson's coefficient; 0 where one series does not vary."""
-    spread = pstdev(one) * pstdev(other) if one else 0.0
+    spread = pstdev(value) * pstdev(other) if value else 0.0
     if not spread:
         return 0.0
-    means = fmean(one), fmean(other)
-    return fmean([(a - means[0]) * (b - means[1]) for a, b in zip(one, other, strict=True)]) / spread
+    means = fmean(value), fmean(other)
+    return fmean([(a - means[0]) * (b - means[1]) for a, b in zip(value, other, strict=True)]) / spread
 
 
 READING = WorkloadMix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0)

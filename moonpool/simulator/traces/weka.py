@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     sessions = WekaSessions()
     requests = [
-        one for place, path in enumerate(options.files) for one in sessions.read(path, 1e3 * options.every_s * place)
+        each for place, path in enumerate(options.files) for each in sessions.read(path, 1e3 * options.every_s * place)
     ]
     requests.sort(key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:

@@ -135,7 +135,7 @@ def test_all_that_sampling_looks_at_is_kept(served: Served) -> None:
     for prompt, how, result in served.ask(prompts, [several, alone]):
         for index, choice in enumerate(result.choices):
             assert choice.token_ids == served.reference.drawn(prompt, choice.token_ids, how, index)
-            assert [it.token_id for it in choice.logprobs] == choice.token_ids
+            assert [logprob.token_id for logprob in choice.logprobs] == choice.token_ids
             served.reference.assert_logprobs(prompt, choice.logprobs, how.logprobs or 0)
 
 
@@ -147,8 +147,8 @@ def test_log_probabilities_of_a_prompt(served: Served) -> None:
     [(_, _, scored)] = served.ask([prompt], [dataclasses.replace(how, prompt_logprobs=2, n=2)])
     assert scored.usage.cached_tokens == 0
     assert scored.prompt_logprobs[0] is None
-    found = [it for it in scored.prompt_logprobs if it is not None]
-    assert [it.token_id for it in found] == prompt[1:]
+    found = [prompt_logprob for prompt_logprob in scored.prompt_logprobs if prompt_logprob is not None]
+    assert [each.token_id for each in found] == prompt[1:]
     served.reference.assert_logprobs(prompt[:1], found, 2)
     assert [choice.token_ids for choice in scored.choices] == [plain.token_ids] * 2
     [(_, _, again)] = served.ask([prompt], [how])

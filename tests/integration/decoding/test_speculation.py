@@ -65,7 +65,7 @@ def test_greedy_answers(stack: CheckedStack, reference: Reference) -> None:
     for result, prompt in zip(ask(stack, asked, how) + ask(stack, asked, how), asked + asked, strict=True):
         assert len(result.token_ids) == ANSWER
         reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
-        assert [it.token_id for it in result.logprobs or ()] == result.token_ids
+        assert [logprob.token_id for logprob in result.logprobs or ()] == result.token_ids
         reference.assert_logprobs(prompt, result.logprobs or [], 2)
     assert stack.gauge("decode-", "preemptions_total") > preempted
 

@@ -114,8 +114,8 @@ def _field(field: FieldDescriptor, depth: int) -> Strategy:
     if entry is not None and entry.GetOptions().map_entry:
         keys, values = (_scalar(entry.fields_by_name[name]) for name in ("key", "value"))
         return st.dictionaries(keys, values, max_size=3)
-    one = messages(entry, depth + 1) if entry is not None else _scalar(field)
-    return st.lists(one, max_size=3) if field.is_repeated else one
+    value = messages(entry, depth + 1) if entry is not None else _scalar(field)
+    return st.lists(value, max_size=3) if field.is_repeated else value
 
 
 def _scalar(field: FieldDescriptor) -> Strategy:

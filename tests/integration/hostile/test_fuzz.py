@@ -47,7 +47,7 @@ def test_every_rpc_is_covered() -> None:
     folder = Path(__file__).parents[3] / "protos" / "moonpool" / "v1"
     names = [path.name for path in folder.glob("*.proto") if path.stem not in ("adapter", "ext_proc")]
     files = [descriptor_pool.Default().FindFileByName(f"moonpool/v1/{name}") for name in names]
-    methods = {method.full_name for file in files for it in file.services_by_name.values() for method in it.methods}
+    methods = {method.full_name for file in files for each in file.services_by_name.values() for method in each.methods}
     assert methods == {method.full_name for method in METHODS.values()}
     assert len({name.rpartition(".")[0] for name in methods}) == len(SERVICES)
 

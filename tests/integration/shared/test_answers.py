@@ -19,7 +19,7 @@ from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 
 def indexed(client: Client) -> int:
     """Blocks that the conductor knows of in the kvstore."""
-    return sum(it.indexed_blocks for it in client.cluster_state().instances if it.kind == "kvstore")
+    return sum(instance.indexed_blocks for instance in client.cluster_state().instances if instance.kind == "kvstore")
 
 
 def wait_indexed(client: Client, blocks: int) -> None:
@@ -68,7 +68,10 @@ def test_blocks_are_stored_while_the_answer_grows(stack: CheckedStack) -> None:
 
 def test_docs_list_each_metric_of_each_service(stack: CheckedStack) -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    readings = [(it.instance.partition("-")[0], it.name.partition("{")[0]) for it in read_gauges(stack.address)]
+    readings = [
+        (read_gauge.instance.partition("-")[0], read_gauge.name.partition("{")[0])
+        for read_gauge in read_gauges(stack.address)
+    ]
     assert {service for service, _ in readings} == {"conductor", "prefill", "decode", "kvstore"}
     names = sorted(f"`moonpool_{service}_{name}`" for service, name in readings)
     assert [name for name in names if name not in page] == []

@@ -39,7 +39,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def stored(client: Client) -> int:
     """Blocks that the conductor knows of in the kvstore."""
-    return sum(it.indexed_blocks for it in client.cluster_state().instances if it.kind == "kvstore")
+    return sum(instance.indexed_blocks for instance in client.cluster_state().instances if instance.kind == "kvstore")
 
 
 def ask(client: Client, prompt: list[int], tenant: str) -> GenerateResult:
@@ -69,7 +69,7 @@ def test_deleted_kv_is_in_no_tier_and_does_not_come_back_with_a_killed_store(
     deleted = client.delete_kv(tenants=["gone"])
     assert deleted.complete
     assert deleted.recorded == 1
-    blocks = {one.instance: one.blocks for one in deleted.instances}
+    blocks = {instance.instance: instance.blocks for instance in deleted.instances}
     assert blocks["kvstore-0"] == blocks["prefill-0"] == 6
     assert blocks["decode-0"] >= 6
     stack.restart("kvstore-0", kill=True)
@@ -173,7 +173,7 @@ def test_a_deleted_context_is_gone_with_its_kv(client: Client) -> None:
     context = settled(client, client.contexts.create(token_ids=prompt, tenant="ours", tags=["short"]).id, "ours")
     name, deleted = client.contexts.delete("short", tenant="ours")
     assert name == context.id
-    assert {one.instance: one.blocks for one in deleted.instances}["kvstore-0"] == 4
+    assert {instance.instance: instance.blocks for instance in deleted.instances}["kvstore-0"] == 4
     for gone in (context.id, "short"):
         with pytest.raises(NotFound):
             client.contexts.get(gone, tenant="ours")
@@ -221,7 +221,7 @@ def test_the_command_line_makes_uses_lists_renews_and_deletes(stack: CheckedStac
     made = run(*create, "--tools", str(functions))
     assert (made["name"], made["tags"], made["messages"]) == ("n", ["cli"], [SYSTEM])
     assert json.loads(made["tools"]) == [TOOL]
-    assert [one["id"] for one in run("context", "list", "--tenant", "cli")] == [made["id"]]
+    assert [each["id"] for each in run("context", "list", "--tenant", "cli")] == [made["id"]]
     renewed = run("context", "renew", "cli", "--ttl-s", "90000", "--tenant", "cli")
     assert renewed["expires_at"] > made["expires_at"] + 80000
     with Client(stack.address) as client:

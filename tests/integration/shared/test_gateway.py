@@ -135,8 +135,10 @@ def test_several_prompts(client: openai.OpenAI) -> None:
     """Each is answered as alone, whatever their forms."""
     prompts = ["the sea", "a moon", "the sea"]
     several = client.completions.create(model=MODEL, prompt=prompts, max_tokens=6, temperature=0)
-    alone = [client.completions.create(model=MODEL, prompt=one, max_tokens=6, temperature=0) for one in prompts[:2]]
-    texts = [one.choices[0].text for one in alone]
+    alone = [
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0) for prompt in prompts[:2]
+    ]
+    texts = [each.choices[0].text for each in alone]
     assert [choice.text for choice in several.choices] == [*texts, texts[0]]
 
 
@@ -190,13 +192,13 @@ def test_where_the_time_went(stack: CheckedStack, address: str, client: openai.O
     assert line["usage"]["completion_tokens"] == usage.completion_tokens
     assert [chunk["tokens"] for chunk in line["chunks"]] == [64, 36]  # --max-num-batched-tokens
     assert line["timing"]["ttft_s"] <= line["timing"]["e2e_s"]
-    names = [it["name"] for it in found["phases"] if it["name"] != "stream"]  # which may be told later
+    names = [each["name"] for each in found["phases"] if each["name"] != "stream"]  # which may be told later
     assert names == ["place", "queue", "chunk", "chunk", "steps"]
-    begins = [it["begin_s"] for it in found["phases"] if it["name"] in names]
+    begins = [each["begin_s"] for each in found["phases"] if each["name"] in names]
     assert begins == sorted(begins)
     with Client(stack.address) as sdk:  # a gateway may know what was a second ago
         assert sdk.cluster_state().recent.last[0].request_id == name
-    (store,) = [it for it in get(address, "/moonpool/state")["instances"] if it["kind"] == "kvstore"]
+    (store,) = [each for each in get(address, "/moonpool/state")["instances"] if each["kind"] == "kvstore"]
     assert [tier["name"] for tier in store["tiers"]] == ["dram", "ssd"]
 
 
@@ -299,7 +301,7 @@ def test_a_chat_that_follows_a_schema(client: openai.OpenAI, stack: CheckedStack
         jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
-        assert "".join(it.token for it in choice.logprobs.content).startswith(choice.message.content or "-")
+        assert "".join(each.token for each in choice.logprobs.content).startswith(choice.message.content or "-")
     with Client(stack.address) as sdk:
         how = SamplingParams(max_tokens=200, seed=7, n=2, response_format="json_schema", grammar=json.dumps(SCHEMA))
         same = sdk.generate(messages=[{"role": "user", "content": "an object, please"}], sampling=how)

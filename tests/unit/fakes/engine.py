@@ -113,8 +113,8 @@ def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
         if share.sample is None or token is None or token in share.end_token_ids:
             return None
         start = share.start + len(share.token_ids) // 4
-        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=share.sample.after(token))
-        shares.append(its)
+        value = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=share.sample.after(token))
+        shares.append(value)
     return replace(step, sequences=tuple(shares), copies=(), steps=step.steps - 1)
 
 
@@ -244,12 +244,12 @@ class FakeEngine:
                 for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
                 if sequence.sample is not None and sequence.sample.best
             }
-            failed = {index: UNFOLLOWED for index, it in enumerate(step.sequences) if _has(it, UNFOLLOWED)}
+            failed = {index: UNFOLLOWED for index, each in enumerate(step.sequences) if _has(each, UNFOLLOWED)}
             sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))
             both = zip(step.sequences, sampled, strict=True)
-            sampled = tuple(NO_TOKEN if _has(it, GARBLED) else token for it, token in both)
+            sampled = tuple(NO_TOKEN if _has(each, GARBLED) else token for each, token in both)
             skipping = self.late_every and len(self.steps) % self.late_every == 0
-            late = frozenset(index for index, it in enumerate(step.sequences) if skipping and it.may_skip)
+            late = frozenset(index for index, each in enumerate(step.sequences) if skipping and each.may_skip)
             sampled = tuple(None if index in late else token for index, token in enumerate(sampled))
             end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
             return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns, late=late)

@@ -110,14 +110,15 @@ def test_shares_are_fair_and_leave_nothing_unused(
         route = routes.setdefault(way, Route(tuple(links[n] for n in sorted(path)), priority))
         route.flows[number] = Flow(number, route, 1, lambda: None, 1.0, 0)
     rates = fair_rates(list(routes.values()))
-    taken = {link: sum(rates[it] * len(it.flows) for it in rates if link in it.path) for link in links}
+    taken = {link: sum(rates[each] * len(each.flows) for each in rates if link in each.path) for link in links}
     for route, rate in rates.items():
         peers = {link: [other for other in rates if link in other.path] for link in route.path}
         assert any(
             taken[link] >= link.bytes_per_s * (1 - 1e-9)
-            and all(rates[it] <= rate + 1e-6 for it in others if it.priority == route.priority)
+            and all(rates[each] <= rate + 1e-6 for each in others if each.priority == route.priority)
             and (route.priority is Priority.BACKGROUND
-                 or sum(rates[it] * len(it.flows) for it in others if not it.priority) >= link.bytes_per_s * (1 - 1e-9))
+                 or sum(rates[each] * len(each.flows) for each in others if not each.priority)
+                 >= link.bytes_per_s * (1 - 1e-9))
             for link, others in peers.items()
         )  # fmt: skip
 

@@ -52,7 +52,7 @@ def test_each_asks_its_own_conductor_or_the_next_that_answers() -> None:
     for number in range(4):
         clients.arrive(request(number))
     world.run()
-    assert [it.asked for it in conductors] == [[0, 3], [], [1, 2]]
+    assert [conductor.asked for conductor in conductors] == [[0, 3], [], [1, 2]]
 
 
 def test_while_none_answers_it_asks_again_and_again() -> None:
@@ -69,11 +69,11 @@ def test_while_none_answers_it_asks_again_and_again() -> None:
 def test_what_a_lost_conductor_had_is_resumed_at_another_one_if_it_was_placed() -> None:
     world, clients, conductors, ended = made(True, True)
     new, placed, whole = (request(2 * number) for number in range(3))
-    for one in (new, placed, whole):
-        clients.arrive(one)
+    for each in (new, placed, whole):
+        clients.arrive(each)
     world.run()
-    for one in (placed, whole):
-        clients.taken(Serving(UNREAD, one, sequence=UNREAD, plan=UNREAD))
+    for each in (placed, whole):
+        clients.taken(Serving(UNREAD, each, sequence=UNREAD, plan=UNREAD))
     whole.answers[0].take(TokenTimes(world.now, [1], world.now + 1))
     conductors[0].up = False
     clients.lost([new, placed, whole])
@@ -86,10 +86,10 @@ def test_what_a_lost_conductor_had_is_resumed_at_another_one_if_it_was_placed() 
 def test_who_loses_a_connection_alone_finds_its_request_where_it_is() -> None:
     world, clients, conductors, ended = made(True, True)
     mine, other = request(1), request(3)
-    for one in (mine, other):
-        clients.arrive(one)
+    for each in (mine, other):
+        clients.arrive(each)
     world.run()
-    first, second = (Serving(UNREAD, one, sequence=UNREAD, plan=UNREAD) for one in (mine, other))
+    first, second = (Serving(UNREAD, item, sequence=UNREAD, plan=UNREAD) for item in (mine, other))
     for serving in (first, second):
         clients.taken(serving)
         conductors[1].has.append(serving)

@@ -18,15 +18,15 @@ from tests.unit.simulator.cluster.rig import config, request, run
 
 
 def test_the_times_of_one_request() -> None:
-    (one,), cluster = run(config(kvstore=0), [request(1.0, 100, 4, 0)])
-    assert (one.outcome, one.made) == (DONE, 4)
-    assert one.first_at == ps(1.1)  # 100 tokens of a millisecond
+    (value,), cluster = run(config(kvstore=0), [request(1.0, 100, 4, 0)])
+    assert (value.outcome, value.made) == (DONE, 4)
+    assert value.first_at == ps(1.1)  # 100 tokens of a millisecond
     # 10,000 bytes at a million a second: three layers of four while the prompt is computed, the last one after it
-    sent = one.first_at + ps(0.0025)
+    sent = value.first_at + ps(0.0025)
     steps = [ps(0.011) + (100 + number) * ps(1e-6) for number in (1, 2, 3)]
-    assert one.intervals == [sent - one.first_at + steps[0], steps[1], steps[2]]
-    assert one.ended_at == sent + sum(steps)
-    assert one.predicted_ttft_s == pytest.approx(0.1)
+    assert value.intervals == [sent - value.first_at + steps[0], steps[1], steps[2]]
+    assert value.ended_at == sent + sum(steps)
+    assert value.predicted_ttft_s == pytest.approx(0.1)
     assert cluster.decodes[0].use.steps == 3
 
 
@@ -35,18 +35,18 @@ def test_each_run_of_decode_steps_has_a_way_to_its_engine() -> None:
     trace = [request(1.0, 100, 20, 0), request(1.05, 100, 5, 100)]
     alike = config(kvstore=0)
     far = replace(alike, delays=replace(alike.delays, run_s=0.03))
-    ((plain, _), _), ((one, other), cluster) = run(alike, trace), run(far, trace)
+    ((plain, _), _), ((value, other), cluster) = run(alike, trace), run(far, trace)
     assert cluster.decodes[0].core.planner.steps == 3
     first, second, third = (ps(exponential(0.03, far.seed, 0, number)) for number in (1, 2, 3))
-    assert one.first_at == plain.first_at
-    assert one.intervals[0] == plain.intervals[0] + first
+    assert value.first_at == plain.first_at
+    assert value.intervals[0] == plain.intervals[0] + first
     assert other.intervals[0] > second
-    assert one.ended_at - plain.ended_at == pytest.approx(first + second + third, abs=ps(0.001))
+    assert value.ended_at - plain.ended_at == pytest.approx(first + second + third, abs=ps(0.001))
 
 
 def test_an_answer_of_one_token_needs_no_decode() -> None:
-    (one,), cluster = run(config(kvstore=0), [request(0.0, 100, 1, 0)])
-    assert (one.outcome, one.ended_at, one.intervals) == (DONE, ps(0.1), [])
+    (value,), cluster = run(config(kvstore=0), [request(0.0, 100, 1, 0)])
+    assert (value.outcome, value.ended_at, value.intervals) == (DONE, ps(0.1), [])
     assert cluster.decodes[0].use.steps == 0
 
 
@@ -105,8 +105,8 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_read_costs_time_only() -> None:
     cluster.world.at(ps(1.030), lambda _: cluster.crash("p0", 1.0))
     cluster.run()
     cluster.check_at_rest()
-    assert [one.outcome for one in ended] == [DONE] * 3
-    assert next(one for one in ended if one.number == 3).reused == 0
+    assert [each.outcome for each in ended] == [DONE] * 3
+    assert next(each for each in ended if each.number == 3).reused == 0
 
 
 def test_a_lost_store_costs_time_only() -> None:
@@ -117,8 +117,8 @@ def test_a_lost_store_costs_time_only() -> None:
     cluster.world.at(ps(1.030), lambda _: cluster.crash("s0", 0.0))
     cluster.run()
     cluster.check_at_rest()
-    assert [one.outcome for one in ended] == [DONE] * 3
-    third = next(one for one in ended if one.number == 3)
+    assert [each.outcome for each in ended] == [DONE] * 3
+    third = next(each for each in ended if each.number == 3)
     assert third.reused == 0
     # the step that follows the load began at 1.019; its layer of 15 ms ends first
     assert third.first_at == pytest.approx(ps(1.019 + 0.015 + 0.700), abs=10_000)
@@ -135,14 +135,14 @@ def test_blocks_come_from_disk_when_dram_is_small() -> None:
 def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
     trace = [request(0.0, 1000, 2, number * 100) for number in range(4)]
     ended = run(config(kvstore=0, admission="early", slo=SloTargets(ttft_s=2.5)), trace)[0]
-    assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
+    assert [each.outcome for each in ended] == [DONE, DONE, REFUSED, REFUSED]
 
 
 def test_the_rest_of_a_prompt_is_computed_at_decode_when_prefill_is_busy() -> None:
     trace = [request(0.0, 128, 3, 0), request(2.0, 1000, 1, 100), request(2.0, 180, 3, 0)]
     apart = run(config(kvstore=0), trace)[0][2]
     here, cluster = run(config(kvstore=0, decode_prompt_tokens=64), trace)
-    assert [one.outcome for one in here] == [DONE] * 3
+    assert [each.outcome for each in here] == [DONE] * 3
     assert apart.first_at - apart.arrived == ps(1.0 + 0.052)
     # 52 tokens of a millisecond, beside a step over nobody
     assert here[2].first_at - here[2].arrived == ps(0.010 + 0.052)
@@ -152,7 +152,7 @@ def test_the_rest_of_a_prompt_is_computed_at_decode_when_prefill_is_busy() -> No
 
 def test_what_fits_nowhere_is_too_large() -> None:
     ended = run(config(kvstore=0), [request(0.0, 201 * 64, 2, 0), request(0.0, 64, 300 * 64, 500)])[0]
-    assert [one.outcome for one in ended] == [TOO_LARGE, TOO_LARGE]
+    assert [each.outcome for each in ended] == [TOO_LARGE, TOO_LARGE]
 
 
 def test_the_tbt_limit_bounds_the_batch() -> None:
@@ -161,7 +161,7 @@ def test_the_tbt_limit_bounds_the_batch() -> None:
     tight = config(kvstore=0, keep_tbt=True, slo=SloTargets(tbt_s=0.0205))
     crowded, cluster = run(tight, trace)
     assert cluster.decodes[0].use.most_sequences == 8  # nine at their answers' ends would be too slow
-    assert [one.outcome for one in crowded] == [DONE] * 8 + [REFUSED] * 22
+    assert [each.outcome for each in crowded] == [DONE] * 8 + [REFUSED] * 22
 
 
 # Leaps
@@ -178,7 +178,7 @@ def trace_of(plans: list[tuple[int, int, int, int]]) -> list[TraceRequest]:
 
 
 def story(ended: list[Request]) -> list[object]:
-    return [(one.number, one.outcome, one.first_at, one.ended_at, one.intervals) for one in ended]
+    return [(each.number, each.outcome, each.first_at, each.ended_at, each.intervals) for each in ended]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_steps_at_once_are_as_steps_one_by_one(
     assert story(leaping) == story(single)
     assert leapt.decodes[0].preempted == stepped.decodes[0].preempted
     assert leapt.world.events <= stepped.world.events
-    assert {one.outcome for one in leaping} <= {DONE, TOO_LARGE}
+    assert {each.outcome for each in leaping} <= {DONE, TOO_LARGE}
 
 
 @pytest.mark.parametrize(("way", "swaps"), [(Preemption.SWAP, True), (Preemption.RECOMPUTE, False)])
@@ -208,7 +208,7 @@ def test_a_crowded_pool_preempts_and_loses_nothing(way: Preemption, swaps: bool)
     core = cluster.decodes[0].core
     assert core.preempted.preemptions > 0
     assert (core.preempted.swaps > 0, core.planner.recomputed_tokens > 0) == (swaps, not swaps)
-    assert [(one.outcome, one.made, len(one.intervals)) for one in ended] == [(DONE, 600, 599)] * 12
+    assert [(each.outcome, each.made, len(each.intervals)) for each in ended] == [(DONE, 600, 599)] * 12
 
 
 # Faults
@@ -224,12 +224,12 @@ def test_a_lost_conductor_takes_no_answer_with_it() -> None:
     cluster.world.at(ps(2.0), lambda _: cluster.crash("c0", 0.5))
     cluster.run()
     cluster.check_at_rest()
-    (one,) = ended
-    assert (one.outcome, one.made, one.attempts) == (DONE, 400, 1)
+    (value,) = ended
+    assert (value.outcome, value.made, value.attempts) == (DONE, 400, 1)
     assert cluster.decodes[0].use.steps == 399
-    assert one.ended_at == plain.ended_at
-    assert sum(one.intervals) == sum(plain.intervals)
-    assert max(one.intervals) > ps(1.4)  # what was made without a conductor came with the next one
+    assert value.ended_at == plain.ended_at
+    assert sum(value.intervals) == sum(plain.intervals)
+    assert max(value.intervals) > ps(1.4)  # what was made without a conductor came with the next one
 
 
 @pytest.mark.parametrize("name", ["p0", "p1", "d0", "d1", "s0", "c0"])
@@ -242,10 +242,10 @@ def test_a_crash_loses_no_request(name: str) -> None:
     cluster.run()
     cluster.check_at_rest()
     assert len(ended) == 60
-    assert {one.outcome for one in ended} == {DONE}
-    assert all(one.made == 50 and len(one.intervals) == 49 for one in ended)
-    assert (max(one.attempts for one in ended) > 1) == (name != "s0")  # a new conductor places anew what had no token
-    assert all(one.ended_at - one.arrived == sum(one.intervals) + one.first_at - one.arrived for one in ended)
+    assert {each.outcome for each in ended} == {DONE}
+    assert all(each.made == 50 and len(each.intervals) == 49 for each in ended)
+    assert (max(each.attempts for each in ended) > 1) == (name != "s0")  # a new conductor places anew what had no token
+    assert all(each.ended_at - each.arrived == sum(each.intervals) + each.first_at - each.arrived for each in ended)
 
 
 @given(seed=st.integers(0, 2**32), drop=st.floats(0.0, 0.3), late=st.floats(0.0, 0.2))
@@ -255,9 +255,9 @@ def test_lost_and_late_messages_leave_nothing_behind(seed: int, drop: float, lat
     trace = [request(0.1 * number, 200, 20, 100 * (number % 3)) for number in range(15)]
     ended = run(config(prefill=2, decode=2, deadline_s=10.0, seed=seed, delays=delays), trace)[0]
     assert len(ended) == 15
-    assert {one.outcome for one in ended} <= {DONE, GIVEN_UP}
-    assert all(len(one.intervals) == one.made - 1 for one in ended if one.made)
-    assert all(one.ended_at < 200 * PS for one in ended)
+    assert {each.outcome for each in ended} <= {DONE, GIVEN_UP}
+    assert all(len(each.intervals) == each.made - 1 for each in ended if each.made)
+    assert all(each.ended_at < 200 * PS for each in ended)
 
 
 def test_tokens_that_are_known_are_dropped() -> None:

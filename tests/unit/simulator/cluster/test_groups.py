@@ -22,11 +22,11 @@ def of_three(at_s: float = 0.0, tokens: int = 100, answer: int = 4) -> TraceRequ
 
 def test_answers_of_one_prompt_run_together() -> None:
     """The prompt is computed and sent once; a step is over three sequences, whose contexts count each."""
-    (one,), cluster = run(config(kvstore=0), [of_three()])
-    assert (one.outcome, one.made, one.whole) == (DONE, 12, True)
-    assert one.first_at == ps(0.1)
+    (value,), cluster = run(config(kvstore=0), [of_three()])
+    assert (value.outcome, value.made, value.whole) == (DONE, 12, True)
+    assert value.first_at == ps(0.1)
     steps = [ps(0.013) + 3 * (100 + number) * ps(1e-6) for number in (1, 2, 3)]
-    assert [answer.intervals for answer in one.answers] == [[ps(0.0025) + steps[0], *steps[1:]]] * 3
+    assert [answer.intervals for answer in value.answers] == [[ps(0.0025) + steps[0], *steps[1:]]] * 3
     assert (cluster.prefills[0].use.computed_tokens, cluster.decodes[0].use.steps) == (100, 3)
 
 
@@ -43,15 +43,15 @@ def storm(name: str, at_s: float, trace: list[TraceRequest]) -> list[Request]:
 @pytest.mark.parametrize("decode", ["d0", "d1"])
 def test_several_answers_go_on_without_their_decode(decode: str) -> None:
     """What the client has of each answer does not come again."""
-    (one,) = storm(decode, 0.5, [of_three(answer=60)])
-    assert (one.outcome, [answer.made for answer in one.answers]) == (DONE, [60] * 3)
-    assert [len(answer.intervals) for answer in one.answers] == [59] * 3
-    assert one.attempts in (1, 2)  # it ran at one of them
+    (value,) = storm(decode, 0.5, [of_three(answer=60)])
+    assert (value.outcome, [answer.made for answer in value.answers]) == (DONE, [60] * 3)
+    assert [len(answer.intervals) for answer in value.answers] == [59] * 3
+    assert value.attempts in (1, 2)  # it ran at one of them
 
 
 def test_the_crash_of_one_of_them_places_it_again() -> None:
     ended = [storm(name, 0.5, [of_three(answer=60)])[0] for name in ("d0", "d1")]
-    assert sorted(one.attempts for one in ended) == [1, 2]
+    assert sorted(each.attempts for each in ended) == [1, 2]
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -67,7 +67,7 @@ def test_answers_are_resumed_after_the_loss_of_their_conductor(choices: int) -> 
 def test_tenants_share_no_prefix() -> None:
     """The second is another one's, the third the first one's."""
     trace = [replace(request(float(at), 200, 2, 0), tenant=name) for at, name in enumerate(("a", "b", "a"))]
-    assert [one.reused for one in run(config(kvstore=0), trace)[0]] == [0, 0, 192]
+    assert [each.reused for each in run(config(kvstore=0), trace)[0]] == [0, 0, 192]
 
 
 def test_the_flood_of_one_tenant_does_not_delay_another_one() -> None:
@@ -92,5 +92,5 @@ def test_a_kvstore_reports_what_it_is_busy_with() -> None:
     world.at(ps(1.0), lambda _: loan.give_back())
     world.at(ps(2.0), lambda _: store.write(keys, Link("other", 1e6), lambda: None))
     world.run()
-    loads = [(it.load.running, it.load.cached_blocks) for it in heard if isinstance(it, LoadReported)]
+    loads = [(each.load.running, each.load.cached_blocks) for each in heard if isinstance(each, LoadReported)]
     assert loads == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 10)]

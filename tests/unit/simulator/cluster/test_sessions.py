@@ -22,12 +22,12 @@ def trace(session: str) -> list[TraceRequest]:
         for turn in range(TURNS)
     ]
     between = [request(1.0 + 2.5 * number, 640, 1, 1000 + 10 * number) for number in range(12 * TURNS)]
-    return sorted([*turns, *between], key=lambda it: it.timestamp)
+    return sorted([*turns, *between], key=lambda each: each.timestamp)
 
 
 def last_ttft_s(requests: list[Request]) -> float:
     """Seconds to the first token of the last turn; all of the prefix was reused."""
-    turn = [it for it in requests if it.keys[:1] == requests[0].keys[:1]][-1]
+    turn = [each for each in requests if each.keys[:1] == requests[0].keys[:1]][-1]
     assert turn.reused == 64 * len(PREFIX)
     return (turn.first_at - turn.arrived) / PS
 
@@ -46,5 +46,5 @@ def test_with_blocks_to_spare_a_known_session_waits_for_no_load_at_all() -> None
     memory_s = last_ttft_s(run(replace(STORE, pool_blocks=60), trace(""))[0])
     requests, cluster = run(spare, trace("s"))
     assert last_ttft_s(requests) <= 0.6 * memory_s
-    assert sum(it.core.copies.copied_blocks for it in cluster.prefills) >= 3 * len(PREFIX)
+    assert sum(prefill.core.copies.copied_blocks for prefill in cluster.prefills) >= 3 * len(PREFIX)
     assert last_ttft_s(run(replace(spare, prefetch_share=0.0), trace("s"))[0]) == memory_s

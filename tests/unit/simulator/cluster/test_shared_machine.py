@@ -16,14 +16,14 @@ def test_work_takes_longer_while_another_engine_computes() -> None:
     def look(number: int) -> None:
         looked[number] += 1
 
-    one, other = machine.joins(lambda: look(0)), machine.joins(lambda: look(1))
-    one.computes(True)
-    assert (one.slowdown, other.slowdown, looked) == (1.0, 2.0, [0, 1])
+    joins, other = machine.joins(lambda: look(0)), machine.joins(lambda: look(1))
+    joins.computes(True)
+    assert (joins.slowdown, other.slowdown, looked) == (1.0, 2.0, [0, 1])
     other.computes(True)
     other.computes(True)
-    assert (one.slowdown, other.slowdown, looked) == (2.0, 2.0, [1, 1])
-    one.computes(False)
-    assert (one.slowdown, other.slowdown, looked) == (2.0, 1.0, [1, 2])
+    assert (joins.slowdown, other.slowdown, looked) == (2.0, 2.0, [1, 1])
+    joins.computes(False)
+    assert (joins.slowdown, other.slowdown, looked) == (2.0, 1.0, [1, 2])
 
 
 def test_a_prompt_and_an_answer_on_one_machine_slow_each_other_down() -> None:

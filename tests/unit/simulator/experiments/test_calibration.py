@@ -19,7 +19,7 @@ REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).reques
 
 def done(arrived: int, first: int, *intervals: int) -> Request:
     made = Request(1, arrived * PS, 10, 3, (), outcome="done")
-    made.take(TokenTimes(first * PS, [one * PS for one in intervals], (first + sum(intervals)) * PS))
+    made.take(TokenTimes(first * PS, [interval * PS for interval in intervals], (first + sum(intervals)) * PS))
     return made
 
 
@@ -36,11 +36,11 @@ def test_quantiles_lie_between_neighbours() -> None:
 
 
 def test_distance_is_the_mean_logarithm_of_ratios() -> None:
-    one = Times([1.0, 2.0, 3.0], [0.1, 0.1, 0.0])
-    assert distance(one, one) == 0.0
+    times = Times([1.0, 2.0, 3.0], [0.1, 0.1, 0.0])
+    assert distance(times, times) == 0.0
     twice = Times([2.0, 4.0, 6.0], [0.2, 0.2, 0.0])
-    assert distance(one, twice) == pytest.approx(2 * math.log(2.0)), "of requests, and of quantiles"
-    assert distance(one, Times([1.0], [0.0])) == math.inf
+    assert distance(times, twice) == pytest.approx(2 * math.log(2.0)), "of requests, and of quantiles"
+    assert distance(times, Times([1.0], [0.0])) == math.inf
     assert distance(Times([], []), Times([], [])) == 0.0
     late = Times([1.0], [0.1], [0.4]), Times([1.0], [0.1], [0.2])
     assert distance(*late) == pytest.approx(math.log(2.0) / 3), "of quantiles: when the second token comes is chance"
@@ -62,7 +62,7 @@ def test_each_extra_is_applied() -> None:
 
 def test_what_a_prompt_takes_on_top_comes_before_its_first_token() -> None:
     plain, later = serve(CONFIG, REQUESTS[:1]), serve(replace(NOTHING, prompt_s=0.5).applied(CONFIG), REQUESTS[:1])
-    assert [one.number for one in plain] == [1]
+    assert [each.number for each in plain] == [1]
     assert later[0].first_at - plain[0].first_at == PS // 2
 
 

@@ -133,12 +133,12 @@ def test_what_hot_load_sends() -> None:
     """Nineteen of twenty begin with one of the prefixes; all other blocks come once."""
     load = HotLoad(requests=400, prefixes=3, prefix_tokens=1024, question_tokens=600)
     asked = list(load.arrivals())
-    hot_ones = [one for one in asked if one.hash_ids[0] < 6]
+    hot_ones = [each for each in asked if each.hash_ids[0] < 6]
     assert 0.9 < len(hot_ones) / len(asked) < 0.99
-    assert {one.hash_ids[:2] for one in hot_ones} == {(0, 1), (2, 3), (4, 5)}
-    own = [key for one in asked for key in one.hash_ids if key >= 6]
+    assert {hot_one.hash_ids[:2] for hot_one in hot_ones} == {(0, 1), (2, 3), (4, 5)}
+    own = [key for each in asked for key in each.hash_ids if key >= 6]
     assert len(own) == len(set(own))
-    assert {(one.input_length, len(one.hash_ids)) for one in asked} == {(1624, 4)}
+    assert {(each.input_length, len(each.hash_ids)) for each in asked} == {(1624, 4)}
     with pytest.raises(ConfigError, match="prefix_tokens"):
         HotLoad(prefix_tokens=100)
 
@@ -241,10 +241,10 @@ def test_two_runs_of_an_experiment_give_the_same_bytes_under_any_hash_seed(again
     ]  # fmt: skip
     (first, said), (second, other) = (run.communicate() for run in runs)
     assert [run.returncode for run in runs] == [0, 0], said + other
-    one, two = (dict(zip([args[0] for args in its], told.split("---\n"), strict=False))
-                for its, told in ((asked["1"], first), (asked["77"], second)))  # fmt: skip
-    assert all(json.loads(text)["rows"] for text in one.values())
-    assert two == {name: one[name] for name in two}
+    value, two = (dict(zip([args[0] for args in each], told.split("---\n"), strict=False))
+                for each, told in ((asked["1"], first), (asked["77"], second)))  # fmt: skip
+    assert all(json.loads(text)["rows"] for text in value.values())
+    assert two == {name: value[name] for name in two}
     assert len(two) == len(again)
     assert said.count("of wall-clock") == len(TINY)
     assert "wall" not in first

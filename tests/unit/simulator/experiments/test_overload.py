@@ -51,7 +51,7 @@ def test_whoever_is_let_in_at_a_load_of_eight_tenths_is_served_within_the_limits
     profile, kept, let_in, busy = load_profile("llama-70b-a800"), 0.0, 0, []
     for seed in range(1, 11):
         asked = list(RequestSource(requests=150, seed=seed).read())
-        work_s = sum(prefill_seconds(profile.speeds, it.input_length, 0) for it in asked)
+        work_s = sum(prefill_seconds(profile.speeds, each.input_length, 0) for each in asked)
         span_s = (asked[-1].timestamp - asked[0].timestamp) / 1000
         rate = 2 * 1.4 * span_s / work_s  # two instances; four tenths of the prompts' tokens are cached
         config = replace(CROWDED, rate=rate, slo=SloTargets(10.0, 0.05), admission="promised", seed=seed)

@@ -28,8 +28,8 @@ def test_arrivals_move_within_the_grain_of_the_clock_by_seed() -> None:
     coarse = [TraceRequest(at, 10, 1, (number,)) for number, at in enumerate((0, 0, 3000, 3000, 9000))]
     moved = jittered(coarse, 7)
     assert moved == jittered(coarse, 7) != jittered(coarse, 8)
-    assert [one.timestamp for one in moved] == sorted(one.timestamp for one in moved)
-    late = {one.hash_ids[0]: one.timestamp - coarse[one.hash_ids[0]].timestamp for one in moved}
+    assert [each.timestamp for each in moved] == sorted(each.timestamp for each in moved)
+    late = {each.hash_ids[0]: each.timestamp - coarse[each.hash_ids[0]].timestamp for each in moved}
     assert all(0 <= by <= 3000 for by in late.values())
     assert len(set(late.values())) == 5
     assert jittered(coarse[:2], 7) == coarse[:2], "one instant has no grain"

@@ -39,10 +39,10 @@ def test_wide_pipelines_are_for_long_prompts() -> None:
 def test_prompts_come_at_the_load_that_is_wanted() -> None:
     wanted = ClusterConfig(profile=PROFILE, prefill=4, kvstore=0, widths=(2, 2, 2, 2))
     found = list(PromptStream([(2048, 0.5), (4096, 0.5)], 0.5, 400, 3).read(wanted))
-    seconds = sum(prefill_seconds(PROFILE.speeds, one.input_length, 0) for one in found)
+    seconds = sum(prefill_seconds(PROFILE.speeds, each.input_length, 0) for each in found)
     assert seconds / (found[-1].timestamp / 1000) == pytest.approx(0.5 * 8, rel=0.15)
-    assert {one.input_length for one in found} == {2048, 4096}
-    ids = [hash_id for one in found for hash_id in one.hash_ids]
+    assert {each.input_length for each in found} == {2048, 4096}
+    ids = [hash_id for each in found for hash_id in each.hash_ids]
     assert len(ids) == len(set(ids))
 
 
@@ -55,20 +55,20 @@ def test_too_few_machines_are_refused() -> None:
 
 def test_parts_of_a_shifting_mix() -> None:
     found = list(Shifts((0.5, 2.0), part_s=60.0, parts=3, seed=4).read())
-    assert [one.timestamp for one in found] == sorted(one.timestamp for one in found)
-    parts = [{hash_id for one in found if one.timestamp // 60_000 == part for hash_id in one.hash_ids}
+    assert [each.timestamp for each in found] == sorted(each.timestamp for each in found)
+    parts = [{hash_id for each in found if each.timestamp // 60_000 == part for hash_id in each.hash_ids}
              for part in range(3)]  # fmt: skip
     assert not (parts[0] & parts[1]) | (parts[1] & parts[2]) | (parts[0] & parts[2])
-    answers = [[one.output_length for one in found if one.timestamp // 60_000 == part] for part in range(2)]
+    answers = [[each.output_length for each in found if each.timestamp // 60_000 == part] for part in range(2)]
     assert sum(answers[1]) / len(answers[1]) > 5 * sum(answers[0]) / len(answers[0])
 
 
 def test_goodput_of_each_part() -> None:
     phases = Phases(SloTargets(1.0, 0.1), 10.0, 2)
     for arrived, first in ((0, 10**11), (0, 2 * 10**12), (11 * 10**12, 11 * 10**12)):
-        one = Request(1, arrived, 10, 2, (), outcome=DONE)
-        one.take(TokenTimes(first, [10**10], first + 10**10))
-        phases.add(one)
+        value = Request(1, arrived, 10, 2, (), outcome=DONE)
+        value.take(TokenTimes(first, [10**10], first + 10**10))
+        phases.add(value)
     assert phases.shares() == [0.5, 1.0]
 
 

@@ -28,13 +28,13 @@ def test_a_conversation_is_a_session_and_prefixes_are_chains(tmp_path: Path) -> 
     path = tmp_path / "bailian.jsonl"
     path.write_text(LINES)
     first, other, second, late = read_bailian(path)
-    assert [one.timestamp for one in (first, other, second, late)] == [500.0, 1000.0, 2250.0, 3000.0]
-    assert [one.session for one in (first, other, second, late)] == ["7", "8", "7", "4"]
+    assert [each.timestamp for each in (first, other, second, late)] == [500.0, 1000.0, 2250.0, 3000.0]
+    assert [each.session for each in (first, other, second, late)] == ["7", "8", "7", "4"]
     assert first.hash_ids[:2] == second.hash_ids[:2]
     assert late.hash_ids == first.hash_ids[:1]
     assert len(set(other.hash_ids)) == 3, "equal blocks after different prefixes"
     assert first.hash_ids[2] != second.hash_ids[2], "a block that is not full"
-    assert not {one for request in (first, other, second, late) for one in request.wait_for}
+    assert not {each for request in (first, other, second, late) for each in request.wait_for}
 
 
 def test_what_is_written_is_a_trace(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_what_is_written_is_a_trace(tmp_path: Path) -> None:
     )
     trace = Trace(out)
     assert trace.block_size == 16
-    assert [one.session for one in trace] == ["7", "8", "7", "4"]
+    assert [each.session for each in trace] == ["7", "8", "7", "4"]
 
 
 @pytest.mark.parametrize("wrong", ["[]", "{}", '{"chat_id": 1}', "x"])

@@ -46,7 +46,7 @@ def test_a_session_with_delays_alone_waits_turn_by_turn(tmp_path: Path) -> None:
     turns = read(
         tmp_path, lines({"session_id": "s", "timestamp": 10}, {"timestamp": 20}, {"session_id": "s", "delay": 7.5})
     )
-    assert [one.wait_for for one in turns] == [(), (), ("s#0",)]
+    assert [turn.wait_for for turn in turns] == [(), (), ("s#0",)]
     assert (turns[2].timestamp, turns[2].delay) == (17.5, 7.5)
 
 
@@ -95,7 +95,7 @@ def test_the_simulator_s_agents_wait_for_their_answers() -> None:
     cluster.run()
     cluster.check_at_rest()
     parent, child, later = sorted(ended, key=lambda request: request.number)
-    assert [one.outcome for one in ended] == [DONE] * 3
+    assert [each.outcome for each in ended] == [DONE] * 3
     assert parent.arrived == PS // 2
     assert child.arrived == parent.ended_at + PS // 2
     assert later.arrived == child.ended_at + PS // 5
@@ -117,9 +117,9 @@ def test_a_slower_cluster_gets_the_next_turns_later() -> None:
         cluster.run()
         cluster.check_at_rest()
         ended = {request.name: request for request in requests_ended}
-        for one in requests:
-            before = [ended[name].ended_at for name in one.wait_for]
-            assert not before or ended[one.name].arrived == max(before) + round(one.delay * PS / 1000)
+        for each in requests:
+            before = [ended[name].ended_at for name in each.wait_for]
+            assert not before or ended[each.name].arrived == max(before) + round(each.delay * PS / 1000)
         ends.append(cluster.clients.ended_at)
     assert ends[0] > ends[1]
 
@@ -145,7 +145,7 @@ async def test_a_running_stack_s_agents_wait_for_their_answers() -> None:
 async def test_a_trace_begins_at_0_and_keeps_its_times() -> None:
     times = [TraceRequest(1000 * at, 5, 1, (0,)) for at in (10.0, 11.0, 14.0)]
     schedule = TraceSchedule(times, 2.0, lambda: 100.0)
-    assert [await schedule.due(one) for one in times] == [0.0, 0.5, 2.0]
+    assert [await schedule.due(time) for time in times] == [0.0, 0.5, 2.0]
 
 
 def test_the_agentic_mix_has_the_published_shape(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_tenants_and_several_answers(tmp_path: Path) -> None:
     """They change nothing else of a generated trace, and are read as they were written."""
     mix = WorkloadMix(tenants=3, several=0.3)
     trace, plain = Workload(1, mix).requests(300), Workload(1).requests(300)
-    assert [replace(one, tenant="", choices=1) for one in trace] == plain
-    share = {name: sum(one.tenant == name for one in trace) / 300 for name in ("t0", "t1", "t2")}
+    assert [replace(each, tenant="", choices=1) for each in trace] == plain
+    share = {name: sum(each.tenant == name for each in trace) / 300 for name in ("t0", "t1", "t2")}
     assert share["t0"] > share["t1"] > share["t2"] > 0.1
-    assert {one.choices for one in trace} == {1, 2, 3, 4}
+    assert {each.choices for each in trace} == {1, 2, 3, 4}
     path = tmp_path / "trace.jsonl"
     write_trace(path, trace)
     assert read_trace(path) == trace
