@@ -377,7 +377,7 @@ class _TraceWriter:
     def opened(self, request: ValidRequest) -> None:
         if not self._block_size:
             self._block_size = request.block_size
-            self._write({"block_tokens": request.block_size})
+            self._write({"block_size": request.block_size})
         if request.block_size != self._block_size:  # the cluster was set up anew; a trace has one block size
             self.left_out += 1
             return

@@ -136,7 +136,7 @@ async def load(ask: Ask, asked: list[list[int]], strike: Strike | None = None) -
     """Asks all prompts, and strikes when a third of them are answered. Returns answers, and who computed prompts."""
     places, answered, struck = asyncio.Semaphore(AT_ONCE), 0, asyncio.Event()
 
-    async def ask(prompt: list[int]) -> tuple[Any, str]:
+    async def answered_by(prompt: list[int]) -> tuple[Any, str]:
         nonlocal answered
         async with places:
             answer = await ask(prompt)
@@ -151,7 +151,7 @@ async def load(ask: Ask, asked: list[list[int]], strike: Strike | None = None) -
             await strike()
 
     strikes = asyncio.create_task(striking())
-    found = await asyncio.gather(*map(ask, asked))
+    found = await asyncio.gather(*map(answered_by, asked))
     await strikes
     return tuple(zip(*found, strict=True))
 

@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     requests = sorted(read_bailian(options.file), key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"block_tokens": BLOCK_SIZE}) + "\n")
+        out.write(json.dumps({"block_size": BLOCK_SIZE}) + "\n")
         out.writelines(map(trace_line, requests))
 
 

@@ -2,7 +2,7 @@
 
 One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one per block; equal ids
 from the start = equal prefix). Two fields are our own, and may be missing: `tenant` (a name), and `n` (answers to the
-prompt; each has `output_length`). Tenants share no prefix. A first line `{"block_tokens": N, ...}` without a timestamp
+prompt; each has `output_length`). Tenants share no prefix. A first line `{"block_size": N, ...}` without a timestamp
 says how many tokens a block has; without one they are 512, as in the published traces. Tokens are a function of the
 hash id alone, so equal ids give equal tokens.
 
@@ -28,6 +28,8 @@ from blake3 import blake3
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.sampling_params import MAX_CHOICES
 
+HEADERS = ("block_size", "block_tokens")
+"""Names of the field of a first line; traces that were recorded before 0.2 have the second."""
 BLOCK_SIZE = 512
 TRACE_VARIABLE = "MOONPOOL_TRACE"
 FIRST_TOKEN = 16
@@ -124,7 +126,7 @@ class Trace:
                     raise TraceError(f"{self.path}, line {number}: {error}") from error
 
     def _block_size_of(self, head: Mapping[str, Any]) -> int:
-        tokens = head["block_tokens"]
+        (tokens,) = (head[name] for name in HEADERS if name in head)
         if not _is_count(tokens) or tokens == 0:
             raise TraceError(f"{self.path}, line 1: block_size must be a positive whole number, is {tokens!r}")
         return int(tokens)
@@ -135,7 +137,7 @@ def _header(line: str) -> Mapping[str, Any] | None:
         data = json.loads(line)
     except ValueError:
         return None
-    return data if isinstance(data, dict) and "block_tokens" in data and "timestamp" not in data else None
+    return data if isinstance(data, dict) and len(data.keys() & set(HEADERS)) == 1 and "timestamp" not in data else None
 
 
 class _Checker:

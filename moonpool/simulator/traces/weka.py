@@ -96,7 +96,7 @@ def main() -> None:
     ]
     requests.sort(key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"block_tokens": sessions.block_size}) + "\n")
+        out.write(json.dumps({"block_size": sessions.block_size}) + "\n")
         out.writelines(map(trace_line, requests))
 
 

@@ -53,9 +53,10 @@ def test_tenants_and_several_answers(tmp_path: Path) -> None:
     assert read_trace(path) == trace
 
 
-def test_a_header_says_how_long_blocks_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["block_size", "block_tokens"])
+def test_a_header_says_how_long_blocks_are(name: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"block_size": 64}\n' + line(input_length=100, hash_ids=[7, 8]))
+    path.write_text(f'{{"{name}": 64}}\n' + line(input_length=100, hash_ids=[7, 8]))
     assert Trace(path).block_size == 64
     assert read_trace(path) == [TraceRequest(5, 100, 2, (7, 8))]
     assert len(read_trace(path)[0].tokens(4096, 64)) == 100
