@@ -22,7 +22,6 @@ from moonpool.conductor.core.latency_model import (
     OutputLengthModel,
     Stratum,
     TpotModel,
-    make,
     step_load_s,
 )
 from moonpool.conductor.core.prefix_index import slots_in
@@ -33,6 +32,7 @@ from moonpool.conductor.placement.base import (
     DecodePolicy,
     PlacementRequest,
     RankedInstance,
+    make,
 )
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 

@@ -11,10 +11,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.latency_model import KVShape, make
+from moonpool.conductor.core.latency_model import KVShape
 from moonpool.conductor.core.prefix_index import slots_in
 from moonpool.conductor.core.tenant_activity import ConductorActivity
-from moonpool.conductor.placement.base import RankedInstance
+from moonpool.conductor.placement.base import RankedInstance, make
 
 
 class InstanceKind(Enum):

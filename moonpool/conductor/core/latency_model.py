@@ -27,10 +27,8 @@ from moonpool.base.scheduling.latency import (
     work_seconds,
 )
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice, PrefillCost
+from moonpool.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice, PrefillCost, make
 
-make = tuple.__new__
-"""Makes a named tuple of its class and values, in half the time that its constructor takes."""
 RATE_WEIGHT = 0.2
 """One read's weight in a link's learned rate."""
 RATE_FRESH_S = 60.0

@@ -21,13 +21,7 @@ from moonpool.conductor.core.instances import (
     LoadRanking,
     blocks_at,
 )
-from moonpool.conductor.core.latency_model import (
-    Demand,
-    KVLink,
-    PrefillCorrections,
-    PrefillLatencyModel,
-    make,
-)
+from moonpool.conductor.core.latency_model import Demand, KVLink, PrefillCorrections, PrefillLatencyModel
 from moonpool.conductor.core.prefix_index import slots_in
 from moonpool.conductor.placement.base import (
     Arrivals,
@@ -40,6 +34,7 @@ from moonpool.conductor.placement.base import (
     QueueWait,
     RankedInstance,
     StoredPrefix,
+    make,
 )
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))

@@ -27,7 +27,6 @@ from moonpool.conductor.core.latency_model import (
     KVShape,
     PrefillLatencyModel,
     PrefixHolder,
-    make,
 )
 from moonpool.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, PromptToPlace, TtftLimit
 from moonpool.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
@@ -38,6 +37,7 @@ from moonpool.conductor.placement.base import (
     PlacementRequest,
     PrefillChoice,
     SessionFacts,
+    make,
 )
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
