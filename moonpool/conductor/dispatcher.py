@@ -21,46 +21,48 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.conductor.core.events import (
+from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
-    CallResult,
     CancelReservation,
     ChangeRole,
-    ClientGone,
     CompleteRequest,
     DropRequest,
+    EndpointPicked,
+    FailRequest,
+    InstanceOrder,
+    LeaveSequence,
+    Rehash,
+    RenewSession,
+    Resync,
+    StartDecode,
+    TakeOverSequence,
+)
+from moonpool.conductor.core.events import (
+    CallResult,
+    ClientGone,
     EndpointAsked,
     EndpointDone,
-    EndpointPicked,
     Event,
-    FailRequest,
-    Failure,
-    FailureKind,
     FirstToken,
-    InstanceOrder,
     KVDelivered,
-    LeaveSequence,
     PrefillAccepted,
     PrefillMeasurements,
     PromptsAnnounced,
-    Rehash,
     Rehashed,
-    RenewSession,
     RequestArrived,
-    Resync,
     SessionUpdated,
     StalePlacement,
-    StartDecode,
     StopRequested,
-    TakeOverSequence,
     TokensArrived,
 )
 from moonpool.conductor.core.expected import TellSession
-from moonpool.conductor.core.latency_model import PrefixHolder
-from moonpool.conductor.core.router import ReplicatePrefix, StopReplication, StoreView
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.prefix_holder import PrefixHolder
+from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.store_pool import StoreView
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from moonpool.conductor.explain import RequestReports

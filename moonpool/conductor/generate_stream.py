@@ -14,13 +14,8 @@ from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, Un
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.logprobs import Logprobs
-from moonpool.conductor.core.events import (
-    MIN_KNOWN_TOKENS,
-    CompletionReason,
-    DecodeReservation,
-    RequestSpec,
-    ResumeState,
-)
+from moonpool.conductor.core.events import CompletionReason
+from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS, DecodeReservation, RequestSpec, ResumeState
 from moonpool.conductor.decode_streams import NewTokens
 from moonpool.conductor.proto_conversion import FINISH_REASONS
 from moonpool.conductor.request import (

@@ -19,19 +19,17 @@ from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.sampling_params import LORA
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.streams import ServerStream
+from moonpool.conductor.core.actions import ChangeRole, InstanceOrder, Resync
 from moonpool.conductor.core.events import (
-    ChangeRole,
     Event,
     InstanceJoined,
     InstanceLeft,
-    InstanceOrder,
     KeysChanged,
     LoadReported,
-    Resync,
     RoleChangeRequested,
 )
 from moonpool.conductor.core.expected import TellSession
-from moonpool.conductor.core.router import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.decode_streams import StepsPool
 from moonpool.conductor.kv_watchers import KVWatchers

@@ -29,8 +29,7 @@ from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lo
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.conductor.config import ConductorConfig
-from moonpool.conductor.core.events import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState
-from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.request_spec import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState, SloLimits
 from moonpool.conductor.core.tenant_activity import OTHER_TENANTS
 from moonpool.conductor.loras import LoraAdapters
 from moonpool.conductor.proto_conversion import reservation_proto

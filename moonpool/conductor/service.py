@@ -24,10 +24,12 @@ from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.contexts import ContextServices, NamedContextManager
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import Action, Event
-from moonpool.conductor.core.router import RoutingConfig
-from moonpool.conductor.core.scheduler import ConductorCore, SchedulerLimits
+from moonpool.conductor.core.actions import Action
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import Event
+from moonpool.conductor.core.routing import RoutingConfig
+from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.conductor.deletion import KVDeletions
 from moonpool.conductor.dispatcher import Dispatcher, InstanceCalls
 from moonpool.conductor.endpoint_picker import EndpointPicker

@@ -24,7 +24,7 @@ from moonpool.base.scheduling.sessions import MAX_SESSION_S
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor.config import ConductorConfig
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.deletion import KVDeletions
 from moonpool.conductor.dispatcher import Dispatcher
 from moonpool.conductor.explain import RequestReports, queue_state
