@@ -181,5 +181,6 @@ S = TypeVar("S", bound=Enum)
 
 
 def checked(transitions: Mapping[S, frozenset[S]], before: S, after: S) -> S:
+    """Return `after`; which must be a transition of the table."""
     assert after in transitions[before], f"{before.name} -> {after.name} is no transition"
     return after
