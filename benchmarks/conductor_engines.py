@@ -19,7 +19,7 @@ from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import Service, serving
-from moonpool.conductor.registry import Checkpoint
+from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
 TOKEN = 100

@@ -11,7 +11,7 @@ from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.handshake import DIALER_METRICS, LISTENER_METRICS
-from moonpool.conductor.explain import PredictionMetrics
+from moonpool.conductor.prediction_metrics import PredictionMetrics
 from moonpool.conductor.servicer import CONDUCTOR_METRICS
 from moonpool.engine.decode.service import DECODE_METRICS
 from moonpool.engine.emulated.engine import EMULATED_METRICS

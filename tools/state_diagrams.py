@@ -2,7 +2,7 @@
 
 A diagram stands in the page behind a mark that names an enum and the enum's transition table:
 
-    <!-- states: moonpool.conductor.core.request:RequestState:TRANSITIONS -->
+    <!-- states: moonpool.conductor.core.request_states:RequestState:TRANSITIONS -->
 """
 
 import re

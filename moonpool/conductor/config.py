@@ -15,7 +15,7 @@ from moonpool.base.rpc.auth import ClientPortConfig
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.conductor.core.admission import AdmissionMode
 from moonpool.conductor.core.roles import RoleLimits
-from moonpool.conductor.core.router import MAX_REPLICAS
+from moonpool.conductor.core.store_pool import MAX_REPLICAS
 from moonpool.conductor.core.tenant_activity import TenantBudget
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES

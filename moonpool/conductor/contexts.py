@@ -22,7 +22,7 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.conductor.deletion import KVDeletions
 from moonpool.conductor.records import CALL_TIMEOUT_S, RecordSync
-from moonpool.conductor.request import ValidRequest
+from moonpool.conductor.valid_request import ValidRequest
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub

@@ -16,7 +16,7 @@ from moonpool.base.logprobs import Logprobs
 from moonpool.base.rpc.channels import Channels, ConnectionMonitor, MonitoredCall, check_health
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.streams import ClientStream
-from moonpool.conductor.core.events import FENCE_FIELD
+from moonpool.conductor.core.failures import FENCE_FIELD
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 

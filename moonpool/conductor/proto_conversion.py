@@ -9,16 +9,12 @@ from moonpool.base.cluster.proto_conversion import finite_or_zero, speeds_from_p
 from moonpool.base.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import lora_option
-from moonpool.conductor.core.events import (
-    AnnouncePlacement,
-    CompletionReason,
-    DecodeReservation,
-    Failure,
-    FailureKind,
-    ReserveGranted,
-)
+from moonpool.conductor.core.actions import AnnouncePlacement
+from moonpool.conductor.core.events import CompletionReason, ReserveGranted
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import KVShape
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity
 from moonpool.conductor.core.tenant_ledger import MAX_CONDUCTORS, MAX_ROWS
 from moonpool.conductor.placement.base import PrefillChoice

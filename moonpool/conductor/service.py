@@ -22,28 +22,31 @@ from moonpool.base.runtime.driver import Driver
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.conductor.checkpoint import Checkpoint
+from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.contexts import ContextServices, NamedContextManager
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import Action, Event
-from moonpool.conductor.core.router import RoutingConfig
-from moonpool.conductor.core.scheduler import ConductorCore, SchedulerLimits
+from moonpool.conductor.core.actions import Action
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import Event
+from moonpool.conductor.core.routing import RoutingConfig
+from moonpool.conductor.core.scheduler import SchedulerLimits
+from moonpool.conductor.decision_log import DecisionLog
 from moonpool.conductor.deletion import KVDeletions
-from moonpool.conductor.dispatcher import Dispatcher, InstanceCalls
+from moonpool.conductor.dispatcher import Dispatcher
 from moonpool.conductor.endpoint_picker import EndpointPicker
-from moonpool.conductor.explain import (
-    DecisionLog,
-    PredictionMetrics,
-    RecentRequests,
-    RequestReports,
-    TraceRecording,
-)
+from moonpool.conductor.instance_calls import InstanceCalls
 from moonpool.conductor.loras import LoraAdapters, read_settings_loras
 from moonpool.conductor.placement.policies.registry import load_decode_policy, load_policy, seed_of
+from moonpool.conductor.prediction_metrics import PredictionMetrics
+from moonpool.conductor.recent_requests import RecentRequests
 from moonpool.conductor.records import RecordSync
-from moonpool.conductor.registry import Checkpoint, ClusterMembers, Registry
-from moonpool.conductor.request import RequestValidator
+from moonpool.conductor.registry import Registry
+from moonpool.conductor.request_reports import RequestReports
+from moonpool.conductor.request_validator import RequestValidator
 from moonpool.conductor.servicer import ConductorParts, ConductorServicer
+from moonpool.conductor.trace_recording import TraceRecording
 from moonpool.v1 import conductor_pb2, ext_proc_pb2, kv_pb2
 
 log = get_logger(__name__)

@@ -23,119 +23,26 @@ from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.sessions import MAX_SESSION_S
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.spans import Recorder
+from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.deletion import KVDeletions
 from moonpool.conductor.dispatcher import Dispatcher
-from moonpool.conductor.explain import RequestReports, queue_state
 from moonpool.conductor.generate_stream import GenerateStream
+from moonpool.conductor.join_server import JoinServer
 from moonpool.conductor.loras import LoraAdapters
-from moonpool.conductor.registry import ClusterMembers, JoinServer
-from moonpool.conductor.request import session_from_proto, weight_of
+from moonpool.conductor.queue_state import queue_state
+from moonpool.conductor.request_reports import RequestReports
+from moonpool.conductor.request_validator import session_from_proto, weight_of
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
-
 QUEUE_FULL_RETRY_S = 1.0
-
 MAX_ANNOUNCED = 1024
 """Most prompts that a call announces."""
-
 REPLACED_CALL_S = 1.0
 """Seconds until a call ends, after another call of the same client has taken the request over."""
-
 TRACEPARENT = "traceparent"
-
-
-class NamedContexts(Protocol):
-    """The hook for named contexts: expands requests that begin with a context, and serves the calls about contexts."""
-
-    async def expand(
-        self, message: conductor_pb2.GenerateRequest, within_s: float
-    ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
-        """The request with the whole prompt, and a function to call with the request's cached tokens at the end.
-
-        A request without a context is returned unchanged, with None. `within_s`: seconds that reading records may take.
-
-        Raises:
-            NotFound: there is no such context, or the context has expired.
-            InvalidRequest: the context does not fit the prompt.
-        """
-
-    async def create(self, request: conductor_pb2.CreateContextRequest) -> conductor_pb2.Context:
-        """Create a context."""
-
-    async def update(self, request: conductor_pb2.UpdateContextRequest) -> conductor_pb2.Context:
-        """Change a context."""
-
-    async def list(self, request: conductor_pb2.ListContextsRequest) -> list[conductor_pb2.Context]:
-        """A tenant's contexts."""
-
-    async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
-        """Delete a context and the context's KV."""
-
-    def __len__(self) -> int:
-        """Number of contexts."""
-
-    @property
-    def tasks(self) -> int:
-        """Number of background tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConductorParts:
-    """What a conductor is made of.
-
-    Attributes:
-        config: the settings.
-        cluster: the members.
-        core: decides where requests go.
-        dispatcher: has the open requests.
-        reports: on requests, for `Explain` and `ClusterState`.
-        contexts: the hook for named contexts.
-        deletions: deletes KV everywhere.
-        loras: the LoRA adapters.
-        spans: recorder of traces.
-        clock: the core's clock, seconds.
-    """
-
-    config: ConductorConfig
-    cluster: ClusterMembers
-    core: ConductorCore
-    dispatcher: Dispatcher
-    reports: RequestReports
-    contexts: NamedContexts
-    deletions: KVDeletions
-    loras: LoraAdapters
-    spans: Recorder
-    clock: Callable[[], float]
-
-
-@dataclass(slots=True, eq=False)
-class _OpenCall:
-    """A `Generate` call that has not ended.
-
-    Attributes:
-        message: the client's.
-        session: the request, once read.
-        limit: time limit for sending everything.
-    """
-
-    message: conductor_pb2.GenerateRequest
-    session: GenerateStream | None = None
-    limit: asyncio.Timeout | None = None
-
-    def repeats(self, earlier: _OpenCall) -> bool:
-        """Whether the client resumes once more while the earlier call is still being read."""
-        if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
-            return False
-        this, before = self.message.resume, earlier.message.resume
-        return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
-
-    def replaced(self) -> None:
-        """Another call has the request: end soon."""
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(asyncio.get_running_loop().time() + REPLACED_CALL_S)
 
 
 class ConductorServicer:
@@ -431,6 +338,110 @@ class ConductorServicer:
         return len(self._reports.decisions)
 
 
+@dataclass(frozen=True, slots=True)
+class ConductorParts:
+    """What a conductor is made of.
+
+    Attributes:
+        config: the settings.
+        cluster: the members.
+        core: decides where requests go.
+        dispatcher: has the open requests.
+        reports: on requests, for `Explain` and `ClusterState`.
+        contexts: the hook for named contexts.
+        deletions: deletes KV everywhere.
+        loras: the LoRA adapters.
+        spans: recorder of traces.
+        clock: the core's clock, seconds.
+    """
+
+    config: ConductorConfig
+    cluster: ClusterMembers
+    core: ConductorCore
+    dispatcher: Dispatcher
+    reports: RequestReports
+    contexts: NamedContexts
+    deletions: KVDeletions
+    loras: LoraAdapters
+    spans: Recorder
+    clock: Callable[[], float]
+
+
+class NamedContexts(Protocol):
+    """The hook for named contexts: expands requests that begin with a context, and serves the calls about contexts."""
+
+    async def expand(
+        self, message: conductor_pb2.GenerateRequest, within_s: float
+    ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
+        """The request with the whole prompt, and a function to call with the request's cached tokens at the end.
+
+        A request without a context is returned unchanged, with None. `within_s`: seconds that reading records may take.
+
+        Raises:
+            NotFound: there is no such context, or the context has expired.
+            InvalidRequest: the context does not fit the prompt.
+        """
+
+    async def create(self, request: conductor_pb2.CreateContextRequest) -> conductor_pb2.Context:
+        """Create a context."""
+
+    async def update(self, request: conductor_pb2.UpdateContextRequest) -> conductor_pb2.Context:
+        """Change a context."""
+
+    async def list(self, request: conductor_pb2.ListContextsRequest) -> list[conductor_pb2.Context]:
+        """A tenant's contexts."""
+
+    async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
+        """Delete a context and the context's KV."""
+
+    def __len__(self) -> int:
+        """Number of contexts."""
+
+    @property
+    def tasks(self) -> int:
+        """Number of background tasks."""
+
+
+@dataclass(slots=True, eq=False)
+class _OpenCall:
+    """A `Generate` call that has not ended.
+
+    Attributes:
+        message: the client's.
+        session: the request, once read.
+        limit: time limit for sending everything.
+    """
+
+    message: conductor_pb2.GenerateRequest
+    session: GenerateStream | None = None
+    limit: asyncio.Timeout | None = None
+
+    def repeats(self, earlier: _OpenCall) -> bool:
+        """Whether the client resumes once more while the earlier call is still being read."""
+        if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
+            return False
+        this, before = self.message.resume, earlier.message.resume
+        return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
+
+    def replaced(self) -> None:
+        """Another call has the request: end soon."""
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time() + REPLACED_CALL_S)
+
+
+def _resumes(message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
+    """Whether the request's own client resumes the request, before the lost connection was noticed here."""
+    if not message.HasField("resume"):
+        return False
+    same = hmac.compare_digest(message.resume.point.secret, session.secret)
+    return same and message.resume.count > session.resumes
+
+
+def _trace(context: _GenerateContext) -> dict[str, object]:
+    """The client's trace context, in OpenTelemetry's form."""
+    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}
+
+
 CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     Metric("requests_running", "Calls of clients that have not ended.", lambda it: it.running, 0),
     Metric(
@@ -560,16 +571,3 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         lambda it: it.core.cluster.replication.ordered,
     ),
 )
-
-
-def _resumes(message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
-    """Whether the request's own client resumes the request, before the lost connection was noticed here."""
-    if not message.HasField("resume"):
-        return False
-    same = hmac.compare_digest(message.resume.point.secret, session.secret)
-    return same and message.resume.count > session.resumes
-
-
-def _trace(context: _GenerateContext) -> dict[str, object]:
-    """The client's trace context, in OpenTelemetry's form."""
-    return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}

@@ -55,7 +55,7 @@ MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/base/transport/regions.py": "unmaps memory; nobody waits for that",
     "moonpool/base/transport/shared_memory.py": "the age of a file",
     "moonpool/kvstore/ssd/encryption.py": "makes a key of a file, once",
-    "moonpool/conductor/explain.py": "writes a recording; nobody waits for that",
+    "moonpool/conductor/trace_recording.py": "writes a recording; nobody waits for that",
 }
 SET_OF_OBJECTS = re.compile(r"\bself\.\w+: set\[(?!int|str|bytes|tuple|Path|BlockKey)")
 

@@ -9,8 +9,11 @@ from typing import Any
 from moonpool.base.runtime.journal import JournalEntry, journal_files, rerun
 from moonpool.base.scheduling.block_manager import DeleteKV
 from moonpool.base.scheduling.state_machine import IoEnded
+from moonpool.conductor.core import actions as conductor_actions
 from moonpool.conductor.core import events as conductor
-from moonpool.conductor.core.router import ReplicatePrefix
+from moonpool.conductor.core.failures import DAMAGED_KINDS
+from moonpool.conductor.core.replication import ReplicatePrefix
+from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS, RequestSpec
 from moonpool.engine.decode.core import actions as decode_actions
 from moonpool.engine.decode.core import events as decode
 from moonpool.engine.prefill.core import actions as prefill_actions
@@ -153,7 +156,7 @@ Reader = Callable[[int, JournalEntry, list[Any]], None]
 
 
 def _conductor_reader(meet: Meet) -> Reader:
-    resumed: dict[int, conductor.RequestSpec] = {}
+    resumed: dict[int, RequestSpec] = {}
 
     def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
         event = entry.event
@@ -163,18 +166,18 @@ def _conductor_reader(meet: Meet) -> Reader:
             meet("a client is gone")
         for action in actions:
             match action:
-                case conductor.TakeOverSequence():
+                case conductor_actions.TakeOverSequence():
                     meet("a takeover")
                     spec = resumed[action.request]
-                    if spec.resumed is not None and spec.resumed.tokens >= conductor.MIN_KNOWN_TOKENS:
+                    if spec.resumed is not None and spec.resumed.tokens >= MIN_KNOWN_TOKENS:
                         meet("a takeover with known tokens")
                     if spec.choices > 1:
                         meet("a takeover of several answers")
-                case conductor.AnnouncePlacement() if action.request in resumed:
+                case conductor_actions.AnnouncePlacement() if action.request in resumed:
                     meet("a resumed request is placed anew")
-                case conductor.Rehash():
+                case conductor_actions.Rehash():
                     meet("a request is placed anew")
-                    if action.failure.kind in conductor.DAMAGED_KINDS:
+                    if action.failure.kind in DAMAGED_KINDS:
                         meet("a request is placed anew after a damaged frame")
                         if action.request in resumed:
                             meet("a resumed request meets a damaged frame")

@@ -19,7 +19,7 @@ from moonpool.base.checkpoint import load_config
 from moonpool.base.rpc.tuning import tune_gc
 from moonpool.base.telemetry import logs
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.conductor.core.events import AnnouncePlacement
+from moonpool.conductor.core.actions import AnnouncePlacement
 from moonpool.conductor.placement.policies import DEFAULT_POLICY
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.simulator.clock import PS

@@ -32,7 +32,7 @@ Needed only where fields were added, removed, reordered or moved into a nested r
 
 def cores() -> list[Any]:
     """Classes with recorded `handle(now, event, out)` and `due()`."""
-    from moonpool.conductor.core.scheduler import ConductorCore
+    from moonpool.conductor.core.conductor_core import ConductorCore
     from moonpool.engine.decode.core.scheduler import DecodeScheduler
     from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moonpool.conductor.core.events import ChangeRole
+from moonpool.conductor.core.actions import ChangeRole
 from moonpool.conductor.core.instances import InstanceKind
 from moonpool.conductor.core.roles import RoleLimits
 from moonpool.engine.decode.core.settings import Preemption

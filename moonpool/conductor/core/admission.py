@@ -8,11 +8,12 @@ from enum import Enum
 from operator import itemgetter
 
 from moonpool.base.scheduling.fair_share import QueueKey
-from moonpool.conductor.core.decode_pool import LoadForecast, LoadForecaster
-from moonpool.conductor.core.events import NO_DECODE_ROOM, Failure, FailureKind
-from moonpool.conductor.core.latency_model import SloLimits, Stratum
+from moonpool.conductor.core.failures import NO_DECODE_ROOM, Failure, FailureKind
+from moonpool.conductor.core.load_forecast import LoadForecast, LoadForecaster
+from moonpool.conductor.core.output_lengths import Stratum
 from moonpool.conductor.core.prefill_pool import TtftLimit
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.placement.base import DecodeChoice
 
 HOPELESS_RETRY_S = 60.0

@@ -3,180 +3,40 @@
 A call holds the claim until the call's `IoEnded` arrives, even if nothing waits for the call any more.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from enum import Enum
+from collections.abc import Iterable
 
-from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.state_machine import CancelIo, PendingIo, Timers, digest_of
-from moonpool.conductor.core.admission import AdmissionGate
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.decode_pool import PlacedAnswer
-from moonpool.conductor.core.events import (
-    UNANSWERED_KINDS,
+from moonpool.base.scheduling.state_machine import CancelIo, Timers, digest_of
+from moonpool.conductor.core.actions import (
     Action,
     CallPrefill,
     CallReserve,
-    CallResult,
     CancelReservation,
-    DecodeReservation,
-    Failure,
-    FailureKind,
     RenewSession,
-    ReserveGranted,
-    StalePlacement,
     StartDecode,
     TakeOverSequence,
 )
-from moonpool.conductor.core.latency_model import LinkRead
-from moonpool.conductor.core.request import (
-    DecodePhase,
-    PrefillPhase,
-    RequestState,
-    ScheduledAttempt,
-    ScheduledRequest,
-    TimerKey,
-    TimerKind,
-)
-from moonpool.conductor.core.router import RoutingDecision
-from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
+from moonpool.conductor.core.admission import AdmissionGate
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.decode_instance import PlacedAnswer
+from moonpool.conductor.core.events import CallResult, ReserveGranted, StalePlacement
+from moonpool.conductor.core.failures import UNANSWERED_KINDS, Failure, FailureKind
+from moonpool.conductor.core.kv_links import LinkRead
+from moonpool.conductor.core.open_calls import FOLLOWING_CALLS, CallKind, OpenCall, OpenCalls
+from moonpool.conductor.core.request import ScheduledAttempt, ScheduledRequest
+from moonpool.conductor.core.request_spec import DecodeReservation
+from moonpool.conductor.core.request_states import DecodePhase, PrefillPhase, RequestState, TimerKey, TimerKind
+from moonpool.conductor.core.routing import RoutingDecision
+from moonpool.conductor.core.stale_placement import StalePlacementCheck
+from moonpool.conductor.placement.base import DecodeChoice
 
 MAX_RESERVES = 2
 """A request's `CallReserve` calls at once."""
-
 RENEWALS = 3
 """A reservation's renewals within the lease."""
-
 LINGER_S = 5.0
 """Seconds for which a prefill call may continue after the first token if the answer is complete: prefill still writes
 to kvstores.
 """
-
-MAX_STALE_ANSWERS = 8
-"""`StalePlacement` answers in a row for one placement. The next instance must take the prompt."""
-
-STALE_SLACK = 0.2
-"""Share of the predicted TTFT by which a queue may be longer than predicted."""
-
-STALE_SLACK_S = 0.01
-"""Seconds by which predictions are off on any machine."""
-
-
-class CallKind(Enum):
-    """Kinds of calls."""
-
-    RESERVE = 1
-    PREFILL = 2
-    SEQUENCE = 3
-    TAKE_OVER = 4
-
-
-FOLLOWING_CALLS = (CallKind.SEQUENCE, CallKind.TAKE_OVER)
-"""Calls that follow a sequence at decode."""
-
-
-@frozen
-class OpenCall:
-    """A call that has not ended.
-
-    Attributes:
-        kind: what the call does.
-        request: number of the request.
-        sequence: id that the instance sees; says to which attempt the call belongs.
-        instance, epoch: the called instance.
-        claim: claim on the cluster that the call holds; 0 = none.
-    """
-
-    kind: CallKind
-    request: int
-    sequence: str
-    instance: str
-    epoch: int
-    claim: int = 0
-
-
-class OpenCalls(PendingIo[OpenCall]):
-    """All calls that have not ended. Calls that follow sequences are also found by their instance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._following: dict[str, dict[int, OpenCall]] = {}
-
-    def begin(self, holds: OpenCall) -> int:
-        """See `PendingIo.begin`."""
-        io = super().begin(holds)
-        if holds.kind in FOLLOWING_CALLS:
-            self._following.setdefault(holds.instance, {})[io] = holds
-        return io
-
-    def end(self, io: int) -> OpenCall:
-        """See `PendingIo.end`."""
-        call = super().end(io)
-        if call.kind in FOLLOWING_CALLS:
-            there = self._following[call.instance]
-            del there[io]
-            if not there:
-                del self._following[call.instance]
-        return call
-
-    def following(self, instance: str) -> list[OpenCall]:
-        """Calls that follow sequences at an instance, in the order of their start."""
-        return list(self._following.get(instance, {}).values())
-
-    def check_invariants(self) -> None:
-        """Asserts that calls are listed at their instances."""
-        following = {io: call for io, call in self if call.kind in FOLLOWING_CALLS}
-        assert following == {io: call for there in self._following.values() for io, call in there.items()}
-        assert all(call.instance == name for name, there in self._following.items() for call in there.values())
-
-
-class StalePlacementCheck:
-    """Decides which queue a prompt may meet, and corrects the cluster view if an instance's queue was longer.
-
-    Attributes:
-        answers: `StalePlacement` answers so far.
-    """
-
-    def __init__(self, cluster: ClusterView) -> None:
-        self._cluster = cluster
-        self.answers = 0
-
-    def max_queue_s(self, decision: RoutingDecision, answered: int, now: float) -> float | None:
-        """Longest queue in seconds with which the chosen instance must take a prompt; None = any.
-
-        Other prompts that this conductor placed there count, whichever arrives first.
-
-        Args:
-            decision: the prompt's placement, which the instance's state includes already.
-            answered: `StalePlacement` answers to this placement so far.
-            now: seconds.
-        """
-        best, instance = decision.prefill, self._cluster.prefills.get(decision.prefill.id)
-        lead_s = _lead_s(best, decision.candidates)
-        if instance is None or instance.load.drain_s is None or lead_s is None or answered >= MAX_STALE_ANSWERS:
-            return None
-        before_s = max(0.0, instance.free_at - best.busy_s - now)
-        return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
-
-    def answered(self, instance_id: str, stale: StalePlacement, now: float) -> None:
-        """Takes the queue that an instance answered. The answer tells neither blocks nor speeds."""
-        self.answers += 1
-        prefills = self._cluster.prefills
-        instance = prefills.get(instance_id)
-        if instance is not None:
-            load = replace(instance.load, drain_s=stale.drain_s, taken=stale.taken, speeds=None)
-            instance.report(load, now, slow_factor=0.0)
-            prefills.changed(instance)
-
-    def digest(self) -> bytes:
-        """Hash of the state."""
-        return digest_of(self.answers)
-
-
-def _lead_s(best: PrefillChoice, candidates: Sequence[PrefillChoice]) -> float | None:
-    """Seconds by which the first token comes sooner than anywhere else; None = there is no other instance."""
-    others = [it.ttft_s for it in candidates if it.id != best.id and not it.excluded]
-    return min(others) - best.ttft_s if others else None
 
 
 class AttemptCalls:

@@ -11,7 +11,7 @@ from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.cluster_state import ClusterView
+from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.events import PromptsAnnounced
 from moonpool.conductor.core.expected import (
     MAX_EXPECTED,
@@ -21,13 +21,9 @@ from moonpool.conductor.core.expected import (
     TellSession,
     joined,
 )
-from moonpool.conductor.core.router import (
-    LinkBudget,
-    ReplicatePrefix,
-    RoutingDecision,
-    RoutingRequest,
-    StopReplication,
-)
+from moonpool.conductor.core.link_budget import LinkBudget
+from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.routing import RoutingDecision, RoutingRequest
 from moonpool.conductor.core.sessions import SessionTable, session_hint
 
 LEAST_WAIT_S = 0.05

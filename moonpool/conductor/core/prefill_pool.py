@@ -1,38 +1,28 @@
-"""The prefill instances: when each will be free, which prefixes they are computing, and which is best for a prompt."""
+"""The prefill instances, and which of them is best for a prompt."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from math import exp, inf
-from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import QueueKey
-from moonpool.base.scheduling.latency import PrefillWork, Speeds, work_of, work_seconds
+from moonpool.base.scheduling.latency import Speeds, work_of, work_seconds
 from moonpool.base.scheduling.state_machine import digest_of, draw_below
-from moonpool.conductor.core.instances import (
-    SHORTLIST,
-    HealthMonitor,
-    InstanceFacts,
-    InstancePool,
-    LoadFacts,
-    LoadRanking,
-    blocks_at,
-)
-from moonpool.conductor.core.latency_model import (
-    Demand,
-    KVLink,
-    PrefillCorrections,
-    PrefillLatencyModel,
-    make,
-)
-from moonpool.conductor.core.prefix_index import slots_in
+from moonpool.conductor.core.block_trie import blocks_at
+from moonpool.conductor.core.demand import Demand
+from moonpool.conductor.core.in_flight_prefixes import InFlightPrefixes, with_in_flight
+from moonpool.conductor.core.instance_pool import InstancePool
+from moonpool.conductor.core.instance_sets import slots_in
+from moonpool.conductor.core.latency_model import PrefillLatencyModel
+from moonpool.conductor.core.load_ranking import SHORTLIST, LoadRanking
+from moonpool.conductor.core.prefill_instance import NO_WAIT, TYPICAL_PROMPT, PrefillInstanceState
+from moonpool.conductor.core.recent_and_usual import RecentRate, UsualValue
 from moonpool.conductor.placement.base import (
     Arrivals,
     Candidates,
-    InstanceLoad,
     PlacementPolicy,
     PlacementRequest,
     PrefillChoice,
@@ -40,511 +30,14 @@ from moonpool.conductor.placement.base import (
     QueueWait,
     RankedInstance,
     StoredPrefix,
+    make,
 )
 
-COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
-"""Lengths in blocks at which chains are compared."""
-_TAKE_MARKS = [
-    itemgetter(*[mark - 1 for mark in COMPARED_LENGTHS[:marks]]) for marks in range(2, len(COMPARED_LENGTHS) + 1)
-]
-"""By the number of marks, from two on: takes a chain's keys at the marks."""
-REPORTS_AWAITED = 2
-"""Load reports after a first token by which the prompt's blocks are reported, or were not kept.
-
-The first report may have been under way when the token came.
-"""
-
-
-@dataclass(slots=True)
-class _ComputedChain:
-    """A computed chain with blocks not yet reported, and the load reports since."""
-
-    marked: tuple[bytes, ...]
-    reports: int = 0
-
-
-class InFlightPrefixes:
-    """Chains of prompts placed at prefill instances, until their blocks are reported."""
-
-    def __init__(self) -> None:
-        self._claims: dict[int, tuple[str, tuple[bytes, ...]]] = {}
-        self._computed: dict[str, list[_ComputedChain]] = {}  # by instance
-        self._at: dict[bytes, dict[str, int]] = {}  # by the key at a mark: prompts of each instance
-
-    def placed(self, claim: int, instance: str, keys: Sequence[bytes]) -> None:
-        """A prompt is placed."""
-        marked = _keys_at_marks(keys)
-        self._claims[claim] = instance, marked
-        at = self._at
-        for key in marked:
-            there = at.get(key)
-            if there is None:
-                at[key] = {instance: 1}
-            else:
-                there[instance] = there.get(instance, 0) + 1
-
-    def released(self, claim: int) -> None:
-        """Drops a prompt; claims that are unknown or computed are fine."""
-        self._drop(*self._claims.pop(claim, ("", ())))
-
-    def computed(self, claim: int) -> str:
-        """A prompt has a first token: the blocks will be reported soon.
-
-        Returns the prompt's instance; "" = unknown claim.
-        """
-        instance, marked = self._claims.pop(claim, ("", ()))
-        if marked:
-            self._computed.setdefault(instance, []).append(_ComputedChain(marked))
-        return instance
-
-    def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
-        """An instance has reported which blocks are there."""
-        if instance in self._computed:
-            self._keep(instance, lambda one: not holds(one.marked[-1]))
-
-    def reported(self, instance: str) -> None:
-        """An instance has reported load."""
-        if instance in self._computed:
-            for one in self._computed[instance]:
-                one.reports += 1
-            self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
-
-    def lost(self, instance: str) -> None:
-        """The instance and all its blocks are gone."""
-        self._keep(instance, lambda _: False)
-
-    def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
-        """Keeps the computed chains of an instance for which `wanted` is true."""
-        kept: list[_ComputedChain] = []
-        for one in self._computed.pop(instance, ()):
-            if wanted(one):
-                kept.append(one)
-            else:
-                self._drop(instance, one.marked)
-        if kept:
-            self._computed[instance] = kept
-
-    def _drop(self, instance: str, marked: Sequence[bytes]) -> None:
-        for key in marked:
-            there = self._at[key]
-            there[instance] -= 1
-            if not there[instance]:
-                del there[instance]
-                if not there:
-                    del self._at[key]
-
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Instances where a chain's beginning is being computed, and how many blocks."""
-        at = self._at
-        marked = _keys_at_marks(keys) if at else ()
-        if not marked or marked[0] not in at:
-            return {}
-        # An instance with more blocks is at all shorter marks: the known marks are the first ones.
-        known = bisect_left(marked, True, key=lambda key: key not in at)
-        most, found = len(at[marked[0]]), dict[str, int]()
-        for place in range(known - 1, -1, -1):
-            there = at[marked[place]]
-            if len(there) > len(found):
-                found = dict.fromkeys(there, COMPARED_LENGTHS[place]) | found
-                if len(found) == most:
-                    break
-        return found
-
-    @property
-    def claims(self) -> list[int]:
-        """Claims of prompts without a first token."""
-        return list(self._claims)
-
-    @property
-    def awaited(self) -> list[str]:
-        """Instances with computed chains that are not reported yet."""
-        return list(self._computed)
-
-    def digest(self) -> bytes:
-        """Hash of the state."""
-        return digest_of(sorted(self._claims.items()), sorted(self._computed.items()))
-
-    def check_invariants(self) -> None:
-        """Asserts that the counts are those of the chains."""
-        counted: dict[bytes, dict[str, int]] = {}
-        computed = [(instance, one.marked) for instance, here in self._computed.items() for one in here]
-        for instance, marked in [*self._claims.values(), *computed]:
-            for key in marked:
-                there = counted.setdefault(key, {})
-                there[instance] = there.get(instance, 0) + 1
-        assert counted == self._at
-
-
-def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys at the marks."""
-    marks = bisect_right(COMPARED_LENGTHS, len(keys))
-    return _TAKE_MARKS[marks - 2](keys) if marks > 1 else tuple(keys[:marks])
-
-
-def with_in_flight(
-    prefixes: Sequence[tuple[int, int]], in_flight: Sequence[tuple[int, int]]
-) -> Sequence[tuple[int, int]]:
-    """Prefixes as `BlockTrie.match` gives them, where some slots will soon hold more: (blocks, slot)."""
-    if not in_flight:
-        return prefixes
-    levels = dict(prefixes)
-    for blocks, slot in in_flight:
-        levels[blocks] = levels.get(blocks, 0) | 1 << slot
-    mask, found = 0, []
-    for blocks in sorted(levels, reverse=True):  # a slot with more blocks has these, too
-        mask |= levels[blocks]
-        found.append((blocks, mask))
-    return found[::-1]
-
-
 CLASS_WIDTH = 1.1
-TYPICAL_TOKENS = 2048
-"""Length of the prompt by which an instance's speed is judged."""
-TYPICAL_PROMPT = work_of(TYPICAL_TOKENS, 0)
-LONG_PROMPT_END = work_of(512, 16384)
-"""The end of a long prompt."""
-LOAD_BYTES = 1 << 28
-"""Bytes of KV by which loads are compared."""
-NO_WAIT = QueueWait(0.0, 0)
-LATER_SHARE = 0.25
-"""Share of a full step that later prompts take in the step in which a waiting prompt ends."""
-
-
-RECENT_S = 60.0
-"""Time constant of what is called recent, seconds."""
-
-
-@dataclass(slots=True)
-class RecentRate:
-    """A sum that fades with `RECENT_S`, by event times: `total` as of the time `at`."""
-
-    total: float = 0.0
-    at: float = 0.0
-
-    def add(self, amount: float, now: float) -> None:
-        """Adds to the sum."""
-        self.total, self.at = self._left(now) + amount, max(now, self.at)
-
-    def per_s(self, now: float) -> float:
-        """The sum per second."""
-        total = self.total
-        return total * exp(min(self.at - now, 0.0) / RECENT_S) / RECENT_S if total else 0.0
-
-    def _left(self, now: float) -> float:
-        return self.total * exp(min(self.at - now, 0.0) / RECENT_S)
-
-
-USUAL_S = 600.0
-"""Time constant of what is called usual, seconds."""
-
-
-@dataclass(slots=True)
-class UsualValue:
-    """A mean over samples within `USUAL_S`, each weighted by the time since the sample before."""
-
-    value: float = 0.0
-    at: float = 0.0
-
-    def sample(self, value: float, now: float) -> None:
-        """Takes a sample."""
-        kept = exp(min(self.at - now, 0.0) / USUAL_S)
-        self.value, self.at = kept * self.value + (1.0 - kept) * value, max(now, self.at)
-
-
 SAMPLED = 64
 """Sample size: above this number, some instances' queues stand for all."""
-
-
-@dataclass(slots=True)
-class PlacedPrompt:
-    """A prompt that this conductor has placed at a prefill instance.
-
-    Attributes:
-        busy_s: seconds for which the prompt keeps the instance busy.
-        tokens: to compute.
-        overtaken: a prompt was placed before this prompt later.
-        left_s: remaining part of `busy_s` in seconds, as of the instance's `advanced_at`.
-        number: the instance's own number of the prompt; 0 = the instance gives no number, None = not known yet.
-        covered: the last report includes the prompt, so the prompt is not counted any more.
-        queue_key: the prompt's position among other prompts there; None = not known.
-        order: orders one tenant's prompts; prompts without a key go first.
-        tenant: the prompt's tenant.
-    """
-
-    busy_s: float
-    number: int | None = None
-    covered: bool = False
-    queue_key: QueueKey | None = None
-    tokens: int = 0
-    overtaken: bool = False
-    left_s: float = field(init=False)
-    order: tuple[float, int] = field(init=False, default=(-inf, 0))
-    tenant: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        self.left_s = self.busy_s
-        if self.queue_key is not None:
-            self.order, self.tenant = self.queue_key.order_in_tenant, self.queue_key.tenant
-
-
-@dataclass(slots=True)
-class PrefillInstanceState:
-    """One prefill instance.
-
-    Attributes:
-        learnt: corrected speeds.
-        free_at: time at which all known prompts are computed: prompts in the last report, and own prompts that the
-            report does not include. Seconds on `now`'s clock.
-        others_at: the same for prompts of other conductors.
-        reported_at: time of the last report.
-        overtaken: the last report was ignored, as a later answer had arrived first.
-        prompts: prompts that this conductor has placed here, by claim.
-        link: link over which others read blocks.
-        recent: seconds of work that this conductor has placed here.
-        advanced_at: time until which `PlacedPrompt.left_s` is counted.
-        full_step: work of a full step.
-    """
-
-    facts: InstanceFacts
-    slot: int
-    learnt: PrefillCorrections
-    free_at: float
-    others_at: float = 0.0
-    reported_at: float = 0.0
-    overtaken: bool = False
-    load: LoadFacts = field(default_factory=LoadFacts)
-    turn: int = 0
-    prompts: dict[int, PlacedPrompt] = field(default_factory=dict)
-    health: HealthMonitor = field(default_factory=HealthMonitor)
-    link: KVLink = field(default_factory=KVLink)
-    recent: RecentRate = field(default_factory=RecentRate)
-    advanced_at: float = 0.0
-    full_step: PrefillWork = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.full_step = work_of(self.facts.max_num_batched_tokens or TYPICAL_TOKENS, 0)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a prompt of this conductor is here."""
-        return bool(self.prompts)
-
-    @property
-    def slowed(self) -> float:
-        """Factor by which the queue takes longer than reported; a queue is mostly full steps."""
-        return self.learnt.slowdown(self.full_step)
-
-    def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
-        """Counts a prompt from now on."""
-        self._advance(now)
-        queue_key = None if self.facts.arrival_order else queue_key
-        new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
-        for other in self.prompts.values() if queue_key is not None else ():
-            other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)
-        self.free_at = max(self.free_at, now) + busy_s
-        self.recent.add(busy_s, now)
-
-    def acknowledged(self, claim: int, number: int) -> None:
-        """The instance has a claim's prompt, as the `number`-th; the last report may include the prompt already."""
-        prompt = self.prompts[claim]
-        prompt.number = number
-        if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
-            prompt.covered = True
-            self.free_at -= prompt.busy_s
-
-    def release(self, number: int, now: float) -> None:
-        """Stops counting a prompt."""
-        self._advance(now)
-        prompt = self.prompts.pop(number)
-        if self.load.drain_s is None:  # the instance does not tell when free: the remaining work begins now
-            self.free_at = now + self._uncovered_s()
-        elif not prompt.covered:
-            self.free_at -= prompt.busy_s
-
-    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a load report, which includes the first `taken` prompts that the instance got.
-
-        A report with fewer prompts than known was overtaken by an answer, and is ignored. If the next report has fewer
-        prompts, too, the answer was wrong.
-        """
-        self.overtaken = load.taken < self.load.taken and not self.overtaken
-        if self.overtaken:
-            return
-        self.load, self.reported_at = load, now
-        if load.speeds is not None:
-            seconds, idle = work_seconds(load.speeds, *TYPICAL_PROMPT), not load.running + load.waiting
-            self.learnt.report(self.health.report(load.speeds, seconds, now, slow_factor, idle=idle))
-        if load.drain_s is None:
-            return
-        for prompt in self.prompts.values():
-            prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
-        drain_s = load.drain_s * self.slowed
-        ahead_s = drain_s + self._uncovered_s()
-        self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
-        # An idle instance keeps the time since when idle: the longest idle instance is chosen first.
-        self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
-
-    def queue_s(self, key: QueueKey, all_s: float) -> float:
-        """Predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
-
-        A prompt that goes before other prompts from this conductor waits for the tenant's earlier prompts, each in turn
-        among the tenants, and for the step under way.
-        """
-        own = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
-        last = key.order_in_tenant
-        before = [busy_s for it, busy_s in own if it.tenant == key.tenant and it.order_in_tenant < last]
-        if len(before) == len(own):
-            return all_s
-        weights = {it.tenant: it.weight for it, _ in own} | {key.tenant: key.weight}
-        turns = sum(weights.values()) / key.weight
-        return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
-
-    def wait(self, key: QueueKey, now: float) -> QueueWait:
-        """The place for a prompt with this queue key, if prompts are computed in key order.
-
-        Prompts of other conductors go first. Tenants wait for their turns.
-        """
-        all_s = self.free_at - now
-        if all_s <= 0.0:
-            return NO_WAIT
-        last, tenant, prompts = (key.rank, key.number), key.tenant, self.prompts
-        left_s = before_s = 0.0
-        behind = covered = strangers = 0
-        for it, one_s in self._left(now) if prompts else ():
-            if it.tenant != tenant:
-                strangers += 1
-                continue
-            left_s += one_s
-            covered += it.covered
-            if it.order < last:
-                before_s += one_s
-            elif it.order > last:
-                behind += 1
-        if strangers:
-            return QueueWait(self.queue_s(key, all_s), behind)
-        others = self.load.running + self.load.waiting > covered
-        if (others or left_s <= 0.0) and left_s < all_s:
-            before_s += all_s - left_s  # from other conductors, or from prompts that take longer than predicted
-        elif left_s > 0.0:
-            before_s *= all_s / left_s
-        wait_s = before_s + (self._step_s(prompts.values()) / 2 if behind else 0.0)
-        return make(QueueWait, (min(all_s, wait_s), behind))
-
-    def _left(self, now: float) -> list[tuple[PlacedPrompt, float]]:
-        """This conductor's prompts in key order, and each prompt's remaining seconds.
-
-        The time since `advanced_at` went to the first of them.
-        """
-        elapsed_s, left = now - self.advanced_at, []
-        prompts = self.prompts.values()
-        for it in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
-            left_s = it.left_s
-            if elapsed_s > 0.0:
-                spent_s = min(elapsed_s, left_s)
-                elapsed_s -= spent_s
-                left_s -= spent_s
-            left.append((it, left_s))
-        return left
-
-    def _advance(self, now: float) -> None:
-        """Counts the time until now as spent on the first prompts."""
-        if now > self.advanced_at:
-            for it, left_s in self._left(now):
-                it.left_s = left_s
-            self.advanced_at = now
-
-    def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
-        """Seconds of the step under way at most."""
-        longest_s = max([it.busy_s for it in prompts])
-        return (
-            min(longest_s, work_seconds(self.learnt.speeds, *self.full_step))
-            if self.facts.max_num_batched_tokens
-            else longest_s
-        )
-
-    def there(self, now: float) -> InstanceLoad:
-        """What is here."""
-        load, facts, prompts, tokens = self.load, self.facts, 0, 0
-        for it in self.prompts.values():
-            if not it.covered:
-                prompts, tokens = prompts + 1, tokens + it.tokens
-        prompts = max(load.running + load.waiting + prompts, len(self.prompts))
-        tokens += load.queued_tokens
-        busy_share = self.recent.per_s(now)
-        return make(InstanceLoad, (prompts, tokens, busy_share, load.free_blocks, facts.total_blocks, facts.stages))
-
-    def observe(self, choice: PrefillChoice, there_s: float) -> None:
-        """Learns from the measured seconds of a prompt with this prediction."""
-        self.learnt.observe(choice.growing_s, choice.rest_s, there_s)
-
-    def computed(self, now: float) -> None:
-        """A prompt from this conductor has a first token: the next prompt begins now."""
-        self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
-
-    def _uncovered_s(self) -> float:
-        return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
-
-    def digest(self) -> bytes:
-        """Hash of the state."""
-        times = self.free_at, self.others_at, self.reported_at, self.overtaken, self.advanced_at
-        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link, self.recent
-        return digest_of(self.facts, self.slot, *state)
-
-
-_order_of = attrgetter("order")
-
-
-class TtftLimit(NamedTuple):
-    """TTFT limit of a request.
-
-    Attributes:
-        within_s: seconds from now within which the first token must come.
-        queue_key: position of the request among others.
-    """
-
-    within_s: float
-    queue_key: QueueKey
-
-
-@frozen
-class PromptToPlace:
-    """A prompt for which an instance is chosen.
-
-    Attributes:
-        request: the policies' view.
-        queue_key: position among others, on arrival at an instance now.
-        limit: which placements are refused; None = none for the time to first token.
-    """
-
-    request: PlacementRequest
-    queue_key: QueueKey
-    limit: TtftLimit | None = None
-
-
-@dataclass(slots=True)
-class ShadowTally:
-    """A shadow policy's decisions beside the real policy's.
-
-    Attributes:
-        decisions: number of compared decisions.
-        agreed: decisions with the same instance.
-        sooner_s: predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.
-            Both are predicted in the queues as they are, where a prompt without a delay stands at its arrival.
-    """
-
-    decisions: int = 0
-    agreed: int = 0
-    sooner_s: float = 0.0
-
-    def compare(self, candidates: Candidates, real: PrefillChoice, shadow: PrefillChoice) -> None:
-        """Counts a decision."""
-        self.decisions += 1
-        self.agreed += real.id == shadow.id
-        real_s, shadow_s = [
-            (it if it.delay_s is not None else it.with_place(0.0, candidates.wait(it, 0.0))).ttft_s
-            for it in (real, shadow)
-        ]
-        self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
+LATER_SHARE = 0.25
+"""Share of a full step that later prompts take in the step in which a waiting prompt ends."""
 
 
 class PrefillPool(InstancePool[PrefillInstanceState]):
@@ -752,15 +245,30 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
 
 @frozen
-class TypicalPrefillSeconds:
-    """Seconds by which prefill instances are compared: a prompt, a long prompt's end, and a load.
+class PromptToPlace:
+    """A prompt for which an instance is chosen.
 
-    A class rather than a function, so that a journal can hold the value.
+    Attributes:
+        request: the policies' view.
+        queue_key: position among others, on arrival at an instance now.
+        limit: which placements are refused; None = none for the time to first token.
     """
 
-    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
-        load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-        return work_seconds(speeds, *TYPICAL_PROMPT), work_seconds(speeds, *LONG_PROMPT_END), load_s
+    request: PlacementRequest
+    queue_key: QueueKey
+    limit: TtftLimit | None = None
+
+
+class TtftLimit(NamedTuple):
+    """TTFT limit of a request.
+
+    Attributes:
+        within_s: seconds from now within which the first token must come.
+        queue_key: position of the request among others.
+    """
+
+    within_s: float
+    queue_key: QueueKey
 
 
 @frozen
@@ -830,3 +338,47 @@ class PoolCandidates(Candidates):
     def _keeps(self, choice: PrefillChoice) -> bool:
         limit = self._prompt.limit
         return limit is None or self._pool.ttft_s(choice, limit.queue_key) <= limit.within_s
+
+
+@dataclass(slots=True)
+class ShadowTally:
+    """A shadow policy's decisions beside the real policy's.
+
+    Attributes:
+        decisions: number of compared decisions.
+        agreed: decisions with the same instance.
+        sooner_s: predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.
+            Both are predicted in the queues as they are, where a prompt without a delay stands at its arrival.
+    """
+
+    decisions: int = 0
+    agreed: int = 0
+    sooner_s: float = 0.0
+
+    def compare(self, candidates: Candidates, real: PrefillChoice, shadow: PrefillChoice) -> None:
+        """Counts a decision."""
+        self.decisions += 1
+        self.agreed += real.id == shadow.id
+        real_s, shadow_s = [
+            (it if it.delay_s is not None else it.with_place(0.0, candidates.wait(it, 0.0))).ttft_s
+            for it in (real, shadow)
+        ]
+        self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
+
+
+LONG_PROMPT_END = work_of(512, 16384)
+"""The end of a long prompt."""
+LOAD_BYTES = 1 << 28
+"""Bytes of KV by which loads are compared."""
+
+
+@frozen
+class TypicalPrefillSeconds:
+    """Seconds by which prefill instances are compared: a prompt, a long prompt's end, and a load.
+
+    A class rather than a function, so that a journal can hold the value.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
+        return work_seconds(speeds, *TYPICAL_PROMPT), work_seconds(speeds, *LONG_PROMPT_END), load_s

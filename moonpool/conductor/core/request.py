@@ -1,203 +1,121 @@
-"""One request in the scheduler: state, phases of the current attempt, and the timers for both.
+"""One request in the scheduler, and its current attempt."""
 
-docs/states.md has the diagrams, which are generated from the tables here.
-"""
+from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeVar
 
-from moonpool.conductor.core.events import (
-    ATTEMPT_MARK,
-    DecodeReservation,
-    Failure,
-    FailureSeries,
-    RequestSpec,
-)
 from moonpool.conductor.core.expected import TellSession
-from moonpool.conductor.core.latency_model import NO_TPOT_FORECAST, TpotForecast
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.failures import Failure, FailureSeries
+from moonpool.conductor.core.request_spec import ATTEMPT_MARK, DecodeReservation, RequestSpec
+from moonpool.conductor.core.request_states import (
+    DECODE_TRANSITIONS,
+    PREFILL_TRANSITIONS,
+    TRANSITIONS,
+    DecodePhase,
+    PrefillPhase,
+    RequestState,
+    checked,
+)
+from moonpool.conductor.core.routing import RoutingDecision
+from moonpool.conductor.core.tpot_model import NO_TPOT_FORECAST, TpotForecast
 from moonpool.conductor.placement.base import DecodeChoice
 
-S = TypeVar("S", bound=Enum)
 
+@dataclass(slots=True)
+class ScheduledRequest:
+    """One request from arrival to end.
 
-def _checked(transitions: Mapping[S, frozenset[S]], before: S, after: S) -> S:
-    assert after in transitions[before], f"{before.name} -> {after.name} is no transition"
-    return after
-
-
-class RequestState(Enum):
-    """What a request does now."""
-
-    ARRIVED = 0
-    """Just taken in. No request is in this state between two events."""
-    PLACED = 1
-    """Has an attempt: instances are chosen, and calls carry the attempt out."""
-    WAITING_MEMORY = 2
-    """No decode instance had enough KV blocks. Waits in `DecodeMemoryQueue`."""
-    WAITING_SLO = 3
-    """No placement kept the SLO, and the client lets the request wait. Waits in `SloQueue`."""
-    WAITING_INSTANCE = 4
-    """No instance could take the request. Waits until one joins."""
-    BACKOFF = 5
-    """An attempt failed. Waits before the next one."""
-    REHASHING = 6
-    """Waits for the block keys of the prompt and the answer so far."""
-    WAITING_OWNER = 7
-    """Resumed. Waits for the decode instance that runs the sequence to join this conductor."""
-    TAKEN_OVER = 8
-    """Follows a sequence without an attempt here: another conductor started the sequence, or moving the sequence away
-    failed.
+    Attributes:
+        spec: what the client asked for.
+        keys: keys for all full blocks of the prompt and the tokens so far, at the last placement.
+        state: what the request does now.
+        tokens: length of the answer so far; 0 with several answers, none of which prefill computes again.
+        generated: tokens that have come of all answers; none from deferred answers before their end.
+        attempts: placements so far; the next attempt's number.
+        failures: the latest attempts in a row that failed.
+        suspects: ids of instances that failed the request; used only when no other is left.
+        attempt: the current one; None while the request has no placement.
+        followed_call: call that follows a sequence without an attempt, after a takeover or while moving; 0 = none.
+        stays_until: time before which the sequence is not moved again, as no other instance took the sequence.
+        reserves: `CallReserve` calls of all attempts that have not ended.
+        unasked: placements in a row for which no decode instance could be asked.
+        refusal: error to return if the wait times out.
+        waits_since: time since which the request looks for a placement in vain; None during an attempt.
+        queued_s: seconds of earlier waits that do not count in the TTFT limit.
+        counted: charged to the tenant, and counted for prefix replication.
+        stores: kvstores that shall hold the prompt's KV, if the request has a session.
+        warming: the order for blocks on SSD that the prompt waits for; None = none, or not wanted any more.
+        recovering: placed before, or held up by a passing failure: the request is not refused early any more.
     """
-    ENDED = 9
-    """Complete, failed, or dropped."""
 
+    spec: RequestSpec
+    keys: tuple[bytes, ...]
+    state: RequestState = RequestState.ARRIVED
+    tokens: int = 0
+    generated: int = 0
+    attempts: int = 0
+    failures: FailureSeries = field(default_factory=FailureSeries)
+    suspects: list[str] = field(default_factory=list)
+    attempt: ScheduledAttempt | None = None
+    followed_call: int = 0
+    stays_until: float = 0.0
+    reserves: int = 0
+    unasked: int = 0
+    refusal: Failure | None = None
+    waits_since: float | None = None
+    queued_s: float = 0.0
+    counted: bool = False
+    recovering: bool = False
+    stores: tuple[str, ...] = ()
+    warming: TellSession | None = None
 
-TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
-    RequestState.ARRIVED: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_SLO,
-        RequestState.WAITING_INSTANCE,
-        RequestState.WAITING_OWNER,
-        RequestState.TAKEN_OVER,
-        RequestState.ENDED,
-    }),
-    RequestState.PLACED: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_MEMORY,
-        RequestState.WAITING_SLO,
-        RequestState.WAITING_INSTANCE,
-        RequestState.BACKOFF,
-        RequestState.REHASHING,
-        RequestState.TAKEN_OVER,
-        RequestState.ENDED,
-    }),
-    RequestState.WAITING_MEMORY: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_SLO,
-        RequestState.WAITING_INSTANCE,
-        RequestState.ENDED,
-    }),
-    RequestState.WAITING_SLO: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_SLO,
-        RequestState.ENDED,
-    }),
-    RequestState.WAITING_INSTANCE: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_INSTANCE,
-        RequestState.ENDED,
-    }),
-    RequestState.BACKOFF: frozenset({
-        RequestState.REHASHING,
-        RequestState.ENDED,
-    }),
-    RequestState.REHASHING: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_INSTANCE,
-        RequestState.TAKEN_OVER,
-        RequestState.ENDED,
-    }),
-    RequestState.WAITING_OWNER: frozenset({
-        RequestState.PLACED,
-        RequestState.WAITING_INSTANCE,
-        RequestState.TAKEN_OVER,
-        RequestState.ENDED,
-    }),
-    RequestState.TAKEN_OVER: frozenset({
-        RequestState.BACKOFF,
-        RequestState.REHASHING,
-        RequestState.ENDED,
-    }),
-    RequestState.ENDED: frozenset(),
-}  # fmt: skip
+    def enter(self, state: RequestState) -> None:
+        """Changes the state; `TRANSITIONS` must allow the change."""
+        self.state = checked(TRANSITIONS, self.state, state)
 
+    @property
+    def moving(self) -> bool:
+        """Whether the sequence continues at the old instance while the request is placed anew."""
+        return bool(self.followed_call) and self.state is not RequestState.TAKEN_OVER
 
-class PrefillPhase(Enum):
-    """How far an attempt is at the prefill instance."""
+    @property
+    def begun(self) -> bool:
+        """Whether some of the answer has come or is being computed."""
+        called = self.attempt is not None and self.attempt.prefill_phase is not PrefillPhase.NOT_CALLED
+        return bool(self.tokens or self.generated or self.followed_call or called)
 
-    NOT_CALLED = 0
-    """Decode memory is reserved first."""
-    CALLED = 1
-    """The prompt waits or is computed."""
-    FIRST_TOKEN = 2
-    """The first token has come. KV may still be on the way to decode."""
-    ENDED = 3
-    """The call has ended, or is not waited for, or decode computes the prompt."""
+    @property
+    def owner(self) -> DecodeReservation | None:
+        """The reservation under which another conductor started the sequence; None = there is none."""
+        return self.spec.resumed.target if self.spec.resumed is not None else None
 
+    @property
+    def next_sequence(self) -> str:
+        """Id under which engines see the next attempt. No earlier attempt had this id."""
+        resumed, number = self.spec.resumed, self.attempts
+        fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
+        return f"{self.spec.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.spec.id
 
-PREFILL_TRANSITIONS: Mapping[PrefillPhase, frozenset[PrefillPhase]] = {
-    PrefillPhase.NOT_CALLED: frozenset({PrefillPhase.CALLED, PrefillPhase.ENDED}),
-    PrefillPhase.CALLED: frozenset({PrefillPhase.NOT_CALLED, PrefillPhase.FIRST_TOKEN, PrefillPhase.ENDED}),
-    PrefillPhase.FIRST_TOKEN: frozenset({PrefillPhase.ENDED}),
-    PrefillPhase.ENDED: frozenset(),
-}
-"""CALLED leads back to NOT_CALLED if the instance's queue was longer than predicted (`StalePlacement`)."""
+    def attempt_as(self, sequence: str) -> ScheduledAttempt | None:
+        """The current attempt if engines see the attempt under this id; None if the id is an earlier attempt's."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.sequence == sequence else None
 
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since the arrival that count in the TTFT limit."""
+        until = now if self.waits_since is None or not self.spec.slo.queue_s else self.waits_since
+        return until - self.spec.arrived - self.queued_s
 
-class DecodePhase(Enum):
-    """How far an attempt is at decode."""
+    def grow(self, tokens: int) -> None:
+        """Counts new tokens in the answer, or in one answer."""
+        self.generated += tokens
+        if self.spec.choices == 1 and not self.spec.deferred:
+            self.tokens += tokens
 
-    NOT_CALLED = 0
-    """Decode is not needed, or not called yet."""
-    RESERVING = 1
-    """Decode instances are asked for memory."""
-    RESERVED = 2
-    """An instance keeps KV blocks for the request."""
-    STARTED = 3
-    """The sequence is started there. The sequence runs as soon as the KV has arrived."""
-    STREAMING = 4
-    """Tokens have come."""
-    ENDED = 5
-    """The sequence has ended, or the instance is lost."""
-
-
-DECODE_TRANSITIONS: Mapping[DecodePhase, frozenset[DecodePhase]] = {
-    DecodePhase.NOT_CALLED: frozenset({DecodePhase.RESERVING}),
-    DecodePhase.RESERVING: frozenset({DecodePhase.RESERVED}),
-    DecodePhase.RESERVED: frozenset({DecodePhase.STARTED, DecodePhase.ENDED}),
-    DecodePhase.STARTED: frozenset({DecodePhase.STREAMING, DecodePhase.ENDED}),
-    DecodePhase.STREAMING: frozenset({DecodePhase.ENDED}),
-    DecodePhase.ENDED: frozenset(),
-}
-
-
-class TimerKind(Enum):
-    """What a timer of the scheduler is for; the number in a `TimerKey` is a request's or a call's."""
-
-    DEADLINE = 0
-    """A request must have ended."""
-    WAIT = 1
-    """A request has waited for a placement as long as allowed."""
-    BACKOFF = 2
-    """A request's pause between two attempts is over."""
-    RENEWAL = 3
-    """A request's reservation at decode must be renewed."""
-    DELIVERY = 4
-    """Decode must have said whether a request's KV has arrived."""
-    OWNER = 5
-    """The instance that runs a resumed request's sequence must have joined."""
-    RESERVE = 6
-    """A `CallReserve` has taken too long: the next instance is asked."""
-    LINGER = 7
-    """A prefill call must have ended after the answer is complete."""
-    SLO_QUEUE = 8
-    """Requests in the `SloQueue` look for a placement again."""
-
-
-TimerKey = tuple[TimerKind, int]
-
-REQUEST_TIMERS = (
-    TimerKind.DEADLINE,
-    TimerKind.WAIT,
-    TimerKind.BACKOFF,
-    TimerKind.RENEWAL,
-    TimerKind.DELIVERY,
-    TimerKind.OWNER,
-)
-"""Timers numbered by a request. They end with the request."""
+    def suspect(self, instance: str) -> None:
+        """Avoids an instance from now on."""
+        if instance not in self.suspects:
+            self.suspects.append(instance)
 
 
 @dataclass(slots=True)
@@ -258,11 +176,11 @@ class ScheduledAttempt:
 
     def enter_prefill(self, phase: PrefillPhase) -> None:
         """Changes the prefill phase; `PREFILL_TRANSITIONS` must allow the change."""
-        self.prefill_phase = _checked(PREFILL_TRANSITIONS, self.prefill_phase, phase)
+        self.prefill_phase = checked(PREFILL_TRANSITIONS, self.prefill_phase, phase)
 
     def enter_decode(self, phase: DecodePhase) -> None:
         """Changes the decode phase; `DECODE_TRANSITIONS` must allow the change."""
-        self.decode_phase = _checked(DECODE_TRANSITIONS, self.decode_phase, phase)
+        self.decode_phase = checked(DECODE_TRANSITIONS, self.decode_phase, phase)
 
     @property
     def may_be_stale(self) -> bool:
@@ -279,100 +197,3 @@ class ScheduledAttempt:
         """Whether decode computes the sequence. Deferred answers send nothing before the end: they run when able."""
         started = self.decode_phase is DecodePhase.STARTED
         return self.decode_phase is DecodePhase.STREAMING or (deferred and started and self.delivered)
-
-
-@dataclass(slots=True)
-class ScheduledRequest:
-    """One request from arrival to end.
-
-    Attributes:
-        spec: what the client asked for.
-        keys: keys for all full blocks of the prompt and the tokens so far, at the last placement.
-        state: what the request does now.
-        tokens: length of the answer so far; 0 with several answers, none of which prefill computes again.
-        generated: tokens that have come of all answers; none from deferred answers before their end.
-        attempts: placements so far; the next attempt's number.
-        failures: the latest attempts in a row that failed.
-        suspects: ids of instances that failed the request; used only when no other is left.
-        attempt: the current one; None while the request has no placement.
-        followed_call: call that follows a sequence without an attempt, after a takeover or while moving; 0 = none.
-        stays_until: time before which the sequence is not moved again, as no other instance took the sequence.
-        reserves: `CallReserve` calls of all attempts that have not ended.
-        unasked: placements in a row for which no decode instance could be asked.
-        refusal: error to return if the wait times out.
-        waits_since: time since which the request looks for a placement in vain; None during an attempt.
-        queued_s: seconds of earlier waits that do not count in the TTFT limit.
-        counted: charged to the tenant, and counted for prefix replication.
-        stores: kvstores that shall hold the prompt's KV, if the request has a session.
-        warming: the order for blocks on SSD that the prompt waits for; None = none, or not wanted any more.
-        recovering: placed before, or held up by a passing failure: the request is not refused early any more.
-    """
-
-    spec: RequestSpec
-    keys: tuple[bytes, ...]
-    state: RequestState = RequestState.ARRIVED
-    tokens: int = 0
-    generated: int = 0
-    attempts: int = 0
-    failures: FailureSeries = field(default_factory=FailureSeries)
-    suspects: list[str] = field(default_factory=list)
-    attempt: ScheduledAttempt | None = None
-    followed_call: int = 0
-    stays_until: float = 0.0
-    reserves: int = 0
-    unasked: int = 0
-    refusal: Failure | None = None
-    waits_since: float | None = None
-    queued_s: float = 0.0
-    counted: bool = False
-    recovering: bool = False
-    stores: tuple[str, ...] = ()
-    warming: TellSession | None = None
-
-    def enter(self, state: RequestState) -> None:
-        """Changes the state; `TRANSITIONS` must allow the change."""
-        self.state = _checked(TRANSITIONS, self.state, state)
-
-    @property
-    def moving(self) -> bool:
-        """Whether the sequence continues at the old instance while the request is placed anew."""
-        return bool(self.followed_call) and self.state is not RequestState.TAKEN_OVER
-
-    @property
-    def begun(self) -> bool:
-        """Whether some of the answer has come or is being computed."""
-        called = self.attempt is not None and self.attempt.prefill_phase is not PrefillPhase.NOT_CALLED
-        return bool(self.tokens or self.generated or self.followed_call or called)
-
-    @property
-    def owner(self) -> DecodeReservation | None:
-        """The reservation under which another conductor started the sequence; None = there is none."""
-        return self.spec.resumed.target if self.spec.resumed is not None else None
-
-    @property
-    def next_sequence(self) -> str:
-        """Id under which engines see the next attempt. No earlier attempt had this id."""
-        resumed, number = self.spec.resumed, self.attempts
-        fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
-        return f"{self.spec.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.spec.id
-
-    def attempt_as(self, sequence: str) -> ScheduledAttempt | None:
-        """The current attempt if engines see the attempt under this id; None if the id is an earlier attempt's."""
-        attempt = self.attempt
-        return attempt if attempt is not None and attempt.sequence == sequence else None
-
-    def elapsed_s(self, now: float) -> float:
-        """Seconds since the arrival that count in the TTFT limit."""
-        until = now if self.waits_since is None or not self.spec.slo.queue_s else self.waits_since
-        return until - self.spec.arrived - self.queued_s
-
-    def grow(self, tokens: int) -> None:
-        """Counts new tokens in the answer, or in one answer."""
-        self.generated += tokens
-        if self.spec.choices == 1 and not self.spec.deferred:
-            self.tokens += tokens
-
-    def suspect(self, instance: str) -> None:
-        """Avoids an instance from now on."""
-        if instance not in self.suspects:
-            self.suspects.append(instance)

@@ -20,10 +20,13 @@ from statistics import fmean
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.decode_pool import DecodeInstanceState, DecodePool, load_now
-from moonpool.conductor.core.events import Action, ChangeRole
+from moonpool.conductor.core.actions import Action, ChangeRole
+from moonpool.conductor.core.decode_instance import DecodeInstanceState
+from moonpool.conductor.core.decode_pool import DecodePool
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind
-from moonpool.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
+from moonpool.conductor.core.load_forecast import load_now
+from moonpool.conductor.core.prefill_instance import PrefillInstanceState
+from moonpool.conductor.core.prefill_pool import PrefillPool
 
 SAMPLE_S = 1.0
 """Seconds between two samples of the pressures, which are taken when instances report."""

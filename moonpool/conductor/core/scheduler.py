@@ -6,6 +6,8 @@ docs/states.md draws the states of a request.
 A retry continues from the prompt and the tokens so far: sampling depends on the position alone (docs/adr/0006).
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -14,107 +16,87 @@ from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import FairShares, QueueKey
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick, Timers, digest_of
-from moonpool.conductor.core.admission import AdmissionGate, AdmissionMode, no_memory
-from moonpool.conductor.core.attempt_calls import MAX_RESERVES, AttemptCalls, CallKind, OpenCall
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import (
-    CONDUCTOR_DRAINING,
-    FINAL_KINDS,
-    NO_DECODE_ROOM,
+from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
+    CompleteRequest,
+    DropRequest,
+    EndpointPicked,
+    FailRequest,
+    LeaveSequence,
+    Rehash,
+)
+from moonpool.conductor.core.admission import AdmissionGate, AdmissionMode, no_memory
+from moonpool.conductor.core.attempt_calls import MAX_RESERVES, AttemptCalls
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.demand import MemoryNeed, expected_blocks
+from moonpool.conductor.core.events import (
     CallResult,
     ClientGone,
-    CompleteRequest,
     CompletionReason,
-    DropRequest,
     EndpointAsked,
     EndpointDone,
-    EndpointPicked,
     Event,
-    FailRequest,
-    Failure,
-    FailureKind,
     FirstToken,
     InstanceJoined,
     InstanceLeft,
-    KeysChanged,
     KVDelivered,
-    LeaveSequence,
     LoadReported,
     PrefillAccepted,
     PrefillMeasurements,
     PromptsAnnounced,
-    Rehash,
     Rehashed,
     RequestArrived,
-    RequestSpec,
     ReserveGranted,
-    Resync,
-    RoleChangeRequested,
     SessionUpdated,
     StalePlacement,
     StopRequested,
     TokensArrived,
-    retries_exhausted,
 )
 from moonpool.conductor.core.expected import ExpectedPrompts, TellSession
+from moonpool.conductor.core.failures import (
+    CONDUCTOR_DRAINING,
+    FINAL_KINDS,
+    NO_DECODE_ROOM,
+    Failure,
+    FailureKind,
+    retries_exhausted,
+)
 from moonpool.conductor.core.instances import LoadFacts
-from moonpool.conductor.core.latency_model import MemoryNeed, expected_blocks, step_load_s
+from moonpool.conductor.core.latency_model import step_load_s
+from moonpool.conductor.core.memory_queue import DecodeMemoryQueue, MemoryWaiter, blocks_left_free
+from moonpool.conductor.core.open_calls import CallKind, OpenCall
 from moonpool.conductor.core.prefetch import Prefetch
-from moonpool.conductor.core.request import (
+from moonpool.conductor.core.request import ScheduledAttempt, ScheduledRequest
+from moonpool.conductor.core.request_spec import RequestSpec
+from moonpool.conductor.core.request_states import (
     REQUEST_TIMERS,
     DecodePhase,
     PrefillPhase,
     RequestState,
-    ScheduledAttempt,
-    ScheduledRequest,
     TimerKey,
     TimerKind,
 )
-from moonpool.conductor.core.roles import FIXED_ROLES, RoleBalancer, RoleLimits
-from moonpool.conductor.core.router import RoutingDecision, RoutingRequest
+from moonpool.conductor.core.routing import RoutingDecision, RoutingRequest
 from moonpool.conductor.core.sessions import SessionTable
+from moonpool.conductor.core.slo_queue import SloQueue
 from moonpool.conductor.core.tenant_activity import TenantBudget
+from moonpool.conductor.core.tenant_counts import TenantCounts
 from moonpool.conductor.core.tenant_ledger import TenantLedger
-from moonpool.conductor.core.wait_queue import DecodeMemoryQueue, MemoryWaiter, SloQueue, TenantCounts, blocks_left_free
 from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
 MAX_CANDIDATES = 4
 """Decode instances asked for memory for one placement."""
-
 MAX_MOVING = 4
 """Requests moved away from an instance at once, so that each is prefilled soon."""
-
 MOVE_RETRY_S = 1.0
 """Seconds from a move that failed to the next one."""
-
 DELIVERY_TIMEOUT_S = 0.5
 """Seconds within which decode must say whether all KV has arrived after prefill was lost."""
-
 FIRST_RETRY_PAUSE_S = 0.05
-
 RETRY_PAUSE_FACTOR = 4.0
-
 MAX_RETRY_PAUSE_S = 3.2
-
 TOKEN_BYTES = 4
-
-
-@frozen
-class SchedulerLimits:
-    """How long requests may take, and how often they are retried; `ConductorConfig` describes each field."""
-
-    retries: int
-    recovery_s: float
-    room_wait_s: float
-    reserve_timeout_s: float
-    admission: AdmissionMode = AdmissionMode.PREDICTIVE
-    adopt_wait_s: float = 5.0
-    max_queued: int = 1024
-    max_queued_bytes: int = 64 << 20
-    heartbeat_s: float = 1.0
-    budgets: Mapping[str, TenantBudget] = field(default_factory=dict)
 
 
 class RequestScheduler:
@@ -1087,43 +1069,17 @@ class RequestScheduler:
         return digest_of(*state, self._shares, self._calls, self._timers)
 
 
-class ConductorCore:
-    """What one conductor decides. The cluster view and the roles take an event before the requests do."""
+@frozen
+class SchedulerLimits:
+    """How long requests may take, and how often they are retried; `ConductorConfig` describes each field."""
 
-    def __init__(self, limits: SchedulerLimits, cluster: ClusterView, roles: RoleLimits = FIXED_ROLES) -> None:
-        self.cluster = cluster
-        self.roles = RoleBalancer(roles, cluster.prefills, cluster.decodes)
-        self.scheduler = RequestScheduler(limits, cluster)
-
-    def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
-        """Takes an event; see `Core.handle`."""
-        match event:
-            case LoadReported(instance, load):
-                self.cluster.report(instance, load, now)
-                self.roles.load_reported(now, out)
-            case KeysChanged(instance):
-                if self.cluster.epoch(instance) and self.cluster.keys_changed(event):
-                    out.append(Resync(instance))
-            case InstanceJoined(facts):
-                self.cluster.join(facts, now)
-                self.roles.joined(now, facts)
-            case InstanceLeft(instance, epoch):
-                if self.cluster.epoch(instance) == epoch:
-                    self.cluster.leave(instance)
-            case RoleChangeRequested(instance):
-                self.roles.order(now, instance, out)
-        self.scheduler.handle(now, event, out)
-
-    def due(self) -> float | None:
-        """Time at which the core wants a `Tick`; None = never."""
-        return self.scheduler.due()
-
-    def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
-        self.cluster.check_invariants()
-        self.scheduler.check_invariants()
-        assert self.cluster.claims == self.scheduler.claims, "the cluster and the requests disagree about claims"
-
-    def digest(self) -> bytes:
-        """Hash of the whole state."""
-        return digest_of(self.cluster, self.scheduler, self.roles)
+    retries: int
+    recovery_s: float
+    room_wait_s: float
+    reserve_timeout_s: float
+    admission: AdmissionMode = AdmissionMode.PREDICTIVE
+    adopt_wait_s: float = 5.0
+    max_queued: int = 1024
+    max_queued_bytes: int = 64 << 20
+    heartbeat_s: float = 1.0
+    budgets: Mapping[str, TenantBudget] = field(default_factory=dict)

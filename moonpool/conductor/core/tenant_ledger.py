@@ -19,7 +19,7 @@ from math import ceil, inf
 from moonpool.base.scheduling.budgets import MINUTE_S, TokenBucket
 from moonpool.base.scheduling.fair_share import MAX_TENANTS, QueueKey
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.events import Failure, FailureKind
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.tenant_activity import (
     OTHER_TENANTS,
     UNLIMITED,

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+make = tuple.__new__
+"""Makes a named tuple of a class and the values, in half the time that the constructor takes."""
+
 
 class PlacementPolicy(Protocol):
     """How the prefill instance of a request is chosen. A policy keeps no state: equal arguments give equal answers.

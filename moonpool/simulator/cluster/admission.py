@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.conductor.core.admission import AdmissionMode
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.decode_pool import NO_LOAD, LoadForecast, LoadForecaster
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.router import RoutingRequest
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.load_forecast import NO_LOAD, LoadForecast, LoadForecaster
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.routing import RoutingRequest
 from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.cluster.requests import Request

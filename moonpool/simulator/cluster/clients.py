@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.conductor.core.events import DecodeReservation, RequestSpec
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.request_spec import DecodeReservation, RequestSpec
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.simulator.clock import SimulatedWorld, ps
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.cluster.requests import DONE, Request

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from moonpool.base.kv.blocks import KeyChanges
-from moonpool.conductor.core.events import DecodeReservation, Failure
+from moonpool.conductor.core.failures import Failure
+from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
 from moonpool.simulator.cluster.clients import Clients
 from moonpool.simulator.cluster.conductor import Conductor, owner_of

@@ -11,36 +11,32 @@ from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import CancelIo
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import (
+from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
     CancelReservation,
     ChangeRole,
-    ClientGone,
     CompleteRequest,
     DropRequest,
     EndpointPicked,
-    Event,
     FailRequest,
-    Failure,
-    FailureKind,
     Order,
     Rehash,
-    Rehashed,
     RenewSession,
-    RequestArrived,
-    RequestSpec,
-    ResumeState,
     Resync,
     StartDecode,
     TakeOverSequence,
 )
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import ClientGone, Event, Rehashed, RequestArrived
 from moonpool.conductor.core.expected import TellSession
-from moonpool.conductor.core.router import ReplicatePrefix, RoutingConfig, StopReplication
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.request_spec import RequestSpec, ResumeState
+from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.policies.registry import load_decode_policy, load_policy
 from moonpool.engine.prefill.core.actions import ReportFirstToken
 from moonpool.simulator.clock import PS, SimulatedWorld, ps

@@ -11,8 +11,10 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import BlocksLent
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded
-from moonpool.conductor.core.events import FENCE_FIELD, DecodeReservation, Failure, FailureKind, ReserveGranted
+from moonpool.conductor.core.events import ReserveGranted
+from moonpool.conductor.core.failures import FENCE_FIELD, Failure, FailureKind
 from moonpool.conductor.core.instances import LoadFacts
+from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.decode.core import actions
 from moonpool.engine.decode.core.events import (
     AbortRequest,

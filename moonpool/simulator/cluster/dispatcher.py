@@ -11,27 +11,28 @@ from functools import partial
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.state_machine import IoEnded
-from moonpool.conductor.core.events import (
-    MIN_KNOWN_TOKENS,
+from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
-    CallResult,
     CancelReservation,
+    RenewSession,
+    StartDecode,
+    TakeOverSequence,
+)
+from moonpool.conductor.core.events import (
+    CallResult,
     CompletionReason,
     Event,
-    Failure,
-    FailureKind,
     FirstToken,
     KVDelivered,
     PrefillAccepted,
     PrefillMeasurements,
-    RenewSession,
     StalePlacement,
-    StartDecode,
-    TakeOverSequence,
     TokensArrived,
 )
-from moonpool.conductor.core.router import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS
 from moonpool.engine.prefill.core.actions import ReportFirstToken
 from moonpool.engine.prefill.core.events import KVSource, WriteBackTarget
 from moonpool.simulator.clock import ps

@@ -7,7 +7,7 @@ while the same machine joins again with an empty pool as an instance of the othe
 from collections.abc import Callable, Iterator
 
 from moonpool.base.frozen import frozen
-from moonpool.conductor.core.events import ChangeRole
+from moonpool.conductor.core.actions import ChangeRole
 from moonpool.simulator.clock import SimulatedWorld, ps
 from moonpool.simulator.cluster.decode import SimulatedDecode
 from moonpool.simulator.cluster.prefill import SimulatedPrefill

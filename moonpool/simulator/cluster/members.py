@@ -10,7 +10,7 @@ from functools import partial
 from moonpool.base.kv.blocks import KeyChanges, NetChanges
 from moonpool.conductor.core.events import Event, InstanceJoined, InstanceLeft, KeysChanged, LoadReported
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import KVShape
+from moonpool.conductor.core.kv_shape import KVShape
 from moonpool.simulator.clock import ps
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.network import Calls, SimulatedLink

@@ -14,8 +14,10 @@ from moonpool.base.scheduling.block_manager import BlocksLent
 from moonpool.base.scheduling.latency import prefill_seconds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
-from moonpool.conductor.core.events import DecodeReservation, Failure, FailureKind, StalePlacement
+from moonpool.conductor.core.events import StalePlacement
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.instances import LoadFacts
+from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.messages import WRITE_BACK_SHARE
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.events import IoResult, LayerLoaded, LoadEnded

@@ -10,7 +10,8 @@ from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.scheduling.state_machine import draw_unit
-from moonpool.conductor.core.events import Failure, ReserveGranted
+from moonpool.conductor.core.events import ReserveGranted
+from moonpool.conductor.core.failures import Failure
 from moonpool.engine.decode.core.settings import Preemption
 from moonpool.engine.emulated.profile import Profile
 from moonpool.simulator.clock import PS, SimulatedWorld

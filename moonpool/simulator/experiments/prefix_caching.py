@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
-from moonpool.conductor.core.events import DecodeReservation, Failure, StalePlacement
+from moonpool.conductor.core.events import StalePlacement
+from moonpool.conductor.core.failures import Failure
+from moonpool.conductor.core.request_spec import DecodeReservation
 from moonpool.engine.emulated.profile import Profile
 from moonpool.engine.prefill.core.actions import ReportFirstToken
 from moonpool.engine.prefill.core.events import KVSource

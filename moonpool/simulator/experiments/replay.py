@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.runtime.journal import CORE_MODULES, journal_files, read_journal
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.placement.policies.registry import load_policy
 from moonpool.simulator.experiments.frame import Progress, Result, Row
 from moonpool.simulator.experiments.report import Chart, digits

@@ -17,8 +17,9 @@ from moonpool.base.rpc.server import serving
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.client import AsyncClient
+from moonpool.conductor.checkpoint import Checkpoint
+from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.config import ConductorConfig
-from moonpool.conductor.registry import Checkpoint, ClusterMembers
 from moonpool.conductor.service import conductor
 from moonpool.conductor.servicer import ConductorServicer
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2

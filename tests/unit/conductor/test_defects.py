@@ -11,18 +11,13 @@ from moonpool.base.errors import Internal
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.client import AsyncClient
-from moonpool.conductor.core.events import (
-    AnnouncePlacement,
-    CompleteRequest,
-    Event,
-    Failure,
-    FailureKind,
-    StopRequested,
-    TokensArrived,
-)
+from moonpool.conductor.core.actions import AnnouncePlacement, CompleteRequest
+from moonpool.conductor.core.events import Event, StopRequested, TokensArrived
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.decode_streams import NewTokens
-from moonpool.conductor.dispatcher import InstanceCalls, SequenceSubscription
-from moonpool.conductor.generate_stream import OutputQueue
+from moonpool.conductor.instance_calls import InstanceCalls
+from moonpool.conductor.output_queue import OutputQueue
+from moonpool.conductor.sequence_subscription import SequenceSubscription
 from moonpool.v1 import kv_pb2
 
 from .fakes import decode, expected, prefill

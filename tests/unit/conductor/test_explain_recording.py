@@ -12,10 +12,9 @@ from blake3 import blake3
 from moonpool.base.errors import ConfigError, InvalidRequest, MoonpoolError, Unavailable
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.conductor.core.events import RequestSpec
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.explain import TraceRecording
-from moonpool.conductor.request import ValidRequest
+from moonpool.conductor.core.request_spec import RequestSpec, SloLimits
+from moonpool.conductor.trace_recording import TraceRecording
+from moonpool.conductor.valid_request import ValidRequest
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.experiments.frame import simulate

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.conductor import generate_stream
-from moonpool.conductor.generate_stream import MAX_MERGED_TOKENS, OutputQueue
+from moonpool.conductor import output_queue
+from moonpool.conductor.output_queue import MAX_MERGED_TOKENS, OutputQueue
 from moonpool.v1 import conductor_pb2
 
 
@@ -107,7 +107,7 @@ async def test_several_whole_answers_are_told_at_their_end_though_the_client_rea
 
 async def test_a_whole_answer_that_takes_long_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a client who leaves in the middle has been charged for nearly all."""
-    monkeypatch.setattr(generate_stream, "WHOLE_EVERY_S", 0.0)
+    monkeypatch.setattr(output_queue, "WHOLE_EVERY_S", 0.0)
     outgoing = OutputQueue(whole=True)
     for position in range(2):
         outgoing.delta(delta(position, position))

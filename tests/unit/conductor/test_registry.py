@@ -2,8 +2,9 @@ import pytest
 
 from moonpool.base.errors import InvalidRequest, Mismatch
 from moonpool.base.rpc.channels import Channels
+from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.core.events import Event, InstanceLeft
-from moonpool.conductor.registry import ClusterMembers, ModelIdentity, Registry
+from moonpool.conductor.registry import ModelIdentity, Registry
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import model_info

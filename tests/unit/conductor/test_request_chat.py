@@ -11,7 +11,7 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import InvalidRequest
 from moonpool.client import GenerateArguments, Message
 from moonpool.client.translate import generate_request
-from moonpool.conductor import request as conductor_request
+from moonpool.conductor.chat_prompt import chat_chars, render_chat
 from moonpool.v1 import conductor_pb2
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": 1}}}
@@ -42,14 +42,14 @@ def request(**given: Any) -> conductor_pb2.GenerateRequest:
 def test_template_sees_all(tokenizer: Tokenizer) -> None:
     """Arguments of calls as objects; what a turn does not have is not there."""
     sent = request(tools=[TOOL]).chat
-    tools, turns, answer = json.loads(conductor_request.render_chat(sent, tokenizer).text)
+    tools, turns, answer = json.loads(render_chat(sent, tokenizer).text)
     assert tools == [TOOL]
     assert turns[0] == {"role": "user", "content": "x"}
     assert turns[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"é": 1}}
     assert turns[2] == TURNS[2]
     assert answer is True
-    assert json.loads(conductor_request.render_chat(request().chat, tokenizer).text)[0] is None
-    assert conductor_request.chat_chars(sent) == len(sent.tools) + len('useruserxassistantf{"é": 1}toolr') - len("user")
+    assert json.loads(render_chat(request().chat, tokenizer).text)[0] is None
+    assert chat_chars(sent) == len(sent.tools) + len('useruserxassistantf{"é": 1}toolr') - len("user")
 
 
 @pytest.mark.parametrize("tools", ["{", "{}", "[1]", '"x"', "[NaN]", "[" * 10_000])
@@ -57,7 +57,7 @@ def test_tools_that_are_none(tools: str, tokenizer: Tokenizer) -> None:
     sent = request().chat
     sent.tools = tools
     with pytest.raises(InvalidRequest) as caught:
-        conductor_request.render_chat(sent, tokenizer)
+        render_chat(sent, tokenizer)
     assert caught.value.field == "tools"
 
 
@@ -66,7 +66,7 @@ def test_fields_that_are_not_known_here(tokenizer: Tokenizer) -> None:
     sent = conductor_pb2.ChatPrompt()
     sent.messages.append(conductor_pb2.ChatMessage.FromString(b"\x0a\x01u\x9a\x06\x01x"))
     with pytest.raises(InvalidRequest, match="field number 99"):
-        conductor_request.render_chat(sent, tokenizer)
+        render_chat(sent, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import MoonpoolError, NotFound, Overloaded, Slo, Unavailable
 from moonpool.client.explain import request_phases
-from moonpool.conductor.explain import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
+from moonpool.conductor.recent_requests import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
 

@@ -13,10 +13,11 @@ from moonpool.conductor.core.admission import (
     AdmissionMode,
     check_ttft,
 )
-from moonpool.conductor.core.decode_pool import LoadForecast, PlacedAnswer, load_at, load_now
-from moonpool.conductor.core.events import Failure, FailureKind
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.decode_instance import PlacedAnswer
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.load_forecast import LoadForecast, load_at, load_now
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.placement.base import DecodeChoice
 
 from .worlds import World, decode_at, facts

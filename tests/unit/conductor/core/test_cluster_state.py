@@ -7,8 +7,8 @@ import pytest
 
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.decode_instance import PlacedAnswer
 from moonpool.conductor.core.events import KeysChanged
 
 from .worlds import BLOCK_SIZE, SECOND_PER_TOKEN, World, facts

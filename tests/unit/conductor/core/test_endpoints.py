@@ -2,8 +2,10 @@
 
 import random
 
-from moonpool.conductor.core.events import EndpointAsked, EndpointDone, EndpointPicked, FailureKind, RequestSpec
-from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.actions import EndpointPicked
+from moonpool.conductor.core.events import EndpointAsked, EndpointDone
+from moonpool.conductor.core.failures import FailureKind
+from moonpool.conductor.core.request_spec import RequestSpec, SloLimits
 from tests.unit.conductor.core.world import World
 
 

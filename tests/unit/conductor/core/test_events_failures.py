@@ -2,7 +2,7 @@
 
 import pytest
 
-from moonpool.conductor.core.events import Failure, FailureKind, FailureSeries
+from moonpool.conductor.core.failures import Failure, FailureKind, FailureSeries
 
 RETRIES, RECOVERY_S = 3, 15.0
 BROKEN, DAMAGED = Failure(FailureKind.STREAM, "broken"), Failure(FailureKind.TRANSFER, "damaged")

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
-from moonpool.conductor.core.decode_pool import TYPICAL_BATCH, TYPICAL_CONTEXT
-from moonpool.conductor.core.instances import (
+from moonpool.conductor.core.decode_instance import TYPICAL_BATCH, TYPICAL_CONTEXT
+from moonpool.conductor.core.health_monitor import (
     FIRST_TRIAL_S,
     MIN_REPORTS,
     MIN_SLOWDOWN_S,

@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.decode_pool import DecodePool, PlacedAnswer
-from moonpool.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatch, SpeedClass, blocks_at
-from moonpool.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
+from moonpool.conductor.core.block_trie import blocks_at
+from moonpool.conductor.core.decode_instance import PlacedAnswer
+from moonpool.conductor.core.decode_pool import DecodePool
+from moonpool.conductor.core.demand import Demand
+from moonpool.conductor.core.latency_model import DecodeLatencyModel, PrefillLatencyModel
+from moonpool.conductor.core.load_ranking import SHORTLIST, LoadRanking, RankedMatch, SpeedClass
 from moonpool.conductor.core.prefill_pool import PrefillPool, PromptToPlace
+from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.placement.base import PlacementRequest
 from moonpool.conductor.placement.policies import POLICIES
 from tests.examples import examples

@@ -6,23 +6,20 @@ from types import FrameType
 
 from moonpool.base.scheduling.fair_share import FairShares, QueueKey
 from moonpool.base.scheduling.state_machine import Timers
+from moonpool.conductor.core.demand import MemoryNeed
 from moonpool.conductor.core.events import LoadReported
 from moonpool.conductor.core.instances import LoadFacts
-from moonpool.conductor.core.latency_model import MemoryNeed
-from moonpool.conductor.core.request import TimerKey
-from moonpool.conductor.core.tenant_ledger import Elsewhere, TenantLedger
-from moonpool.conductor.core.wait_queue import (
-    MAX_LOOKS,
+from moonpool.conductor.core.memory_queue import MAX_LOOKS, DecodeMemoryQueue, MemoryWaiter
+from moonpool.conductor.core.request_states import TimerKey
+from moonpool.conductor.core.slo_queue import (
     MAX_RETRIES_AT_ONCE,
     MAX_RETRY_PAUSE_S,
     RETRY_PAUSE_S,
     SLO_QUEUE_TIMER,
-    TENANT_MEMORY_S,
-    DecodeMemoryQueue,
-    MemoryWaiter,
     SloQueue,
-    TenantCounts,
 )
+from moonpool.conductor.core.tenant_counts import TENANT_MEMORY_S, TenantCounts
+from moonpool.conductor.core.tenant_ledger import Elsewhere, TenantLedger
 from tests.unit.conductor.core.world import World
 
 FEW, MANY = 50, 2000

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds, work_of
-from moonpool.conductor.core.latency_model import OverheadModel, PrefillCorrections
+from moonpool.conductor.core.prefill_corrections import OverheadModel, PrefillCorrections
 from moonpool.conductor.core.prefill_pool import LATER_SHARE
 from tests.unit.conductor.core.worlds import World, facts
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.conductor.core.latency_model import (
+from moonpool.conductor.core.output_lengths import (
     LENGTH_BOUNDS,
     LENGTH_WINDOW,
     MAX_STRATA,

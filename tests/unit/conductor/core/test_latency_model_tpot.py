@@ -2,8 +2,9 @@
 
 import pytest
 
-from moonpool.conductor.core.events import AnnouncePlacement, CallPrefill, CallReserve, CompletionReason, StartDecode
-from moonpool.conductor.core.latency_model import TpotForecast, TpotModel
+from moonpool.conductor.core.actions import AnnouncePlacement, CallPrefill, CallReserve, StartDecode
+from moonpool.conductor.core.events import CompletionReason
+from moonpool.conductor.core.tpot_model import TpotForecast, TpotModel
 from tests.unit.conductor.core.world import World
 
 STEP_S, ONCE_S = 0.002, 0.03

@@ -1,6 +1,6 @@
 """What travels of layers with a window, in forecasts."""
 
-from moonpool.conductor.core.latency_model import KVShape
+from moonpool.conductor.core.kv_shape import KVShape
 from moonpool.conductor.proto_conversion import instance_facts
 from moonpool.v1 import conductor_pb2, kv_pb2
 from tests.layouts import GROUPED

@@ -6,10 +6,15 @@ import random
 import pytest
 
 from moonpool.base.scheduling.fair_share import QueueKey
-from moonpool.conductor.core.attempt_calls import StalePlacementCheck
 from moonpool.conductor.core.events import StalePlacement
+from moonpool.conductor.core.in_flight_prefixes import (
+    COMPARED_LENGTHS,
+    REPORTS_AWAITED,
+    InFlightPrefixes,
+    with_in_flight,
+)
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
-from moonpool.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
+from moonpool.conductor.core.stale_placement import StalePlacementCheck
 from moonpool.conductor.placement.base import QueueWait
 from moonpool.conductor.placement.policies import POLICIES
 

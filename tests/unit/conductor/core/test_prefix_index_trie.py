@@ -7,16 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonpool.conductor.core.prefix_index import (
-    EMPTY_SET,
-    LRU_END,
-    BlockTrie,
-    InstanceSets,
-    KeyEventResult,
-    LruList,
-    PrefixIndex,
-    slots_in,
-)
+from moonpool.conductor.core.block_trie import BlockTrie
+from moonpool.conductor.core.instance_sets import EMPTY_SET, InstanceSets, slots_in
+from moonpool.conductor.core.lru_list import LRU_END, LruList
+from moonpool.conductor.core.prefix_index import KeyEventResult, PrefixIndex
 from tests.examples import examples
 
 

@@ -5,19 +5,12 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import (
-    Action,
-    ChangeRole,
-    Event,
-    InstanceJoined,
-    InstanceLeft,
-    LoadReported,
-    RoleChangeRequested,
-)
+from moonpool.conductor.core.actions import Action, ChangeRole
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import Event, InstanceJoined, InstanceLeft, LoadReported, RoleChangeRequested
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from moonpool.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
-from moonpool.conductor.core.scheduler import ConductorCore
 from tests.unit.conductor.core.world import LIMITS, SHAPE
 
 SPEEDS = Speeds(prefill_per_token_s=0.001, decode_base_s=0.05, decode_per_sequence_s=0.001)

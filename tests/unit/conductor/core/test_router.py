@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.scheduling.fair_share import QueueKey as Turn
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.decode_pool import PlacedAnswer
-from moonpool.conductor.core.instances import SHORTLIST
+from moonpool.conductor.core.decode_instance import PlacedAnswer
+from moonpool.conductor.core.in_flight_prefixes import COMPARED_LENGTHS
 from moonpool.conductor.core.latency_model import DecodeLatencyModel
-from moonpool.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS, TtftLimit
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.load_ranking import SHORTLIST
+from moonpool.conductor.core.prefill_pool import CLASS_WIDTH, TtftLimit
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.placement.base import Candidates, PrefillChoice
 from moonpool.conductor.placement.decode_policies.least_time import SPEED_NOISE
 from moonpool.conductor.placement.policies import POLICIES

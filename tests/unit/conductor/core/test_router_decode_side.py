@@ -5,22 +5,20 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.events import (
+from moonpool.conductor.core.actions import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
     CancelReservation,
     CompleteRequest,
-    CompletionReason,
     FailRequest,
-    Failure,
-    FailureKind,
-    LoadReported,
     Rehash,
     StartDecode,
 )
+from moonpool.conductor.core.events import CompletionReason, LoadReported
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.instances import LoadFacts
-from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.request_spec import SloLimits
 
 from . import world as machine
 from .worlds import SECOND_PER_TOKEN, World, facts

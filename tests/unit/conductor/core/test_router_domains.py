@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import InvalidRequest, Unavailable
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.routing import RoutingDecision
 
 from .worlds import BLOCK_SIZE, SECOND_PER_TOKEN, World, facts
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moonpool.conductor.core.router import MAX_HOT_PREFIXES, PrefixReplication, ReplicatePrefix, ReplicationHint
+from moonpool.conductor.core.replication import MAX_HOT_PREFIXES, PrefixReplication, ReplicatePrefix, ReplicationHint
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from moonpool.conductor.core.latency_model import LinkRead, PrefixHolder
-from moonpool.conductor.core.router import RoutingDecision
+from moonpool.conductor.core.kv_links import LinkRead
+from moonpool.conductor.core.prefix_holder import PrefixHolder
+from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.placement.policies import POLICIES
 
 from .worlds import SECOND_PER_TOKEN, World, facts

@@ -8,15 +8,9 @@ import pytest
 
 from moonpool.base.kv.keys import BlockKey, block_keys
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.router import (
-    SHARED_BY,
-    ChainForks,
-    RoutingDecision,
-    StoreView,
-    choose_write_back,
-    in_reading_order,
-    rendezvous_weights,
-)
+from moonpool.conductor.core.chain_forks import SHARED_BY, ChainForks
+from moonpool.conductor.core.routing import RoutingDecision
+from moonpool.conductor.core.store_pool import StoreView, choose_write_back, in_reading_order, rendezvous_weights
 
 from .worlds import BLOCK_SIZE, facts
 from .worlds import World as Cluster

@@ -3,23 +3,19 @@
 import pytest
 
 from moonpool.base.scheduling.state_machine import CancelIo
-from moonpool.conductor.core.events import (
+from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    ClientGone,
     CompleteRequest,
-    CompletionReason,
     FailRequest,
-    Failure,
-    FailureKind,
-    KVDelivered,
     LeaveSequence,
     Rehash,
     RenewSession,
     StartDecode,
-    StopRequested,
 )
+from moonpool.conductor.core.events import ClientGone, CompletionReason, KVDelivered, StopRequested
+from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.scheduler import DELIVERY_TIMEOUT_S
 
 from .world import BLOCK, GONE, LEASE_S, LIMITS, NO_ROOM, World

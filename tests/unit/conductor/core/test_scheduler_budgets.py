@@ -4,22 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from moonpool.base.runtime.journal import JournalWriter, journal_files, rerun
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import (
-    Action,
-    CallReserve,
-    Event,
-    FailRequest,
-    InstanceJoined,
-    LoadReported,
-    RequestArrived,
-    RequestSpec,
-)
+from moonpool.conductor.core.actions import Action, CallReserve, FailRequest
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import Event, InstanceJoined, LoadReported, RequestArrived
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.memory_queue import YIELD_S
+from moonpool.conductor.core.request_spec import RequestSpec, SloLimits
 from moonpool.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity, TenantBudget
-from moonpool.conductor.core.wait_queue import YIELD_S
 
 from .world import LIMITS, NO_ROOM, SHAPE, SPEEDS, World
 

@@ -1,8 +1,10 @@
 """Who waits for room at decode, and who is woken by a report."""
 
-from moonpool.conductor.core.events import NO_DECODE_ROOM, CallReserve, ClientGone, FailRequest, FailureKind
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.wait_queue import HOLD_AFTER_S
+from moonpool.conductor.core.actions import CallReserve, FailRequest
+from moonpool.conductor.core.events import ClientGone
+from moonpool.conductor.core.failures import NO_DECODE_ROOM, FailureKind
+from moonpool.conductor.core.memory_queue import HOLD_AFTER_S
+from moonpool.conductor.core.request_spec import SloLimits
 
 from .world import BLOCK, GONE, LIMITS, NO_ROOM, World
 

@@ -7,20 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.conductor.core.events import (
-    CallPrefill,
-    CallReserve,
-    ClientGone,
-    CompletionReason,
-    Failure,
-    FailureKind,
-    KVDelivered,
-    StalePlacement,
-    StartDecode,
-    StopRequested,
-    TakeOverSequence,
-)
-from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.actions import CallPrefill, CallReserve, StartDecode, TakeOverSequence
+from moonpool.conductor.core.events import ClientGone, CompletionReason, KVDelivered, StalePlacement, StopRequested
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.request_spec import SloLimits
 from tests.examples import examples
 
 from .world import BLOCK, NO_ROOM, World

@@ -3,19 +3,11 @@
 import pytest
 
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.events import (
-    CallPrefill,
-    CallReserve,
-    CompleteRequest,
-    CompletionReason,
-    Failure,
-    FailureKind,
-    KVDelivered,
-    LoadReported,
-    StartDecode,
-    TakeOverSequence,
-)
-from moonpool.conductor.core.instances import FIRST_TRIAL_S, MIN_REPORTS, SLOW_HOLD_S, LoadFacts
+from moonpool.conductor.core.actions import CallPrefill, CallReserve, CompleteRequest, StartDecode, TakeOverSequence
+from moonpool.conductor.core.events import CompletionReason, KVDelivered, LoadReported
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.health_monitor import FIRST_TRIAL_S, MIN_REPORTS, SLOW_HOLD_S
+from moonpool.conductor.core.instances import LoadFacts
 from moonpool.conductor.core.scheduler import MAX_MOVING, MOVE_RETRY_S
 from tests.unit.conductor.core.world import GONE, NO_ROOM, World
 

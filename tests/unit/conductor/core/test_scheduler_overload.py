@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.conductor.core.actions import CallPrefill, CallReserve, FailRequest
 from moonpool.conductor.core.admission import AdmissionMode
-from moonpool.conductor.core.events import CallPrefill, CallReserve, ClientGone, CompletionReason, FailRequest
-from moonpool.conductor.core.latency_model import OutputLengthModel, SloLimits
+from moonpool.conductor.core.events import ClientGone, CompletionReason
+from moonpool.conductor.core.output_lengths import OutputLengthModel
+from moonpool.conductor.core.request_spec import SloLimits
 
 from .world import GONE, LIMITS, World
 

@@ -1,7 +1,8 @@
 """Which placements of requests count as prompts that ask for a copy of a hot prefix."""
 
-from moonpool.conductor.core.events import AnnouncePlacement, CallPrefill, CallReserve, CompletionReason, StartDecode
-from moonpool.conductor.core.router import ReplicatePrefix
+from moonpool.conductor.core.actions import AnnouncePlacement, CallPrefill, CallReserve, StartDecode
+from moonpool.conductor.core.events import CompletionReason
+from moonpool.conductor.core.replication import ReplicatePrefix
 
 from .world import NO_ROOM, World
 

@@ -2,18 +2,12 @@
 
 import pytest
 
-from moonpool.conductor.core.events import (
-    AnnouncePlacement,
-    CallPrefill,
-    CallReserve,
-    ClientGone,
-    FailRequest,
-    InstanceJoined,
-)
+from moonpool.conductor.core.actions import AnnouncePlacement, CallPrefill, CallReserve, FailRequest
+from moonpool.conductor.core.events import ClientGone, InstanceJoined
 from moonpool.conductor.core.instances import InstanceFacts
 from moonpool.conductor.core.instances import InstanceKind as EngineKind
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.wait_queue import TENANT_MEMORY_S
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.tenant_counts import TENANT_MEMORY_S
 
 from .world import GONE, SHAPE, SPEEDS, World
 

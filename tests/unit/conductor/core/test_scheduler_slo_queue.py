@@ -4,17 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.conductor.core.events import (
-    AnnouncePlacement,
-    CallPrefill,
-    CallReserve,
-    ClientGone,
-    FailRequest,
-    Failure,
-    FailureKind,
-)
-from moonpool.conductor.core.latency_model import SloLimits
-from moonpool.conductor.core.wait_queue import MAX_RETRIES_AT_ONCE, MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
+from moonpool.conductor.core.actions import AnnouncePlacement, CallPrefill, CallReserve, FailRequest
+from moonpool.conductor.core.events import ClientGone
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.slo_queue import MAX_RETRIES_AT_ONCE, MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
 
 from .world import GONE, LIMITS, World
 

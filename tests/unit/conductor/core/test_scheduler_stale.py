@@ -2,16 +2,10 @@
 
 import pytest
 
-from moonpool.conductor.core.attempt_calls import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
-from moonpool.conductor.core.events import (
-    AnnouncePlacement,
-    CallPrefill,
-    CallReserve,
-    CancelReservation,
-    PrefillAccepted,
-    StalePlacement,
-)
-from moonpool.conductor.core.latency_model import SloLimits
+from moonpool.conductor.core.actions import AnnouncePlacement, CallPrefill, CallReserve, CancelReservation
+from moonpool.conductor.core.events import PrefillAccepted, StalePlacement
+from moonpool.conductor.core.request_spec import SloLimits
+from moonpool.conductor.core.stale_placement import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
 
 from .world import World
 

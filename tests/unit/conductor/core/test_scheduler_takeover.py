@@ -3,24 +3,21 @@
 import pytest
 
 from moonpool.base.scheduling.state_machine import CancelIo
-from moonpool.conductor.core.attempt_calls import LINGER_S
-from moonpool.conductor.core.events import (
+from moonpool.conductor.core.actions import (
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
-    ClientGone,
     CompleteRequest,
-    CompletionReason,
-    DecodeReservation,
     DropRequest,
     FailRequest,
-    Failure,
-    FailureKind,
     LeaveSequence,
     StartDecode,
-    StopRequested,
     TakeOverSequence,
 )
+from moonpool.conductor.core.attempt_calls import LINGER_S
+from moonpool.conductor.core.events import ClientGone, CompletionReason, StopRequested
+from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.request_spec import DecodeReservation
 from tests.unit.conductor.core.world import World
 
 UNKNOWN = Failure(FailureKind.STREAM, "decode-0 cannot go on: there is no such sequence here (any more)")

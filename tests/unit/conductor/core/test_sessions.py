@@ -6,7 +6,8 @@ import pytest
 
 from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
 from moonpool.conductor.core import sessions
-from moonpool.conductor.core.events import CallPrefill, CallReserve, CompletionReason, KeysChanged, SessionUpdated
+from moonpool.conductor.core.actions import CallPrefill, CallReserve
+from moonpool.conductor.core.events import CompletionReason, KeysChanged, SessionUpdated
 from moonpool.conductor.core.expected import MEMORY_LEAD_S, ExpectedPrompts, TellSession
 from moonpool.conductor.core.sessions import MAX_SESSIONS, SessionTable
 from moonpool.conductor.placement.base import SessionFacts

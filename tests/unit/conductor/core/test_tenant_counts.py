@@ -1,8 +1,8 @@
 """What a conductor remembers of tenants that have no requests now."""
 
 from moonpool.base.scheduling.fair_share import QueueKey
+from moonpool.conductor.core.tenant_counts import MAX_RECENT_TENANTS, TenantCounts
 from moonpool.conductor.core.tenant_ledger import Elsewhere
-from moonpool.conductor.core.wait_queue import MAX_RECENT_TENANTS, TenantCounts
 
 
 def counts_of(recent: int) -> TenantCounts:

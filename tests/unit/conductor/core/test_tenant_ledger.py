@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.scheduling.fair_share import MAX_TENANTS, QueueKey
-from moonpool.conductor.core.events import Failure
+from moonpool.conductor.core.failures import Failure
 from moonpool.conductor.core.tenant_activity import ConductorActivity, TenantActivity, TenantBudget
 from moonpool.conductor.core.tenant_ledger import LIVE_HEARTBEATS, MAX_ROWS, TenantLedger
 

@@ -6,46 +6,45 @@ from typing import Any, TypeVar
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import (
-    NO_DECODE_ROOM,
+from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
     CallPrefill,
     CallReserve,
-    CallResult,
     CancelReservation,
     CompleteRequest,
-    CompletionReason,
-    DecodeReservation,
     DropRequest,
-    Event,
     FailRequest,
-    Failure,
-    FailureKind,
+    LeaveSequence,
+    Rehash,
+    RenewSession,
+    StartDecode,
+    TakeOverSequence,
+)
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.events import (
+    CallResult,
+    CompletionReason,
+    Event,
     FirstToken,
     InstanceJoined,
     InstanceLeft,
     KeysChanged,
-    LeaveSequence,
     LoadReported,
     PrefillMeasurements,
-    Rehash,
     Rehashed,
-    RenewSession,
     RequestArrived,
-    RequestSpec,
     ReserveGranted,
-    ResumeState,
-    StartDecode,
-    TakeOverSequence,
     TokensArrived,
 )
+from moonpool.conductor.core.failures import NO_DECODE_ROOM, Failure, FailureKind
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
 from moonpool.conductor.core.instances import InstanceKind as EngineKind
-from moonpool.conductor.core.latency_model import KVShape, SloLimits
-from moonpool.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
-from moonpool.conductor.core.scheduler import ConductorCore, SchedulerLimits
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.request_spec import DecodeReservation, RequestSpec, ResumeState, SloLimits
+from moonpool.conductor.core.routing import RoutingConfig, RoutingDecision, RoutingRequest
+from moonpool.conductor.core.scheduler import SchedulerLimits
 
 BLOCK = 16
 SHAPE = KVShape(BLOCK, token_bytes=10, layers=1)

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.decode_pool import DecodeInstanceState, PlacedAnswer
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.decode_instance import DecodeInstanceState, PlacedAnswer
 from moonpool.conductor.core.events import KeysChanged
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import KVShape, PrefillCorrections
-from moonpool.conductor.core.prefill_pool import PrefillInstanceState
-from moonpool.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.prefill_corrections import PrefillCorrections
+from moonpool.conductor.core.prefill_instance import PrefillInstanceState
+from moonpool.conductor.core.routing import RoutingConfig, RoutingDecision, RoutingRequest
 
 BLOCK_SIZE = 16
 SHAPE = KVShape(block_size=BLOCK_SIZE, token_bytes=10, layers=1)

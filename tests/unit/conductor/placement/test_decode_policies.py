@@ -4,7 +4,7 @@ import pytest
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.decode_instance import PlacedAnswer
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies.registry import load_decode_policy
 

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.conductor.core.actions import Action, CallReserve, FailRequest
 from moonpool.conductor.core.admission import AdmissionMode
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.conductor_core import ConductorCore
+from moonpool.conductor.core.demand import Demand
+from moonpool.conductor.core.events import InstanceJoined, RequestArrived
 from moonpool.conductor.core.instances import InstanceFacts
-from moonpool.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
+from moonpool.conductor.core.latency_model import PrefillLatencyModel
 from moonpool.conductor.core.prefill_pool import ShadowTally, TtftLimit
-from moonpool.conductor.core.scheduler import ConductorCore
+from moonpool.conductor.core.request_spec import RequestSpec, SloLimits
 from moonpool.conductor.placement.base import (
     Candidates,
     InstanceLoad,

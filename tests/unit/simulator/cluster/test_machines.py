@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.core.events import ChangeRole
+from moonpool.conductor.core.actions import ChangeRole
 from moonpool.conductor.core.instances import InstanceKind
 from moonpool.conductor.core.roles import RoleLimits
 from moonpool.simulator.clock import PS, ps

@@ -4,45 +4,35 @@ An instance's state is the last report plus the conductor's own requests there t
 request counts as soon as a place is chosen (a claim), so that a burst does not go to one instance.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Iterator
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.decode_pool import DecodeInstanceState, DecodePool, LoadForecaster, PlacedAnswer
+from moonpool.conductor.core.decode_instance import DecodeInstanceState, PlacedAnswer
+from moonpool.conductor.core.decode_pool import DecodePool
 from moonpool.conductor.core.events import KeysChanged
 from moonpool.conductor.core.hindsight import Hindsight
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import NO_READ, KVShape, LinkRead, PrefillCorrections, ReadsInFlight
-from moonpool.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
+from moonpool.conductor.core.kv_links import NO_READ, LinkRead, ReadsInFlight
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.load_forecast import LoadForecaster
+from moonpool.conductor.core.prefill_corrections import PrefillCorrections
+from moonpool.conductor.core.prefill_instance import PrefillInstanceState
+from moonpool.conductor.core.prefill_pool import PrefillPool
 from moonpool.conductor.core.prefix_index import KeyEventResult, PrefixIndex
-from moonpool.conductor.core.router import (
+from moonpool.conductor.core.replication import PrefixReplication
+from moonpool.conductor.core.router import Router
+from moonpool.conductor.core.routing import (
     DEFAULT_ROUTING,
     EXPECTED_ANSWER_TOKENS,
-    PrefixReplication,
-    Router,
     RoutingConfig,
     RoutingDecision,
     RoutingRequest,
-    StoreInstanceState,
-    StorePool,
 )
-
-AnyInstance = PrefillInstanceState | DecodeInstanceState | StoreInstanceState
-
-
-def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
-    """The instance, idle since `now`, not in any pool yet."""
-    match facts.kind:
-        case InstanceKind.PREFILL:
-            emulated = facts.shape is not None and facts.shape.emulated
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
-        case InstanceKind.DECODE:
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return DecodeInstanceState(facts, -1, facts.speeds, load)
-        case InstanceKind.KVSTORE:
-            return StoreInstanceState(facts, -1)
+from moonpool.conductor.core.store_pool import StoreInstanceState, StorePool
 
 
 class ClusterView:
@@ -402,3 +392,20 @@ class ClusterView:
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
         assert set(self.prefills.in_flight.claims) <= set(self._claims), "a released claim is still in flight"
+
+
+AnyInstance = PrefillInstanceState | DecodeInstanceState | StoreInstanceState
+
+
+def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
+    """The instance, idle since `now`, not in any pool yet."""
+    match facts.kind:
+        case InstanceKind.PREFILL:
+            emulated = facts.shape is not None and facts.shape.emulated
+            load = LoadFacts(free_blocks=facts.total_blocks)
+            return PrefillInstanceState(facts, -1, PrefillCorrections(facts.speeds, alone=emulated), now, load=load)
+        case InstanceKind.DECODE:
+            load = LoadFacts(free_blocks=facts.total_blocks)
+            return DecodeInstanceState(facts, -1, facts.speeds, load)
+        case InstanceKind.KVSTORE:
+            return StoreInstanceState(facts, -1)

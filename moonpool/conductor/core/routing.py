@@ -1,0 +1,152 @@
+"""What the router needs of a request, and what the router answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from moonpool.base.frozen import frozen
+from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
+from moonpool.conductor.core.demand import Demand
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.prefill_pool import PromptToPlace, TtftLimit
+from moonpool.conductor.core.prefix_holder import PrefixHolder
+from moonpool.conductor.core.replication import ReplicationHint
+from moonpool.conductor.core.store_pool import StoreView
+from moonpool.conductor.placement.base import (
+    DecodeChoice,
+    DecodePolicy,
+    PlacementPolicy,
+    PlacementRequest,
+    PrefillChoice,
+    SessionFacts,
+)
+from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
+from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
+
+
+@frozen
+class RoutingConfig:
+    """How requests are routed.
+
+    Attributes:
+        balancing_threshold: a prefix elsewhere counts if this many times longer than the instance's own.
+        kvstore_replicas: kvstores that keep each chain.
+        policy: chooses prefill instances.
+        decode_policy: orders decode instances.
+        shadow_policy: decides beside `policy` without acting; None = none does.
+        seed: for the policy's random draws.
+        decode_prompt_tokens: most prompt tokens that decode computes; 0 = none.
+        slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
+        peers: prefixes are loaded from engine instances, too, not only from kvstores.
+        copy_share: share of a link that copies of hot prefixes may take; 0 = no copies.
+        prefetch_share: share of a link that prefetches into instances may take; 0 = none.
+    """
+
+    balancing_threshold: float = 1.0
+    kvstore_replicas: int = 1
+    policy: PlacementPolicy = POLICIES[DEFAULT_POLICY]
+    decode_policy: DecodePolicy = DECODE_POLICIES[DEFAULT_DECODE_POLICY]
+    shadow_policy: PlacementPolicy | None = None
+    seed: int = 0
+    decode_prompt_tokens: int = 0
+    slow_factor: float = 0.0
+    peers: bool = False
+    copy_share: float = 0.0
+    prefetch_share: float = 0.0
+
+
+DEFAULT_ROUTING = RoutingConfig()
+EXPECTED_ANSWER_TOKENS = 256
+"""Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""
+NO_KEY = QueueKey("", 0.0, 0)
+
+
+@frozen
+class RoutingRequest:
+    """A request for which instances are chosen.
+
+    Attributes:
+        tokens: to compute: the prompt and, of a continued answer, the tokens generated before.
+        answer_tokens: still to be generated; with 1, prefill alone can serve the request.
+        keys: keys for all full blocks of `tokens`.
+        prompt_key: hash of the prompt; chooses the kvstore if there is no full block.
+        now: time, seconds.
+        suspects: ids of instances that failed the request before; used only if no other is left.
+        choices: answers to generate.
+        at_decode: decode may compute the rest of the prompt.
+        ttft_limit: beyond which the request is refused; None = not running.
+        limit_s: seconds from now within which the client wants the first token; None = not told.
+        priority: among the tenant's requests.
+        queue_key: position among waiting requests, by arrival at the conductor.
+        needs: sampling options that the instances must have.
+        session: what is known of the request's session.
+    """
+
+    tokens: int
+    answer_tokens: int
+    keys: Sequence[bytes]
+    prompt_key: bytes
+    now: float
+    suspects: Collection[str] = ()
+    choices: int = 1
+    at_decode: bool = False
+    ttft_limit: TtftLimit | None = None
+    limit_s: float | None = None
+    priority: int = 0
+    queue_key: QueueKey = NO_KEY
+    needs: tuple[str, ...] = ()
+    session: SessionFacts | None = None
+
+    def to_place(self, demand: Demand) -> PromptToPlace:
+        """The prompt on arrival at an instance now."""
+        key = self.queue_key
+        there = QueueKey(key.tenant, priority_rank(self.now, self.priority), key.number, key.weight)
+        return PromptToPlace(self.placed(demand), there, self.ttft_limit)
+
+    def placed(self, demand: Demand) -> PlacementRequest:
+        """What policies see of the request."""
+        tenant, priority, limit_s = self.queue_key.tenant, self.priority, self.limit_s
+        blocks, tokens = demand.prompt_blocks, demand.decode_tokens
+        return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s, self.session)
+
+    def demand(self, shape: KVShape) -> Demand:
+        """Blocks and tokens that the request needs."""
+        return Demand(
+            prompt_tokens=self.tokens,
+            prompt_blocks=shape.blocks_for(self.tokens),
+            total_blocks=shape.blocks_for_choices(self.tokens, self.answer_tokens, self.choices),
+            decode_tokens=min(self.answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+            choices=self.choices,
+            needs=self.needs,
+        )
+
+
+@frozen
+class RoutingDecision:
+    """Where a request goes, best first.
+
+    Attributes:
+        prefill: the best of `candidates`.
+        decodes: a few, best first; empty if decode is not needed.
+        sources: the prefix is loaded from the first of them that answers.
+        write_back: kvstores that shall hold the chain.
+        candidates: the best prefill instances, then some that cannot be used.
+        demand: what the request needs.
+        index_version: version of the prefix index behind the decision, for `ClusterView.forget`.
+        emulated: compute is emulated.
+        at_decode: the single decode instance computes the prompt's end; `prefill` predicts that.
+        hint: the copy of a prefix from which the request would have gained; None = none, or copies are off.
+        send_s: predicted seconds of sending the KV that decode lacks.
+    """
+
+    prefill: PrefillChoice
+    decodes: tuple[DecodeChoice, ...]
+    sources: tuple[PrefixHolder, ...]
+    write_back: tuple[StoreView, ...]
+    candidates: tuple[PrefillChoice, ...]
+    demand: Demand
+    index_version: int
+    emulated: bool = False
+    at_decode: bool = False
+    hint: ReplicationHint | None = None
+    send_s: float = 0.0

@@ -1,0 +1,114 @@
+"""Messages to one client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from moonpool.base.errors import MoonpoolError
+from moonpool.v1 import conductor_pb2
+
+MAX_MERGED_TOKENS = 8192
+"""Tokens in one message: with log probabilities some 150 bytes each, and a message has 8 MiB at most."""
+WHOLE_EVERY_S = 1.0
+"""Seconds between messages to a client that wants the answer whole: a client that leaves has paid for all but these."""
+
+
+class OutputQueue:
+    """Messages to one client. The end, or a failure, comes after the last message.
+
+    With `whole`, tokens wait for the end, or for `WHOLE_EVERY_S`.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+        self._messages: deque[conductor_pb2.GenerateResponse] = deque()
+        self._due = 0  # of `_messages`, the first: the client gets them now
+        # By choice, the last of `_messages`: more tokens are merged into them.
+        self._growing: dict[int, conductor_pb2.GenerateResponse] = {}
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._failure: MoonpoolError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no message will be added."""
+        return self._ended
+
+    def placed(self, placed: conductor_pb2.Placed) -> None:
+        """The request is placed."""
+        self._growing.clear()
+        self._put(conductor_pb2.GenerateResponse(placed=placed))
+
+    def prompt_logprobs(self, scored: conductor_pb2.PromptLogprobs) -> None:
+        """The prompt's log probabilities are known."""
+        self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
+
+    def embedding(self, embedding: conductor_pb2.PromptEmbedding) -> None:
+        """The prompt's embedding is known."""
+        self._put(conductor_pb2.GenerateResponse(embedding=embedding))
+
+    def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
+        """Tokens and text; None for no news."""
+        if delta is None:
+            return
+        last = self._growing.get(delta.choice)
+        if last is not None and len(last.delta.token_ids) < MAX_MERGED_TOKENS:
+            last.delta.token_ids.extend(delta.token_ids)
+            last.delta.text += delta.text
+            last.delta.reason = delta.reason
+            if delta.HasField("logprobs"):
+                last.delta.logprobs.MergeFrom(delta.logprobs)
+            return
+        self._growing[delta.choice] = conductor_pb2.GenerateResponse(delta=delta)
+        self._put(self._growing[delta.choice], at_once=not self._whole)
+
+    def finished(self, finished: conductor_pb2.Finished) -> None:
+        """The request is complete: the last message."""
+        self._put(conductor_pb2.GenerateResponse(finished=finished))
+        self.end()
+
+    def end(self, failure: MoonpoolError | None = None) -> None:
+        """End the queue, with the failure if there is one."""
+        self._ended, self._failure = True, failure
+        self._all_due()
+
+    def drop(self) -> None:
+        """End the queue without waiting messages: another call sends the client everything."""
+        self._messages.clear()
+        self._growing.clear()
+        self.end()
+
+    async def next(self) -> conductor_pb2.GenerateResponse | None:
+        """The next message, None after the last.
+
+        Raises:
+            MoonpoolError: the failure.
+        """
+        while not self._due:
+            if self._ended:
+                break
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(WHOLE_EVERY_S if self._whole else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._all_due()
+        else:
+            self._due -= 1
+            message = self._messages.popleft()
+            if self._growing.get(message.delta.choice) is message:
+                del self._growing[message.delta.choice]
+            return message
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def _all_due(self) -> None:
+        self._due = len(self._messages)
+        self._changed.set()
+
+    def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
+        self._messages.append(message)
+        if at_once:
+            self._all_due()

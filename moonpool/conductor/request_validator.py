@@ -1,0 +1,344 @@
+"""From a client's message to a valid request: every field checked, every default set.
+
+`RequestValidator` does so on worker threads, as the prompt is tokenised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import TypeVar
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from moonpool.base import world
+from moonpool.base.contracts import sampling_from_proto
+from moonpool.base.errors import InvalidRequest, Unavailable
+from moonpool.base.grammar import check_grammar
+from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
+from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
+from moonpool.base.scheduling.fair_share import check_priority
+from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.conductor.chat_prompt import chat_chars, render_chat
+from moonpool.conductor.checkpoint import Checkpoint
+from moonpool.conductor.config import ConductorConfig
+from moonpool.conductor.core.request_spec import ATTEMPT_MARK, RequestSpec, SloLimits
+from moonpool.conductor.core.tenant_activity import OTHER_TENANTS
+from moonpool.conductor.loras import LoraAdapters
+from moonpool.conductor.registry import Registry
+from moonpool.conductor.resume import read_resume
+from moonpool.conductor.valid_request import ServedModel, ValidRequest, require
+from moonpool.v1 import conductor_pb2, kv_pb2
+
+MAX_ID_CHARS = 128
+MAX_TENANT_CHARS = 256
+MAX_PROMPT_SCORES = 1 << 18
+"""Most log probabilities for one prompt: 2 MiB, which fits one message."""
+T = TypeVar("T")
+
+
+class RequestValidator:
+    """Checks and tokenises requests on worker threads.
+
+    Args:
+        checkpoint: the conductor's checkpoint.
+        registry: knows what the engines serve.
+        loras: the LoRA adapters.
+        tokenizing: the worker threads.
+        checking: one thread for grammars, so that costly grammars delay only each other.
+        config: the conductor's settings.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        registry: Registry,
+        loras: LoraAdapters,
+        tokenizing: Executor,
+        checking: Executor,
+        config: ConductorConfig,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._registry = registry
+        self._loras = loras
+        self._tokenizing = tokenizing
+        self._checking = checking
+        self._config = config
+
+    def served(self) -> ServedModel:
+        """What requests are checked against.
+
+        Raises:
+            Unavailable: no engine has joined.
+        """
+        model, layout, checkpoint = self._registry.model, self._registry.layout, self._checkpoint
+        if model is None or layout is None:
+            raise Unavailable("no prefill and no decode instance has joined")
+        return ServedModel(
+            checkpoint.name,
+            checkpoint.config,
+            checkpoint.tokenizer,
+            model.namespace,
+            layout,
+            model.max_tokens,
+            self._config.queue_deadline_s,
+            checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
+            self._config.tenant_weights,
+            self._loras.get,
+        )
+
+    def model_name(self, asked: str) -> str:
+        """The name of the model or LoRA adapter that a client asks for; "" asks for the model.
+
+        Raises:
+            InvalidRequest: neither has that name.
+            Unavailable: no engine has joined.
+        """
+        served = self.served()
+        return served.name if _read_model(asked, served) is None else asked
+
+    @property
+    def namespace(self) -> bytes:
+        """The served KV's namespace; empty before the first engine."""
+        model = self._registry.model
+        return model.namespace if model is not None else b""
+
+    async def read(
+        self,
+        message: conductor_pb2.GenerateRequest,
+        served: ServedModel | None = None,
+        request_id: str = "",
+        arrived: float = 0.0,
+        deadline: float = 0.0,
+    ) -> ValidRequest:
+        """Check and tokenise a message; see `read_request` and `check_grammar`. A request without an id gets one."""
+        served = served or self.served()
+        name = request_id or world.random_hex(8)
+        seed = lambda: world.random_bits(64)  # noqa: E731
+        found = await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
+        if found.sampling.response_format:
+            await asyncio.get_running_loop().run_in_executor(self._checking, check_grammar, found.sampling)
+        return found
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run work with the tokenizer on a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+
+def read_request(
+    message: conductor_pb2.GenerateRequest,
+    served: ServedModel,
+    request_id: str,
+    arrived: float,
+    deadline: float,
+    draw_seed: Callable[[], int],
+) -> ValidRequest:
+    """Check a message, except the grammar, and make a request from the message. The request has no number yet.
+
+    Args:
+        message: the client's message.
+        served: what the message is checked against.
+        request_id: the request's id, drawn by the caller if the message has none.
+        arrived: when the message came, seconds of the core's clock.
+        deadline: when the request fails.
+        draw_seed: gives a seed in [0, 2^64) if the message has none.
+
+    Raises:
+        InvalidRequest: names the first field that is wrong.
+    """
+    _check_envelope(message)
+    lora = _read_model(message.model, served)
+    prompt = _read_prompt(message, served)
+    sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
+    root = chain_root(served.namespace, message.tenant, message.cache_salt, b"" if lora is None else lora.id)
+    vocabulary = served.config.vocab_size
+    end_token_ids = _read_end_tokens(sampling, served)
+    slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
+    resume = read_resume(message, sampling, vocabulary)
+    spec = RequestSpec(
+        number=0,
+        id=request_id,
+        prompt_tokens=len(prompt),
+        max_tokens=sampling.max_tokens,
+        prompt_key=block_keys(root, prompt, len(prompt))[0],
+        slo=slo,
+        arrived=arrived,
+        deadline=deadline,
+        choices=sampling.width,
+        deferred=sampling.deferred,
+        tenant=message.tenant,
+        scored=sampling.scores_prompt if resume is None else resume.unscored,
+        resumed=None if resume is None else resume.state,
+        priority=message.priority,
+        weight=weight_of(message.tenant, served.weights),
+        needs=sampling.uncommon if lora is None else (*sampling.uncommon, lora_option(lora.id)),
+        session=session_from_proto(message.session) if message.HasField("session") else None,
+    )
+    return ValidRequest(
+        spec=spec,
+        prompt=prompt,
+        sampling=sampling,
+        stops=tuple(sampling.stop),
+        end_token_ids=end_token_ids,
+        chain_root=root,
+        prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
+        block_size=served.layout.block_size,
+        bad_tokens=bad_tokens,
+        whole=message.whole,
+        resume=resume,
+        cache_salt=message.cache_salt,
+        lora=lora,
+    )
+
+
+def _read_model(name: str, served: ServedModel) -> kv_pb2.LoraAdapter | None:
+    """The LoRA adapter that a request asks for; None = the base model."""
+    if name in ("", served.name):
+        return None
+    lora = served.lora(name)
+    if lora is None:
+        raise InvalidRequest(
+            "model", f"only {served.name!r} is served, not {name!r}; no LoRA adapter of that name is loaded"
+        )
+    return lora
+
+
+def _read_end_tokens(sampling: SamplingParams, served: ServedModel) -> tuple[int, ...]:
+    """Tokens that end the generation: the model's, and those of the request."""
+    vocabulary = served.config.vocab_size
+    ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
+    end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
+    sampling.check_end_tokens(frozenset(end_token_ids), vocabulary, "sampling.stop_token_ids")
+    require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
+    return end_token_ids
+
+
+def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each word, with and without a leading space if that changes the first token; as vLLM does."""
+    runs: dict[tuple[int, ...], None] = {}
+    for word in sampling.bad_words:
+        plain, spaced = (tuple(served.tokenizer.encode(text, False)) for text in (word, " " + word.lstrip()))
+        runs[plain] = None
+        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs[spaced] = None
+    vocabulary, field = served.config.vocab_size, "sampling.bad_words"
+    require(field, all(len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs), "a word has too many tokens")
+    require(field, all(run and max(run) < vocabulary for run in runs), "a word has no tokens, or unknown ones")
+    require(field, not runs or len(runs) + ends < vocabulary, "no token is left to choose")
+    return tuple(runs)
+
+
+def _check_envelope(message: conductor_pb2.GenerateRequest) -> None:
+    # If a newer client's field were ignored, the answer would be to another request.
+    for field, part in (
+        ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
+        ("session", message.session),
+    ):  # fmt: skip
+        unknown = UnknownFieldSet(part)
+        if len(unknown):
+            raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
+    require("request_id", len(message.request_id) <= MAX_ID_CHARS, f"at most {MAX_ID_CHARS} characters")
+    printable = message.request_id.isprintable() and ATTEMPT_MARK not in message.request_id
+    require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
+    require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
+    require("tenant", message.tenant.isprintable(), "printable characters only")
+    salt = message.cache_salt
+    require("cache_salt", len(salt) <= MAX_SALT_CHARS, f"at most {MAX_SALT_CHARS} characters")
+    unsalted = not (salt and message.HasField("context"))
+    require("cache_salt", unsalted, "is not allowed with a context, whose KV has no salt")
+    check_priority(message.priority, "priority")
+
+
+def session_from_proto(message: conductor_pb2.SessionTurn) -> SessionTurn:
+    """What a client says of a session.
+
+    Raises:
+        InvalidRequest: a value is wrong; names the field.
+    """
+    session = SessionTurn(**{field.name: value for field, value in message.ListFields()})
+    session.check()
+    return session
+
+
+def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) -> array[int]:
+    kind = message.WhichOneof("prompt")
+    match kind:
+        case "text":
+            field = "prompt"
+            require(field, message.text != "", "must not be empty")
+            _check_chars(field, len(message.text), served)
+            _check_longer(field, message.text, served)
+            tokens = array("i", served.tokenizer.encode(message.text))
+        case "tokens":
+            field = "token_ids"
+            _check_length(field, len(message.tokens.token_ids), served)
+            tokens = array("i", message.tokens.token_ids)
+        case "chat":
+            field = "messages"
+            require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
+            _check_chars(field, chat_chars(message.chat), served)
+            chat = render_chat(message.chat, served.tokenizer)
+            _check_longer(field, chat.text, served)
+            tokens = array("i", served.tokenizer.encode_chat(chat))
+        case _:
+            raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
+    _check_length(field, len(tokens), served)
+    vocabulary = served.config.vocab_size
+    require(field, min(tokens) >= 0 and max(tokens) < vocabulary, f"token ids must be in [0, {vocabulary})")
+    return tokens
+
+
+def _check_length(field: str, tokens: int, served: ServedModel) -> None:
+    require(field, tokens > 0, "the prompt has no tokens")
+    room = f"prompt and answer together may have {served.max_tokens}"
+    require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
+
+
+def _check_longer(field: str, text: str, served: ServedModel) -> None:
+    """Refuse a text that is too long before the text costs more than the longest valid text."""
+    longer = served.tokenizer.is_longer(text, served.max_tokens)
+    require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
+
+
+def _check_chars(field: str, chars: int, served: ServedModel) -> None:
+    """Refuse text that is too long whatever the tokens are, before tokenising."""
+    limit = served.max_tokens * served.tokenizer.longest_token_chars
+    require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
+
+
+def _read_sampling(
+    given: kv_pb2.Sampling, served: ServedModel, prompt_tokens: int, draw_seed: Callable[[], int]
+) -> SamplingParams:
+    """The checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
+    params = sampling_from_proto(given).suggested(served.suggested)
+    params.check(served.config.vocab_size)
+    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)
+    many = f"{scores} log probabilities of {prompt_tokens} tokens are too many, at most {MAX_PROMPT_SCORES}"
+    require("sampling.prompt_logprobs", scores <= MAX_PROMPT_SCORES, many)
+    return replace(
+        params,
+        seed=draw_seed() if params.seed is None and not params.deferred else params.seed,
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+    )
+
+
+def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
+    """A tenant's weight in fair sharing."""
+    return weights.get(tenant, weights.get(OTHER_TENANTS, 1.0))
+
+
+def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> SloLimits:
+    ttft = slo.ttft_s if slo.HasField("ttft_s") else None
+    tbt = slo.tbt_s if slo.HasField("tbt_s") else None
+    require("slo.ttft_s", ttft is None or ttft > 0, "must be above 0")
+    require("slo.tbt_s", tbt is None or tbt > 0, "must be above 0")
+    queue = slo.queue_s if slo.HasField("queue_s") else queue_s
+    require("slo.queue_s", queue >= 0 and isfinite(queue), "must be a number of seconds, 0 or more")
+    return SloLimits(ttft, tbt, queue)
