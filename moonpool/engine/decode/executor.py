@@ -12,7 +12,6 @@ from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
-from moonpool.base.kv_transfer.stored_parts import PartedReader
 from moonpool.base.runtime.driver import Driver
 from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
 from moonpool.base.scheduling.latency import decode_step_seconds
@@ -27,7 +26,6 @@ from moonpool.engine.decode.core.actions import (
     FenceConductor,
     FinishSequence,
     ForkSequences,
-    LoadStoredBlocks,
     RequestAborted,
     RequestAdopted,
     RequestFreed,
@@ -429,7 +427,6 @@ class DecodeExecutor:
         core: the scheduler.
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
-        open_reader: makes a client for a kvstore, given the address; loads preempted requests' blocks.
         drafting: which guesses are made.
 
     Attributes:
@@ -447,7 +444,6 @@ class DecodeExecutor:
         core: DecodeScheduler,
         parts: ExecutorParts,
         max_tokens: int,
-        open_reader: Callable[[str], PartedReader],
         *,
         drafting: Drafting = NGRAM_DRAFTING,
     ) -> None:
@@ -468,7 +464,7 @@ class DecodeExecutor:
             core.settings.draft_tokens, lambda: core.tracker.speeds, always=drafting.always, ngram=drafting.ngram
         )
         self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
-        self.io = BlockIo(parts, open_reader, self._post)
+        self.io = BlockIo(parts, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -709,8 +705,8 @@ class DecodeExecutor:
                 self._live.sequences[number].set_table(blocks)
             case ReservationGranted(number) | ReservationRefused(number):
                 self._answers[number] = action
-            case StoreBlock(_, number) | LoadStoredBlocks(_, number):
-                self.io.begin(action, self._live.sequences[number])
+            case StoreBlock(_, number):
+                self.io.store(action, self._live.sequences[number])
             case FinishSequence() | ForkSequences() | AnswersRanked() | RequestAborted() | RequestFreed():
                 self._report(action)
             case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():

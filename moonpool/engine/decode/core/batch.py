@@ -5,7 +5,6 @@ All running sequences advance by one token per step; a step in which no sequence
 
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
-from itertools import takewhile
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.block_manager import BlockManager
@@ -440,12 +439,6 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
     """The first sequence's leading blocks that are held."""
     table = request.preemption.blocks.tables[0]
     return next((number for number in table if number not in held), len(table))
-
-
-def count_shared_blocks(request: DecodeRequest) -> int:
-    """Leading blocks that all of a preempted request's sequences share."""
-    of_each = zip(*request.preemption.blocks.tables, strict=False)
-    return sum(1 for _ in takewhile(lambda blocks: len(set(blocks)) == 1, of_each))
 
 
 def resume_with_blocks(

@@ -476,8 +476,8 @@ class BatchPlanner:
 
     @property
     def slots_taken(self) -> int:
-        """Slots taken, also by requests being loaded, which may have to recompute then."""
-        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing) + self._preempted.loading
+        """Slots taken, also by requests that recompute and run then."""
+        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing)
 
     def keep_slots(self, request: DecodeRequest) -> None:
         """Keeps slots for a request that was promised a time between tokens."""

@@ -182,28 +182,10 @@ class StorePin:
 
 
 @frozen
-class LoadPin:
-    """Pins blocks of a request's first sequence while these blocks are read from a kvstore.
-
-    Attributes:
-        held: indices in `BlockSharing` that the request had before.
-        ahead: blocks being loaded when the load began, this load's included.
-    """
-
-    request: DecodeRequest
-    sequence: RequestSequence
-    held: frozenset[int]
-    first: int
-    blocks: tuple[int, ...]
-    store: int
-    ahead: int
-
-
-@frozen
 class ReceivePin:
     """Pins an ended request's blocks while a transfer may still write into these blocks."""
 
     request: DecodeRequest
 
 
-BlockPin = SwapPin | StorePin | LoadPin | ReceivePin
+BlockPin = SwapPin | StorePin | ReceivePin

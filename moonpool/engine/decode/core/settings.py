@@ -11,15 +11,11 @@ class Preemption(Enum):
     """How a request gives up blocks when the pool is full."""
 
     AUTO = "auto"
-    """The mode with the shortest predicted restore time."""
-    CACHE = "cache"
-    """Full blocks stay in the pool as cache until they are needed; missing blocks are computed again."""
+    """The mode with the shorter predicted restore time."""
     RECOMPUTE = "recompute"
-    """All KV is computed again."""
+    """Full blocks stay in the pool as cache until they are needed; missing KV is computed again."""
     SWAP = "swap"
-    """The blocks are copied to DRAM and back; as `CACHE` when there is no budget."""
-    STORE = "store"
-    """Full blocks are read back from a kvstore, after missing blocks were written there; `CACHE` without a store."""
+    """The blocks are copied to DRAM and back; as `RECOMPUTE` when there is no budget."""
 
 
 @frozen
@@ -36,7 +32,6 @@ class DecodeSettings:
         speeds: the engine's speeds, as measured at the start.
         preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
-        load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
         chunked_prefill_size: most tokens recomputed in one step.
         swap_blocks: most blocks swapped out.
         assumed_answer_tokens: expected answer length until some answers have ended.
@@ -66,7 +61,6 @@ class DecodeSettings:
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = Preemption.AUTO
     watermark_blocks: int = 0
-    load_timeout_s: float = 5.0
     chunked_prefill_size: int = 256
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256

@@ -14,7 +14,7 @@ from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.engine.decode.core.world import SPEEDS, World, config
 
-COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
+COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
 STARTED = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING, RequestStatus.PREEMPTED, *COPYING)
 
 

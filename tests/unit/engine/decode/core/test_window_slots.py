@@ -2,10 +2,9 @@
 
 import pytest
 
-from moonpool.engine.decode.core.actions import LoadStoredBlocks
 from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
-from tests.unit.engine.decode.core.world import World, config
+from tests.unit.engine.decode.core.world import WAYS, World, config
 
 WINDOWS = [(1, False), (3, False), (1, True)]
 
@@ -61,40 +60,7 @@ def test_a_store_gets_the_window_where_an_answer_ends(window: int, states: bool)
     world.assert_reruns()
 
 
-@pytest.mark.parametrize(("window", "states"), WINDOWS)
-def test_a_preempted_sequence_comes_back_from_the_store_with_its_window(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
-    world = small(window, states=states, slots=60, **usual)
-    number = world.go(prompt(6 * BT + 3), 8 * BT, stores=1)
-    world.work()
-    loads = [it for it in world.actions if isinstance(it, LoadStoredBlocks)]
-    assert max(len(it.blocks) for it in loads) > 6 + window
-    assert len(world.answers[number]) == 8 * BT
-    world.assert_at_rest()
-    world.assert_reruns()
-
-
-@pytest.mark.parametrize(("window", "states"), WINDOWS)
-def test_a_group_comes_back_from_the_store_up_to_what_its_sequences_share(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
-    world = small(window, states=states, slots=60, **usual)
-    number = world.go(prompt(6 * BT + 3), (5 * BT, 6 * BT, 6 * BT), stores=1)
-    asked = world.core.requests[number]
-    loads = []
-    while world.core.requests:
-        before = len(world.actions)
-        group = len(asked.sequences) > 1
-        world.end_io(min(world.ios)) if world.ios else world.step()
-        loads += [it for it in world.actions[before:] if isinstance(it, LoadStoredBlocks) and group]
-    assert loads
-    assert {(it.first, len(it.blocks)) for it in loads} == {(0, 6)}
-    assert sorted(map(len, world.answers.values())) == [5 * BT, 6 * BT, 6 * BT]
-    world.work()
-    world.assert_at_rest()
-    world.assert_reruns()
-
-
-@pytest.mark.parametrize("way", [Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_too_few_slots_preempt(way: Preemption, window: int, states: bool) -> None:
     """Blocks there are enough of."""
