@@ -94,15 +94,15 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
         raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
     if incoming.spec.width > config.max_num_seqs:
         field = "beam_width" if incoming.sampling.params.deferred else "n"
-        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} places in a step")
+        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} batch slots")
     needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
     if needed > config.num_blocks:
         have = f"this instance has {config.num_blocks}"
         raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
-    slots = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
-    if slots > config.window_slots:
+    windows = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
+    if windows > config.window_slots:
         have = f"this instance has {config.window_slots}"
-        raise InvalidRequest("sequence.sampling.n", f"needs {slots} window slots, {have}")
+        raise InvalidRequest("sequence.sampling.n", f"needs {windows} window blocks, {have}")
     return tokens, total
 
 
@@ -720,7 +720,7 @@ class DecodeExecutor:
                 self._move_or_answer(action)
 
     def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
-        """Moves window slots in the pool, or takes the answer to an order about the pool."""
+        """Moves window blocks in the pool, or takes the answer to an order about the pool."""
         if isinstance(action, MoveSlots):
             self._engine.pool.move_slots(action.moves)
         else:

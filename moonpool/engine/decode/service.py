@@ -205,9 +205,9 @@ class DecodeInstance:
 DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     Metric("sequences_running", "Sequences in the batch.", lambda it: len(it.core.planner.batch), 0),
     Metric(
-        "sequences_waiting", "Requests that wait for a place in the batch.", lambda it: len(it.core.planner.waiting), 0
+        "sequences_waiting", "Requests that wait for a slot in the batch.", lambda it: len(it.core.planner.waiting), 0
     ),
-    Metric("sequences_parked", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
+    Metric("sequences_preempted", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
     Metric(
         "sequences_catching_up",
         "Sequences whose KV is recomputed after preemption.",

@@ -32,7 +32,7 @@ def choose_victim(
     Args:
         active: requests that run or could run.
         wanting: wants the block.
-        holder: has the turn (`OverdueTurns`): never chosen, in place of the first request.
+        holder: has the turn (`OverdueGrants`): never chosen, in place of the first request.
 
     Returns:
         A request, maybe `wanting`; None if no request may be preempted.
@@ -139,7 +139,7 @@ class PreemptedRequests:
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
-    def next_in_turn(self, active: list[DecodeRequest]) -> DecodeRequest | None:
+    def next_to_restore(self, active: list[DecodeRequest]) -> DecodeRequest | None:
         """The request that is restored next: the first request of the tenant with fewest blocks per weight."""
         if not several_tenants(self.queue):
             return self.queue[0] if self.queue else None
@@ -154,7 +154,7 @@ class PreemptedRequests:
         """Restores a queued request if the request's blocks fit now, and all blocks fit as requests grow and end.
 
         Args:
-            request: `next_in_turn`; WAITING, RECOMPUTING or SWAPPING_IN afterwards.
+            request: `next_to_restore`; WAITING, RECOMPUTING or SWAPPING_IN afterwards.
             active: requests that run or could run. If there is none, the growth of others does not matter.
             kept: available blocks that are kept for another request.
 
@@ -170,8 +170,8 @@ class PreemptedRequests:
         new = batch.blocks_to_resume(request, self._settings) - len(held)
         left = self._budget.available - kept - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
-        slots = self._budget.slots - batch.slots_to_resume(request, self._settings)
-        if slots < sum(batch.expected_slots(it, self._settings) for it in active):
+        windows = self._budget.window_blocks_available - batch.window_blocks_to_resume(request, self._settings)
+        if windows < sum(batch.expected_window_blocks(it, self._settings) for it in active):
             return False
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked

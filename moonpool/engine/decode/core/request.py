@@ -167,7 +167,7 @@ class DecodeRequest:
         until: when the promise ends, however often the lease is renewed, seconds.
         status: set by `set_status` only.
         promised: blocks promised and not bound.
-        promised_slots: window slots promised and not bound.
+        promised_window_blocks: window blocks promised and not bound.
         expected_blocks: blocks expected at the end.
         expected_growth: part of `expected_blocks` neither present nor promised.
         stream: stream of the conductor that started the request or took the request over; None before.
@@ -194,7 +194,7 @@ class DecodeRequest:
     preemption: PreemptionState = field(default_factory=PreemptionState)
     status: RequestStatus = RequestStatus.PROMISED
     promised: int = 0
-    promised_slots: int = 0
+    promised_window_blocks: int = 0
     expected_blocks: int = 0
     expected_growth: int = 0
     stream: int | None = None
@@ -264,8 +264,8 @@ class DecodeRequest:
         return self.spec.width > 1 or self.search is not None
 
     @property
-    def slots(self) -> int:
-        """Batch slots taken now, or after the sequences fork."""
+    def num_seqs(self) -> int:
+        """Sequences now, or after the sequences fork: each takes a batch slot."""
         return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:

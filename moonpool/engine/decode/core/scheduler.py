@@ -271,7 +271,7 @@ class OrphanedRequests:
 
     def _park(self, request: DecodeRequest) -> None:
         """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
-        self._planner.take_out(request)
+        self._planner.try_remove(request)
         self._planner.slots_kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
             request.preemption.sharing = batch.block_sharing_of(request, self._state.settings)
@@ -390,7 +390,7 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Sequences in all requests, also in requests that have not started."""
-        return sum(request.slots for request in self.requests.values())
+        return sum(request.num_seqs for request in self.requests.values())
 
     @property
     def expected_answer_tokens(self) -> int:
@@ -532,7 +532,7 @@ class DecodeScheduler:
         for sequence, _ in ended:
             self.planner.end(request, sequence)
         if behind_first:
-            self.planner.take_out(request)
+            self.planner.try_remove(request)
             self.preempted.recompute_known(request)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ class DecodeScheduler:
             for sequence in request.sequences:
                 self.write_back.write_window(request, sequence)
         in_use = request.status in COPYING or self._stop_receiving(request)
-        quiet = not in_use and self.planner.take_out(request)
+        quiet = not in_use and self.planner.try_remove(request)
         self.planner.slots_kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
         if quiet:
@@ -597,10 +597,10 @@ class DecodeScheduler:
         self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
         return True
 
-    def _step_over(self) -> None:
+    def _finish_step(self) -> None:
         """Frees requests that waited for the run's end."""
         for request in self._finishing:
-            self.planner.step_over(request)
+            self.planner.finish_step(request)
             self._free(request)
         self._finishing.clear()
 
@@ -617,10 +617,10 @@ class DecodeScheduler:
             self._delete_kv(event)
         elif isinstance(event, EngineDied):
             self._dead, self.planner.run_in_flight = True, None
-            self._step_over()
+            self._finish_step()
             self._abort(list(self.requests.values()), event.why)
         else:
-            self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_slots)
+            self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_window_blocks)
 
     def _delete_kv(self, event: DeleteKV) -> None:
         """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
@@ -659,7 +659,7 @@ class DecodeScheduler:
         for number in event.late:
             if (sequence := self._table.find(number)) is not None:
                 self.planner.batch.gained(sequence, -1)
-        self._step_over()
+        self._finish_step()
         for number, _ in event.ended:
             self._sequence_ended(number)
         for request, candidates in batch.group_by_search(event.candidates, self._table.get):

@@ -43,11 +43,11 @@ class DecodeSettings:
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         preempt_every: for diagnosis: every so many steps, a running request is preempted; 0 = never.
         draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
-        patience_steps: steps that a preempted request waits beside other tenants for a turn (`OverdueTurns`). A request
-            that needs more than the tenant's block share waits longer.
-        turn_steps: steps in a turn.
+        patience_steps: steps that a preempted request waits beside other tenants for a grant (`OverdueGrants`). A
+            request that needs more than the tenant's block share waits longer.
+        grant_steps: steps in a grant.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: slots in the pool for windowed layers.
+        window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
         window_bytes: bytes of windowed layers in one block.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
@@ -72,7 +72,7 @@ class DecodeSettings:
     recurrent: bool = False
     preempt_every: int = 0
     patience_steps: int = 64
-    turn_steps: int = 64
+    grant_steps: int = 64
     window_blocks: int = 0
     draft_tokens: int = 0
     window_slots: int = 0

@@ -45,7 +45,7 @@ class BlockWriteBack:
     def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
         """Writes the window behind which a sequence's full blocks are continued, to the stores that have the blocks.
 
-        Writes no block if a slice is missing, or if writes already hold their share of the window slots.
+        Writes no block if a slice is missing, or if writes already hold their share of the window blocks.
         """
         blocks, end = self._state.blocks, len(sequence.keys)
         if not blocks.num_slots or request.owner.transient:

@@ -66,7 +66,7 @@ def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, 
 
     Computing takes the engine from the `others` requests: the wait must be longer than computing for each other
     request, too. A late load without a layer is expected to take as long again. Each missing layer is expected to take
-    as long as the late layer. Layers with a window are not computed beside a load, which has their slots.
+    as long as the late layer. Layers with a window are not computed beside a load, which has their window blocks.
     """
     settings = state.settings
     sending = request.outgoing is not None and isinstance(state.ios.get(request.outgoing.io or 0), SendFlight)

@@ -122,7 +122,7 @@ class PrefillSettings:
         verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: slots in the pool for windowed layers.
+        window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
         window_bytes: bytes of windowed layers in one block; reads leave out bytes behind the window. 0 = no windowed
             layers.
     """
@@ -157,13 +157,13 @@ class PrefillSettings:
         """First block with windowed slices that the token behind `tokens` tokens needs."""
         return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0
 
-    def held_slots(self, tokens: int) -> int:
-        """Window slots that a prompt with `tokens` tokens holds between two steps."""
+    def held_window_blocks(self, tokens: int) -> int:
+        """Window blocks that a prompt with `tokens` tokens holds between two steps."""
         return min(self.blocks_for(tokens), self.window_blocks + 1) if self.window_blocks else 0
 
     @property
-    def slots_in_work(self) -> int:
-        """Window slots that steps in flight need besides the slots held between steps."""
+    def window_blocks_in_work(self) -> int:
+        """Window blocks that steps in flight need besides those held between steps."""
         if not self.window_blocks:
             return 0
         return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1)

@@ -83,7 +83,7 @@ class StepPlanner:
         if not self._is_short_of_work(first):
             return None
         request = state.requests[first.number]
-        if not self._has_slots(request):
+        if not self._has_window_blocks(request):
             return None
         held = state.manager.match(request.spec.keys[: state.reusable_blocks(request)])
         missing = state.settings.blocks_for(request.spec.tokens) - len(held)
@@ -98,14 +98,14 @@ class StepPlanner:
         state.started[request.id] = request
         return request
 
-    def _has_slots(self, request: PrefillRequest) -> bool:
-        """Whether all started requests and this request leave enough window slots for the steps in flight."""
+    def _has_window_blocks(self, request: PrefillRequest) -> bool:
+        """Whether all started requests and this request leave enough window blocks for the steps in flight."""
         settings = self._state.settings
         tokens = [it.spec.tokens for it in self._state.started.values() if it.table is not None]
         if not settings.window_blocks or not tokens:
             return True
-        held = sum(map(settings.held_slots, [*tokens, request.spec.tokens]))
-        return held + settings.slots_in_work <= settings.window_slots
+        held = sum(map(settings.held_window_blocks, [*tokens, request.spec.tokens]))
+        return held + settings.window_blocks_in_work <= settings.window_slots
 
     def _is_short_of_work(self, first: QueueKey) -> bool:
         """Whether the started requests before `first` have less to compute than the steps in flight at most, plus one.
@@ -174,7 +174,7 @@ class StepPlanner:
             with_it = seconds + self._seconds(part)
             if request.prefix.load is not None and not self._ready(request, with_it):
                 continue
-            if not self._give_slots(request, part):
+            if not self._give_window_blocks(request, part):
                 continue
             self._schedule(request, part)
             under_way.update(self._keys(request, part))
@@ -184,11 +184,11 @@ class StepPlanner:
                 break
         return slices
 
-    def _give_slots(self, request: PrefillRequest, part: SequenceSlice) -> bool:
-        """Gives window slots to a slice's blocks; makes the slice shorter if slots do not suffice.
+    def _give_window_blocks(self, request: PrefillRequest, part: SequenceSlice) -> bool:
+        """Gives window blocks to a slice's blocks; makes the slice shorter if they do not suffice.
 
         Layers with a window write KV in each block. Recurrent states are written behind the slice, behind the prompt's
-        last full block, and behind further borders if there are slots. Idle slots take states for blocks between:
+        last full block, and behind further borders if any are left. Idle window blocks take states for blocks between:
         another prompt may leave the chain there.
 
         Returns:

@@ -25,7 +25,7 @@ class PrefillMachine(RuleBasedStateMachine):
         stages=st.integers(1, 3), window_blocks=st.integers(0, 2), spare=st.integers(0, 8), states=st.booleans()
     )
     def begin(self, stages: int, window_blocks: int, spare: int = 8, states: bool = False) -> None:
-        """A window of one block may be a state's; `spare`: window slots beyond what one prompt needs."""
+        """A window of one block may be a state's; `spare`: window blocks beyond what one prompt needs."""
         windows: dict[str, Any] = {"windowed_layers": frozenset({1}), "window_blocks": window_blocks}
         windows |= {"window_slots": window_blocks + 2 + spare}
         if window_blocks == 1 and states:

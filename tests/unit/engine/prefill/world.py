@@ -57,7 +57,7 @@ class Client:
 
 
 class Pool:
-    """What slices hold, by layer and block; those of windowed layers lie by window slot, and are lost with the slot."""
+    """What slices hold, by layer and block; those of windowed layers lie by slot, and are lost with the slot."""
 
     def __init__(self, windowed: Collection[int]) -> None:
         self._windowed = windowed

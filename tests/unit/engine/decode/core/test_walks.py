@@ -56,7 +56,7 @@ WALKS = (
 def test_overcommitted(
     way: Preemption, every: int, groups: bool, window_blocks: int, states: bool, drafts: int
 ) -> None:
-    """Answers three times longer than expected, in a pool for a few of them, with few window slots."""
+    """Answers three times longer than expected, in a pool for a few of them, with few window blocks."""
     rng = random.Random(f"{way} {every}")
     crowded = {"preemption": way, "swap_blocks": 40, "chunked_prefill_size": 40, "assumed_answer_tokens": 20}
     crowded |= {"draft_tokens": drafts}
@@ -198,7 +198,7 @@ def test_no_tenant_starves_whose_requests_are_preempted(seed: int, way: Preempti
         "assumed_answer_tokens": 8,
         "max_num_seqs": 6,
     }
-    world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, turn_steps=10))
+    world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, grant_steps=10))
     while world.core.planner.steps < 300 or world.core.requests:
         if world.core.planner.steps < 300 and len(world.core.requests) < 25 and rng.random() < 0.5:
             tenant, width = rng.choice(list(TENANTS)), rng.choice([1, 1, 1, 2, 6])

@@ -1,7 +1,7 @@
 """A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
 
 Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
-with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window slot.
+with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window block.
 """
 
 import pickle
@@ -91,7 +91,7 @@ class World:
         self.now, self.begun = 0.0, pickle.dumps(self.core)
         self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
         self.with_slot: set[int] = set()
-        """Blocks that have a window slot."""
+        """Blocks that have a window block."""
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []

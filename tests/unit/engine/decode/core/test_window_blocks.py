@@ -1,4 +1,4 @@
-"""Window slots at decode: a sequence holds its window and one block, a hybrid two states, however long it is."""
+"""Window blocks at decode: a sequence holds its window and one block, a hybrid two states, however long it is."""
 
 import pytest
 
@@ -10,7 +10,7 @@ WINDOWS = [(1, False), (3, False), (1, True)]
 
 
 def needed(world: World) -> int:
-    """Window slots that somebody may still read."""
+    """Window blocks that somebody may still read."""
     return world.core.blocks.num_slots - world.core.blocks.num_slots_available
 
 
@@ -79,11 +79,11 @@ def test_slots_are_promised_with_blocks() -> None:
     world = small(2, states=False, slots=5, assumed_answer_tokens=1)
     world.go(prompt(5 * BT + 1, 1), 4)
     assert world.reserve(prompt(5 * BT + 1, 2), 4) is None
-    assert "window slots" in world.refused[0].why
+    assert "window blocks" in world.refused[0].why
     world.work()
     held = world.reserve(prompt(5 * BT + 1, 2), 4)
     assert held is not None
-    assert world.core.budget.promised_slots == 3
+    assert world.core.budget.promised_window_blocks == 3
     world.arrive(held)
     world.start(held)
     world.work()

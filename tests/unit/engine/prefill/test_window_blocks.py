@@ -1,4 +1,4 @@
-"""Window slots at prefill: a prompt holds its window, one block and the chunk in work; states lie at chosen borders."""
+"""Window blocks at prefill: a prompt holds a window, one block and the chunk in work; states lie at chosen borders."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.unit.engine.prefill.world import BT, World, staged
 
 
 def needed(world: World) -> int:
-    """Window slots that somebody may still read."""
+    """Window blocks that somebody may still read."""
     manager = world.core.state.manager
     return manager.num_slots - manager.num_slots_available
 
