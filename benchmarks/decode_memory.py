@@ -18,7 +18,6 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.engine.decode.core.actions import (
     Action,
-    LoadStoredBlocks,
     RequestFreed,
     ReservationGranted,
     StartRun,
@@ -29,7 +28,6 @@ from moonpool.engine.decode.core.actions import (
 )
 from moonpool.engine.decode.core.events import (
     Event,
-    LoadEnd,
     ReserveBlocks,
     RunDone,
     RunProgress,
@@ -190,10 +188,6 @@ class Virtual:
             case StoreBlock(io):
                 seconds = self.core.settings.block_bytes / STORE_BYTES_PER_S
                 self._at(self._after_others(StoreBlock, seconds), IoEnded(io, StoreEnd(True)))
-            case LoadStoredBlocks(io, _, _, blocks):
-                seconds = len(blocks) * self.core.settings.block_bytes / STORE_BYTES_PER_S
-                seconds = self._after_others(LoadStoredBlocks, seconds)
-                self._at(seconds, IoEnded(io, LoadEnd(len(blocks), seconds)))
             case RequestFreed(number):
                 self.live = {member: it for member, it in self.live.items() if it.request != number}
 
@@ -294,7 +288,6 @@ class Crowd:
     ended: int
     preemptions: int
     swaps: int
-    loaded: int
     recomputed: int
 
 
@@ -316,7 +309,6 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
         it.ended - ended,
         preempted.preemptions,
         preempted.swaps,
-        it.core.stored_blocks.loaded_blocks,
         it.core.planner.recomputed_tokens,
     )
 
@@ -378,11 +370,11 @@ def _overcommitted(progress: Progress) -> Iterator[Row]:
     progress("uncrowded")
     rates = {}
     # The target is that of the way that is taken by itself; the others stand beside.
-    for way in (Preemption.AUTO, Preemption.SWAP, Preemption.STORE, Preemption.CACHE, Preemption.RECOMPUTE):
+    for way in Preemption:
         found, name = crowd(POOL_BLOCKS, count, answer, way), f"overcommitted {OVERCOMMIT} times, {way.value}"
         assert found.ended == count, f"{count - found.ended} sequences were lost"
         progress(
-            f"{name}: {found.preemptions} preemptions, {found.swaps} swaps, {found.loaded} blocks loaded, "
+            f"{name}: {found.preemptions} preemptions, {found.swaps} swaps, "
             f"{found.recomputed} tokens computed again, none of {count} lost"
         )
         rates[way] = found.tokens_per_s

@@ -34,7 +34,7 @@ def reference(hybrid: Path) -> Reference:
 
 @pytest.fixture(
     scope="module",
-    params=["cache", *(pytest.param(way, marks=pytest.mark.slow) for way in ("recompute", "store", "swap"))],
+    params=["recompute", pytest.param("swap", marks=pytest.mark.slow)],
 )
 def stack(
     request: pytest.FixtureRequest, hybrid: Path, tmp_path_factory: pytest.TempPathFactory

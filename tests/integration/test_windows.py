@@ -43,11 +43,10 @@ def stack(
 @pytest.mark.parametrize(
     ("model", "stack"),
     [
-        ("tiny-gemma3", "cache"),
-        ("tiny-gemma3", "store"),
+        ("tiny-gemma3", "recompute"),
         ("tiny-gemma3", "swap"),
-        ("tiny-mistral", "store"),
-        ("tiny-qwen3-next", "store"),
+        ("tiny-mistral", "recompute"),
+        ("tiny-qwen3-next", "recompute"),
     ],
     indirect=True,
 )

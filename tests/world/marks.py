@@ -227,8 +227,8 @@ def _prefill_reader(meet: Meet) -> Reader:
 
     def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
         match entry.event:
-            case prefill.SubmitJob():
-                sources[entry.event.job] = entry.event.sources
+            case prefill.AddRequest():
+                sources[entry.event.id] = entry.event.sources
             case IoEnded(io=io, result=prefill.LoadEnded() as load) if io in loads:
                 if load.missing is not None or load.failed:
                     meet("a load is cut short")
@@ -237,8 +237,8 @@ def _prefill_reader(meet: Meet) -> Reader:
             case IoEnded(result=prefill.IoFailed(damaged_block=int())):
                 meet("a transfer's frame is damaged")
         for action in actions:
-            if isinstance(action, prefill_actions.LoadBlocks) and action.job in sources:
-                loads[action.io] = sources[action.job][action.source]
+            if isinstance(action, prefill_actions.LoadBlocks) and action.id in sources:
+                loads[action.io] = sources[action.id][action.source]
 
     return read
 

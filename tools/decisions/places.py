@@ -19,8 +19,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *("id", "local_blocks", "used_blocks", "queue_s", "load_s", "prefill_s", "busy_s", "source", "excluded"),
         *("overhead_s", "others", "growing_s", "rest_s", "read_s", "tail_s", "cold_blocks"),
     ),
-    "SubmitJob": (
-        *("job", "request.tokens", "request.keys", "held_blocks", "sources", "copies", "request.tenant"),
+    "AddRequest": (
+        *("id", "request.tokens", "request.keys", "held_blocks", "sources", "copies", "request.tenant"),
         *("request.priority", "request.weight", "reuse", "request.transient", "max_queue_s"),
     ),
 }
@@ -89,13 +89,13 @@ def last_events(name: str) -> list[Any]:
     """Events that end some walks while everything is under way, told to the core alone."""
     from moonpool.conductor.core.events import InstanceLeft, KeysChanged, RoleChangeRequested
     from moonpool.engine.decode.core.events import EngineDied
-    from moonpool.engine.prefill.core.events import Drain, StopAllJobs
+    from moonpool.engine.prefill.core.events import Drain, StopAllRequests
 
     gap = KeysChanged("prefill-0", 1000, (), (), snapshot_begin=False, snapshot_end=False)
     lost = [InstanceLeft(f"{kind}-{number}", 1, "is lost") for kind in ("prefill", "decode") for number in range(3)]
     events: dict[str, list[Any]] = {
         "conductor": [gap, RoleChangeRequested("decode-1"), *lost],
         "decode": [EngineDied("a test says so")],
-        "prefill": [Drain(), StopAllJobs()],
+        "prefill": [Drain(), StopAllRequests()],
     }
     return events.get(name, [])

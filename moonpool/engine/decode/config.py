@@ -21,20 +21,14 @@ class DecodeConfig(EngineConfig):
             "longest time in seconds that a reservation is renewed, while the conductor is connected but no KV comes"
         ),
     )
-    preemption: Literal["auto", "cache", "recompute", "swap", "store"] = Field(
+    preemption: Literal["auto", "recompute", "swap"] = Field(
         "auto",
         description=(
-            "how a preempted sequence's KV is kept: cache = in the pool until the blocks are needed; recompute = "
-            "computed again; swap = copied to DRAM and back; store = read back from a kvstore; auto = the way "
-            "predicted to be quickest"
+            "how a preempted sequence's KV comes back: recompute = computed again, as far as the pool has needed the "
+            "blocks for others; swap = copied to DRAM and back; auto = the way predicted to be quicker"
         ),
     )
     swap_bytes: ByteSize = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
-    load_timeout_s: float = Field(
-        5.0,
-        gt=0,
-        description="seconds a load from a kvstore may take beyond what is predicted; after that the KV is computed",
-    )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of the pool that admitting a request leaves free")
     chunked_prefill_size: int = Field(
         256,

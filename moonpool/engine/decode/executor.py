@@ -12,7 +12,6 @@ from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
-from moonpool.base.kv_transfer.stored_parts import PartedReader
 from moonpool.base.runtime.driver import Driver
 from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
 from moonpool.base.scheduling.latency import decode_step_seconds
@@ -27,7 +26,6 @@ from moonpool.engine.decode.core.actions import (
     FenceConductor,
     FinishSequence,
     ForkSequences,
-    LoadStoredBlocks,
     RequestAborted,
     RequestAdopted,
     RequestFreed,
@@ -96,15 +94,15 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
         raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
     if incoming.spec.width > config.max_num_seqs:
         field = "beam_width" if incoming.sampling.params.deferred else "n"
-        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} places in a step")
+        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} batch slots")
     needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
     if needed > config.num_blocks:
         have = f"this instance has {config.num_blocks}"
         raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
-    slots = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
-    if slots > config.window_slots:
+    windows = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
+    if windows > config.window_slots:
         have = f"this instance has {config.window_slots}"
-        raise InvalidRequest("sequence.sampling.n", f"needs {slots} window slots, {have}")
+        raise InvalidRequest("sequence.sampling.n", f"needs {windows} window blocks, {have}")
     return tokens, total
 
 
@@ -429,7 +427,6 @@ class DecodeExecutor:
         core: the scheduler.
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
-        open_reader: makes a client for a kvstore, given the address; loads preempted requests' blocks.
         drafting: which guesses are made.
 
     Attributes:
@@ -447,7 +444,6 @@ class DecodeExecutor:
         core: DecodeScheduler,
         parts: ExecutorParts,
         max_tokens: int,
-        open_reader: Callable[[str], PartedReader],
         *,
         drafting: Drafting = NGRAM_DRAFTING,
     ) -> None:
@@ -468,7 +464,7 @@ class DecodeExecutor:
             core.settings.draft_tokens, lambda: core.tracker.speeds, always=drafting.always, ngram=drafting.ngram
         )
         self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts, drafting.model)
-        self.io = BlockIo(parts, open_reader, self._post)
+        self.io = BlockIo(parts, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -709,8 +705,8 @@ class DecodeExecutor:
                 self._live.sequences[number].set_table(blocks)
             case ReservationGranted(number) | ReservationRefused(number):
                 self._answers[number] = action
-            case StoreBlock(_, number) | LoadStoredBlocks(_, number):
-                self.io.begin(action, self._live.sequences[number])
+            case StoreBlock(_, number):
+                self.io.store(action, self._live.sequences[number])
             case FinishSequence() | ForkSequences() | AnswersRanked() | RequestAborted() | RequestFreed():
                 self._report(action)
             case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():
@@ -724,7 +720,7 @@ class DecodeExecutor:
                 self._move_or_answer(action)
 
     def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
-        """Moves window slots in the pool, or takes the answer to an order about the pool."""
+        """Moves window blocks in the pool, or takes the answer to an order about the pool."""
         if isinstance(action, MoveSlots):
             self._engine.pool.move_slots(action.moves)
         else:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,10 +13,9 @@ from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.base.kv.delete_kv import DeletionLog
-from moonpool.base.kv_transfer.prefix_reader import BlockReader
 from moonpool.base.kv_transfer.read_server import check_hello
 from moonpool.base.kv_transfer.receiver import TransferState
-from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
+from moonpool.base.kv_transfer.stored_parts import PartedWriter
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.base.rpc.process import ProcessContext
@@ -94,10 +92,6 @@ class DecodeInstance:
             self.core,
             ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
-            lambda address: PartedReader(
-                context.endpoint(address),
-                partial(BlockReader, forgotten=deletions.demanded, offload=context.beside),
-            ),
             drafting=Drafting(
                 always=config.speculative in ("ngram", "draft"), ngram=config.speculative != "draft", model=draft_model
             ),
@@ -194,7 +188,7 @@ class DecodeInstance:
     @property
     def messages_unsent(self) -> int:
         """Messages on KV streams that wait to be written."""
-        stores = self.write_back.traffic + self.executor.io.loads.traffic + self.reads.traffic
+        stores = self.write_back.traffic + self.reads.traffic
         return stores.unsent + sum(len(receiver.send_queue) for receiver in self.receivers)
 
     @property
@@ -211,9 +205,9 @@ class DecodeInstance:
 DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     Metric("sequences_running", "Sequences in the batch.", lambda it: len(it.core.planner.batch), 0),
     Metric(
-        "sequences_waiting", "Requests that wait for a place in the batch.", lambda it: len(it.core.planner.waiting), 0
+        "sequences_waiting", "Requests that wait for a slot in the batch.", lambda it: len(it.core.planner.waiting), 0
     ),
-    Metric("sequences_parked", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
+    Metric("sequences_preempted", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
     Metric(
         "sequences_catching_up",
         "Sequences whose KV is recomputed after preemption.",
@@ -260,13 +254,6 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     Metric(
         "swapped_blocks", "Blocks of preempted requests in swap memory.", lambda it: it.core.preempted.swapped_blocks, 0
     ),
-    Metric("loads", "Open reads at kvstores.", lambda it: it.executor.io.loads.sessions, 0),
-    Metric(
-        "load_credits_kept_bytes",
-        "Bytes read with credits not yet handed back.",
-        lambda it: it.executor.io.loads.traffic.credits_kept,
-        0,
-    ),
     Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
     Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
     Metric(
@@ -296,12 +283,6 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     ),
     counter("preemptions_total", "Requests preempted.", lambda it: it.core.preempted.preemptions),
     counter("swaps_total", "Preempted requests swapped out.", lambda it: it.core.preempted.swaps),
-    counter(
-        "loaded_blocks_total",
-        "Blocks of preempted requests loaded from kvstores.",
-        lambda it: it.core.stored_blocks.loaded_blocks,
-    ),
-    counter("load_failures_total", "Loads from kvstores that failed.", lambda it: it.core.stored_blocks.failures),
     counter(
         "recomputed_tokens_total",
         "Tokens computed again after preemption.",
@@ -335,7 +316,6 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         speeds=engine.speeds,
         preemption=Preemption(config.preemption),
         watermark_blocks=int(engine.blocks * config.watermark),
-        load_timeout_s=config.load_timeout_s,
         chunked_prefill_size=config.chunked_prefill_size,
         swap_blocks=config.swap_bytes // layout.block_bytes,
         assumed_answer_tokens=config.assumed_answer_tokens,

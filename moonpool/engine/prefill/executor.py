@@ -74,13 +74,13 @@ class PrefillExecutor:
         """Hands a request to the scheduler, which accepts or refuses the request."""
         if self._group is None:
             raise Unavailable(self._dead)
-        self._requests[request.number] = request
+        self._requests[request.id] = request
         self.empty.clear()
         try:
             self._order(request.arrival())
         except Exception:  # the error ends only the call
-            self.post(events.CancelJob(request.number))  # the core may have taken the job
-            if request.number in self._requests:
+            self.post(events.CancelPrefill(request.id))  # the core may have taken the request
+            if request.id in self._requests:
                 self._forget(request)
             raise
 
@@ -90,7 +90,7 @@ class PrefillExecutor:
         self._notify()
 
     def _order(
-        self, event: events.SubmitJob | events.ReplicateBlocks | events.StopReplicating | DeleteKV | LendBlocks
+        self, event: events.AddRequest | events.ReplicateBlocks | events.StopReplicating | DeleteKV | LendBlocks
     ) -> None:
         """Carries out a peer's order; an error ends the peer's call, replication or stream."""
         self._driver.ask(event)
@@ -131,7 +131,7 @@ class PrefillExecutor:
             finally:
                 self._group = None
                 self._dead = self._dead or "the instance stops"
-                self.post(events.StopAllJobs())
+                self.post(events.StopAllRequests())
         raise Unavailable(self._dead)
 
     def close(self) -> None:
@@ -160,11 +160,11 @@ class PrefillExecutor:
             case actions.EndReplication(number):
                 self.copying.ended(number)
             case actions.CloseTransfer():
-                self._sending.close(action.job, aborted=action.aborted)
+                self._sending.close(action.id, aborted=action.aborted)
             case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
-                self._move(action, self._requests[action.job])
+                self._move(action, self._requests[action.id])
             case _:
-                self._answer(action, self._requests[action.job])
+                self._answer(action, self._requests[action.id])
 
     def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
         """Opens a gate in a step in flight, drops a slice, or gives the step up."""
@@ -199,36 +199,36 @@ class PrefillExecutor:
             lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)
         self._begin(action.io, partial(_result_of, request, work, failed), lost)
 
-    def _answer(self, action: actions.JobAnswer, request: LivePrefill) -> None:
+    def _answer(self, action: actions.PrefillAnswer, request: LivePrefill) -> None:
         """Reports to the conductor. An internal error ends this request only."""
         try:
             self._report(action, request)
         except Exception as defect:
             log.exception("an answer cannot be told: its request ends", request=request.request_id)
             request.end(Internal(f"the prefill failed: {defect!r}"))  # the request's later events are not read
-            if not isinstance(action, actions.EndJob | actions.RefuseJob | actions.RefuseStaleJob):
-                self.post(events.CancelJob(request.number))
-            elif self._requests.get(request.number) is request:
+            if not isinstance(action, actions.EndRequest | actions.RefuseRequest | actions.RefuseStaleRequest):
+                self.post(events.CancelPrefill(request.id))
+            elif self._requests.get(request.id) is request:
                 self._forget(request)
 
-    def _report(self, action: actions.JobAnswer, request: LivePrefill) -> None:
+    def _report(self, action: actions.PrefillAnswer, request: LivePrefill) -> None:
         match action:
-            case actions.AcceptJob():
-                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
+            case actions.AcceptRequest():
+                accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.id)
                 request.report(prefill_pb2.PrefillResponse(accepted=accepted))
-            case actions.RefuseJob():
+            case actions.RefuseRequest():
                 request.end(self._refusal(action, request))
                 self._forget(request)
-            case actions.RefuseStaleJob():
+            case actions.RefuseStaleRequest():
                 request.stale(action.drain_s, action.taken)
                 self._forget(request)
             case actions.ReportFirstToken():
                 request.report(request.first_token(action))
-            case actions.EndJob():
+            case actions.EndRequest():
                 self._end(action, request)
 
-    def _end(self, action: actions.EndJob, request: LivePrefill) -> None:
-        if action.outcome is actions.JobOutcome.DONE:
+    def _end(self, action: actions.EndRequest, request: LivePrefill) -> None:
+        if action.outcome is actions.PrefillOutcome.DONE:
             finished = prefill_pb2.PrefillFinished(transfer_tail_s=action.tail_s, sent_bytes=action.sent_bytes)
             request.report(prefill_pb2.PrefillResponse(finished=finished))
             request.end()
@@ -237,21 +237,21 @@ class PrefillExecutor:
         self._forget(request)
 
     def _forget(self, request: LivePrefill) -> None:
-        del self._requests[request.number]
+        del self._requests[request.id]
         if not self._requests:
             self.empty.set()
 
-    def _reason(self, outcome: actions.JobOutcome, request: LivePrefill) -> MoonpoolError:
+    def _reason(self, outcome: actions.PrefillOutcome, request: LivePrefill) -> MoonpoolError:
         match outcome:
-            case actions.JobOutcome.IO_FAILED | actions.JobOutcome.LEFT if request.error is not None:
+            case actions.PrefillOutcome.IO_FAILED | actions.PrefillOutcome.LEFT if request.error is not None:
                 return request.error
-            case actions.JobOutcome.STEP_GIVEN_UP:
+            case actions.PrefillOutcome.STEP_GIVEN_UP:
                 return Unavailable("the engine gave up a step")
-            case actions.JobOutcome.STOPPED:
+            case actions.PrefillOutcome.STOPPED:
                 return Unavailable(self._dead)
         return Unavailable("the prefill was cancelled")
 
-    def _refusal(self, refused: actions.RefuseJob, request: LivePrefill) -> MoonpoolError:
+    def _refusal(self, refused: actions.RefuseRequest, request: LivePrefill) -> MoonpoolError:
         match refused.why:
             case actions.RefusalReason.DRAINING:
                 return Unavailable("the instance is draining")
@@ -261,7 +261,7 @@ class PrefillExecutor:
                 room = self._engine.blocks * self._engine.layout.block_size
                 tokens = len(request.incoming.token_ids)
                 return InvalidRequest("token_ids", f"{tokens} tokens do not fit this instance's {room}")
-        waiting = f"{len(self._core.state.jobs)} prompts wait"
+        waiting = f"{len(self._core.state.requests)} prompts wait"
         return Overloaded(waiting, reason="queue_full", retry_after_s=refused.retry_after_s)
 
     # --- I/O -------------------------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ class PrefillExecutor:
 
     def _put(self, order: actions.WriteBackBlocks) -> None:
         """Hands blocks to the write-back, as many as the queue takes."""
-        incoming = self._requests[order.job].incoming
-        store = self._requests[order.job].copies[order.copy]
+        incoming = self._requests[order.id].incoming
+        store = self._requests[order.id].copies[order.copy]
         end = order.first + self._write_back.room(store, len(order.blocks))
         if end == order.first:
             self.post(IoEnded(order.io, events.IoDone()))
@@ -305,9 +305,9 @@ class PrefillExecutor:
             step = self._step(order)
         except Exception as error:
             log.exception("a step could not be made", step=order.io)
-            for request in (self._requests[chunk.job] for chunk in order.chunks if chunk.job in self._requests):
+            for request in (self._requests[chunk.id] for chunk in order.chunks if chunk.id in self._requests):
                 request.error = Internal(f"the step could not be made: {error!r}")
-                self.post(events.CancelJob(request.number))
+                self.post(events.CancelPrefill(request.id))
             self.post(IoEnded(order.io, _ABORTED_STEP))
             return
         self._begin(order.io, partial(self._run_step, order, step), _ABORTED_STEP)
@@ -325,14 +325,14 @@ class PrefillExecutor:
         self._record(order, result)
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
-                if (request := self._requests.get(chunk.job)) is not None:
+                if (request := self._requests.get(chunk.id)) is not None:
                     request.computed(chunk, index, result)
                     if request.error is not None:
-                        self.post(events.CancelJob(request.number))
+                        self.post(events.CancelPrefill(request.id))
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
-        incoming = self._requests[chunk.job].incoming
+        incoming = self._requests[chunk.id].incoming
         return SequenceStep(
             token_ids=tokens_to_bytes(incoming.token_ids[chunk.start : chunk.end]),
             start=chunk.start,
@@ -341,7 +341,7 @@ class PrefillExecutor:
             scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
             full_hit=chunk.full_hit,
             lora=incoming.lora,
-            history=self._requests[chunk.job].history,
+            history=self._requests[chunk.id].history,
         )
 
     def _layer_done(self, done: LayerDone) -> None:
@@ -350,7 +350,7 @@ class PrefillExecutor:
 
     def _record(self, order: actions.RunStep, result: StepResult) -> None:
         if self._spans.enabled:
-            requests = [self._requests.get(chunk.job) for chunk in order.chunks]
+            requests = [self._requests.get(chunk.id) for chunk in order.chunks]
             self._spans.add(
                 "step",
                 result.start_ns,
@@ -367,7 +367,7 @@ class PrefillExecutor:
             self._dead = reason
             log.error("engine died", reason=reason)
             self._died.set()
-            self.post(events.StopAllJobs())
+            self.post(events.StopAllRequests())
 
 
 async def _result_of(request: LivePrefill, work: IoWork, failed: events.IoResult) -> events.IoResult:

@@ -263,7 +263,7 @@ class KVSender:
         assert request.target is not None
         sender = await self._peers.get(request.target.decode)
         try:
-            self._transfers[request.number] = await sender.open(request.target, request.forgotten)
+            self._transfers[request.id] = await sender.open(request.target, request.forgotten)
         except Mismatch as error:  # decode was restarted: another placement can succeed
             raise TransferFailed(f"{request.target.decode.id} does not take the transfer: {error}") from error
         request.transport = sender.transport
@@ -279,7 +279,7 @@ class KVSender:
         start_ns = world.monotonic_ns()
         num_tokens = len(request.incoming.token_ids)
         slices = [item for piece in pieces for item in self._slices(piece, num_tokens)]
-        nbytes = await self._transfers[request.number].send(slices)
+        nbytes = await self._transfers[request.id].send(slices)
         end_ns = world.monotonic_ns()
         self._record(request, pieces, start_ns, end_ns)
         return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
@@ -295,8 +295,8 @@ class KVSender:
 
     async def verdict(self, request: LivePrefill, timeout_s: float) -> IoDone:
         """Waits until decode confirms the transfer; raises as `OutboundTransfer.verdict`."""
-        await self._transfers[request.number].verdict(timeout_s)
-        del self._transfers[request.number]
+        await self._transfers[request.id].verdict(timeout_s)
+        del self._transfers[request.id]
         return IoDone()
 
     def _slices(self, piece: LayerBlocks, num_tokens: int) -> list[Slice]:

@@ -12,7 +12,7 @@ from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.scheduling.steps import SampledCandidates, StepResult, TokenHistory
 from moonpool.engine.prefill.core.actions import ChunkOrder, ReportFirstToken
-from moonpool.engine.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
+from moonpool.engine.prefill.core.events import AddRequest, KVSource, WriteBackTarget
 from moonpool.engine.request import IncomingRequest
 from moonpool.v1 import kv_pb2, prefill_pb2
 
@@ -29,7 +29,7 @@ class LivePrefill:
     """One prompt: the order, the results, and a bounded queue with events for the conductor.
 
     Attributes:
-        number: the scheduler job's number; an earlier attempt of the same request may still be ending.
+        id: the request's number in the scheduler; an earlier attempt of the same request may still be ending.
         incoming: the request's record.
         asked: the conductor's message, checked.
         history: the sequence's tokens, for engines that check blocks' content.
@@ -43,7 +43,7 @@ class LivePrefill:
         transport: transport on which the KV goes to decode.
     """
 
-    number: int
+    id: int
     incoming: IncomingRequest
     asked: prefill_pb2.PrefillRequest
     history: TokenHistory = dataclasses.field(init=False)
@@ -92,11 +92,11 @@ class LivePrefill:
         first = [asked.write_back_held if asked.HasField("write_back_held") else None]
         return [*(first if asked.HasField("write_back") else ()), *(replica.held_blocks for replica in asked.replicas)]
 
-    def arrival(self) -> SubmitJob:
+    def arrival(self) -> AddRequest:
         """The event for the scheduler."""
         asked, held = self.asked, zip(self.copies, self._held, strict=True)
-        return SubmitJob(
-            self.number,
+        return AddRequest(
+            self.id,
             self.incoming.spec,
             None if self.target is None else self.target.held_blocks,
             tuple(kv_source(source.instance, source.blocks) for source in self.sources),

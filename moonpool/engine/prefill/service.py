@@ -32,8 +32,8 @@ from moonpool.engine.instance import (
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.prefill.config import PrefillConfig
-from moonpool.engine.prefill.core.events import CancelJob, Drain
-from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.events import CancelPrefill, Drain
+from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.executor import PrefillExecutor
 from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
@@ -112,7 +112,7 @@ class PrefillInstance:
 
     def cancel(self, request: LivePrefill) -> None:
         """Cancels a request; ignored if the request has ended."""
-        self.executor.post(CancelJob(request.number))
+        self.executor.post(CancelPrefill(request.id))
 
     async def run(self) -> None:
         """Runs until cancelled.
@@ -147,7 +147,7 @@ class PrefillInstance:
         self.loras.sweep()
         state = self.core.state
         return conductor_pb2.LoadReport(
-            running=len(state.jobs) - len(state.waiting),
+            running=len(state.requests) - len(state.waiting),
             waiting=len(state.waiting),
             queued_tokens=self.core.queued_tokens,
             free_blocks=state.manager.num_free,
@@ -182,7 +182,7 @@ class PrefillInstance:
 
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
-    Metric("requests", "Prompts that wait, are computed or are sent.", lambda it: len(it.core.state.jobs), 0),
+    Metric("requests", "Prompts that wait, are computed or are sent.", lambda it: len(it.core.state.requests), 0),
     Metric("sequences_waiting", "Prompts that wait for their first step.", lambda it: len(it.core.state.waiting), 0),
     Metric("sequences_started", "Prompts that are being computed.", lambda it: len(it.core.state.started), 0),
     Metric("queued_tokens", "Prompt tokens that have no KV yet.", lambda it: it.core.queued_tokens, 0),
@@ -293,7 +293,7 @@ class PrefillServicer:
         read = self._instance.request_reader.cancel(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else kv_pb2.CANCEL_OUTCOME_UNKNOWN
         if found:
-            started = any(self._instance.core.started(one.number) for one in found)
+            started = any(self._instance.core.started(one.id) for one in found)
             outcome = kv_pb2.CANCEL_OUTCOME_IN_FLIGHT if started else kv_pb2.CANCEL_OUTCOME_BEFORE_START
         for one in found:
             self._instance.cancel(one)

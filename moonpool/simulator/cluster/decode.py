@@ -22,7 +22,6 @@ from moonpool.engine.decode.core.events import (
     ComputePrompt,
     Event,
     IoEnd,
-    LoadEnd,
     ReceiveEnd,
     ReserveBlocks,
     RunDone,
@@ -47,11 +46,11 @@ from moonpool.simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
-    """One instance's copies, until the instance is lost. Each copy is answered by one `Ended`.
+    """One instance's copies, until the instance is lost. Each copy is answered by one `IoEnded`.
 
     Args:
         name: the instance's.
-        sends, receives: the instance's links for outgoing and incoming KV.
+        sends: the instance's link for outgoing KV.
         tell: takes the ends.
     """
 
@@ -62,19 +61,16 @@ class Copies:
         config: ClusterConfig,
         name: str,
         sends: Link,
-        receives: Link,
         tell: Callable[[IoEnded[IoEnd]], None],
     ) -> None:
         self._world, self._network, self._config = world, network, config
-        self._sends, self._receives, self._tell = sends, receives, tell
+        self._sends, self._tell = sends, tell
         self._bus = Link(f"{name} bus", config.load_bytes_per_s)
-        self._open: dict[int, Callable[[], None]] = {}  # with what is to be given back at their ends
+        self._open: set[int] = set()
         self._copied_at = 0
 
     def close(self) -> None:
         """The instance is lost: copies end unheard."""
-        for give_back in self._open.values():
-            give_back()
         self._open.clear()
 
     def swap(self, io: int, blocks: int) -> None:
@@ -92,32 +88,13 @@ class Copies:
         self._begin(io)
         store.write(chain, self._sends, lambda: self._end(io, StoreEnd(store.holds(chain) == len(chain))))
 
-    def read(self, io: int, store: Store, chain: Sequence[BlockKey], first: int, timeout_s: float) -> None:
-        """Loads a chain's blocks from `first` on, as far as the store has the blocks."""
-        blocks, give_back = store.lend(chain, first)
-        begun = self._begin(io, give_back)
-
-        def over(found: int, *, failed: bool = False) -> None:
-            self._end(io, LoadEnd(found, (self._world.now - begun) / PS, failed))
-
-        def ready() -> None:
-            path = store.sends, self._receives
-            self._network.send(path, blocks * self._config.block_bytes, lambda: over(blocks))
-
-        self._world.after(ps(timeout_s), lambda _: over(0, failed=True))
-        if blocks:
-            store.read(chain, first, first + blocks, ready)
-        else:
-            self._world.after(0, lambda _: over(0))
-
-    def _begin(self, io: int, give_back: Callable[[], None] = lambda: None) -> int:
-        self._open[io] = give_back
+    def _begin(self, io: int) -> int:
+        self._open.add(io)
         return self._world.now
 
     def _end(self, io: int, result: IoEnd) -> None:
-        give_back = self._open.pop(io, None)
-        if give_back is not None:
-            give_back()
+        if io in self._open:
+            self._open.remove(io)
             self._tell(IoEnded(io, result))
 
 
@@ -196,8 +173,7 @@ class SimulatedDecode:
         self.host: CoreHost[Event, actions.Action] = CoreHost(
             self._world, self.core, self._perform, before_tick=self._settle
         )
-        links = self.pool.sends, self.receives
-        self._copies = Copies(self._world, self._network, self._config, self.name, *links, self._tell)
+        self._copies = Copies(self._world, self._network, self._config, self.name, self.pool.sends, self._tell)
         self._sequences: dict[int, DecodeSequence] = {}
         self._logged: dict[int, list[DecodeSequence]] = {}
         self._answers: dict[int, ReserveGranted | Failure] = {}
@@ -423,7 +399,7 @@ class SimulatedDecode:
                 self.pool.answered(action)
             case actions.RequestFreed() | actions.RequestAdopted() | actions.FenceConductor() | actions.DropOutputLog():
                 self._change_hands(action)
-            case actions.SwapOut() | actions.SwapIn() | actions.StoreBlock() | actions.LoadStoredBlocks():
+            case actions.SwapOut() | actions.SwapIn() | actions.StoreBlock():
                 self._io(action)
             case actions.StopReceiving(io):
                 self.host.post(nothing_written(io))
@@ -479,17 +455,13 @@ class SimulatedDecode:
         if stream:
             self._ears.failed(stream, transfer, Failure(kind, why))
 
-    def _io(self, action: actions.SwapOut | actions.SwapIn | actions.StoreBlock | actions.LoadStoredBlocks) -> None:
+    def _io(self, action: actions.SwapOut | actions.SwapIn | actions.StoreBlock) -> None:
         if isinstance(action, actions.SwapOut | actions.SwapIn):
             self._copies.swap(action.io, len(action.blocks))
             return
         member = self._sequences[action.id]
         store = self._stores[member.stores[action.store]]
-        if isinstance(action, actions.StoreBlock):
-            self._copies.write(action.io, store, member.chain(action.index + 1))
-        else:
-            chain = member.chain(action.first + len(action.blocks))
-            self._copies.read(action.io, store, chain, action.first, action.timeout_s)
+        self._copies.write(action.io, store, member.chain(action.index + 1))
 
     def _note_keys(self) -> None:
         events = self.core.blocks.take_events()

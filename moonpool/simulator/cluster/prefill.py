@@ -290,7 +290,7 @@ class SimulatedPrefill:
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
         spec = EngineRequest(keys, sequence.tokens, sequence.tokens, tenant=sequence.request.tenant)
-        asked = events.SubmitJob(self._came, spec, held, sources, copies, max_queue_s=max_queue_s, delay_s=delay_s)
+        asked = events.AddRequest(self._came, spec, held, sources, copies, max_queue_s=max_queue_s, delay_s=delay_s)
         self._tell(asked)
         return self._came
 
@@ -307,7 +307,7 @@ class SimulatedPrefill:
     def leave(self, number: int) -> None:
         """Gives up a prompt that is not wanted any more; ended prompts are ignored."""
         if number in self._prompts:
-            self._tell(events.CancelJob(number))
+            self._tell(events.CancelPrefill(number))
 
     def drain(self) -> None:
         """Takes no new prompts."""
@@ -331,7 +331,7 @@ class SimulatedPrefill:
         """The load as reported by the service."""
         state = self.core.state
         return LoadFacts(
-            running=len(state.jobs) - len(state.waiting),
+            running=len(state.requests) - len(state.waiting),
             waiting=len(state.waiting),
             free_blocks=state.manager.num_free,
             cached_blocks=state.manager.num_cached,
@@ -373,7 +373,7 @@ class SimulatedPrefill:
         speeds = self._config.profile.speeds
         seconds = speeds.prefill_base_s
         for chunk in order.chunks:
-            prompt = self._prompts[chunk.job]
+            prompt = self._prompts[chunk.id]
             seconds += prefill_seconds(speeds, chunk.end - chunk.start, chunk.start, steps=0, begins=not prompt.begun)
             prompt.begun = True
             self.use.computed_tokens += chunk.end - chunk.start
@@ -419,40 +419,40 @@ class SimulatedPrefill:
             case actions.WriteBackBlocks():
                 self._put(action)
             case (
-                actions.AcceptJob()
+                actions.AcceptRequest()
                 | actions.ReportFirstToken()
-                | actions.EndJob()
-                | actions.RefuseJob()
-                | actions.RefuseStaleJob()
+                | actions.EndRequest()
+                | actions.RefuseRequest()
+                | actions.RefuseStaleRequest()
             ):
                 self._say(action)
-            case actions.CloseTransfer(job, aborted=True) if (target := self._opened.pop(job, None)) is not None:
+            case actions.CloseTransfer(number, aborted=True) if (target := self._opened.pop(number, None)) is not None:
                 self._calls.send(lambda: self._peers.give_up(target), reliable=True)
 
-    def _say(self, action: actions.JobAnswer) -> None:
-        prompt = self._prompts[action.job]
+    def _say(self, action: actions.PrefillAnswer) -> None:
+        prompt = self._prompts[action.id]
         match action:
-            case actions.AcceptJob(job):
-                prompt.client.accepted(job)
+            case actions.AcceptRequest(number):
+                prompt.client.accepted(number)
             case actions.ReportFirstToken():
                 self.use.reused_tokens += action.cached_tokens + action.loaded_tokens
                 prompt.client.token(action)
-            case actions.RefuseJob():
-                del self._prompts[action.job]
+            case actions.RefuseRequest():
+                del self._prompts[action.id]
                 prompt.client.over(_refusal(action))
-            case actions.RefuseStaleJob(job, drain_s, taken):
-                del self._prompts[job]
+            case actions.RefuseStaleRequest(number, drain_s, taken):
+                del self._prompts[number]
                 prompt.client.over(StalePlacement(drain_s, taken))
-            case actions.EndJob():
-                del self._prompts[action.job]
+            case actions.EndRequest():
+                del self._prompts[action.id]
                 self._end(action, prompt)
 
-    def _end(self, action: actions.EndJob, prompt: Prompt) -> None:
-        if action.outcome is actions.JobOutcome.DONE:
+    def _end(self, action: actions.EndRequest, prompt: Prompt) -> None:
+        if action.outcome is actions.PrefillOutcome.DONE:
             prompt.client.delivered()
             prompt.client.over(None)
             return
-        failed = action.outcome is actions.JobOutcome.IO_FAILED
+        failed = action.outcome is actions.PrefillOutcome.IO_FAILED
         prompt.client.over(
             Failure(FailureKind.TRANSFER if failed else FailureKind.UNAVAILABLE, f"the prompt {action.outcome.value}")
         )
@@ -461,13 +461,13 @@ class SimulatedPrefill:
         if isinstance(action, actions.ReadReplica):
             keys, source = self._copies[action.number]
         else:
-            prompt = self._prompts[action.job]
+            prompt = self._prompts[action.id]
             keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
         by_layer = isinstance(action, actions.LoadBlocks)  # a copy's single layers are not waited for
         self._loading.begin(action.io, source, keys, action.first, action.timeout_s, by_layer=by_layer)
 
     def _put(self, action: actions.WriteBackBlocks) -> None:
-        prompt, host = self._prompts[action.job], self.host
+        prompt, host = self._prompts[action.id], self.host
         store = self._stores[prompt.copies[action.copy].store]
         blocks = min(len(action.blocks), self._write_back_room)
         self._write_back_room -= blocks
@@ -485,7 +485,7 @@ class SimulatedPrefill:
     # Transfers
 
     def _transfer(self, action: actions.OpenTransfer | actions.AwaitVerdict) -> None:
-        prompt, moving = self._prompts[action.job], self._moving
+        prompt, moving = self._prompts[action.id], self._moving
         moving[action.io] = None
         if isinstance(action, actions.OpenTransfer):
             self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
@@ -499,7 +499,7 @@ class SimulatedPrefill:
         if moving is not self._moving or order.io not in moving:
             return
         assert target is not None
-        self._opened.pop(order.job, None)
+        self._opened.pop(order.id, None)
         result = events.IoDone() if self._peers.whole(target) else events.IoFailed()
         self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
@@ -517,11 +517,11 @@ class SimulatedPrefill:
             return
         prompt.to = self._peers.open(prompt.target)
         if prompt.to is not None:
-            self._opened[order.job] = prompt.target
+            self._opened[order.id] = prompt.target
         self._moved(moving, order.io, events.IoFailed() if prompt.to is None else events.IoDone())
 
     def _send(self, action: actions.SendSlices) -> None:
-        prompt, io, begun, moving = self._prompts[action.job], action.io, self._world.now, self._moving
+        prompt, io, begun, moving = self._prompts[action.id], action.io, self._world.now, self._moving
         link, target = prompt.to, prompt.target
         assert link is not None
         assert target is not None
@@ -542,7 +542,7 @@ class SimulatedPrefill:
         return nbytes
 
 
-def _refusal(refused: actions.RefuseJob) -> Failure:
+def _refusal(refused: actions.RefuseRequest) -> Failure:
     if refused.why is actions.RefusalReason.QUEUE_FULL:
         return Failure(
             FailureKind.OVERLOADED, "too many prompts wait", reason="queue_full", retry_after_s=refused.retry_after_s

@@ -200,7 +200,6 @@ def fill_policies(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, FillPolicy
         "preallocation": (load, FillPolicy(longest_life=True)),
         "on demand": (load, FillPolicy()),
         "tight, auto": (load, FillPolicy(tight)),
-        "tight, cache": (load, FillPolicy(replace(tight, preemption=Preemption.CACHE))),
         "tight, swap": (load, FillPolicy(replace(tight, preemption=Preemption.SWAP))),
         "tight, recompute": (load, FillPolicy(replace(tight, preemption=Preemption.RECOMPUTE))),
         "n = 8, each its own prompt": (several, FillPolicy(sharing=False)),

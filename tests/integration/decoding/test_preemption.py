@@ -75,19 +75,15 @@ PREEMPTING = (
     *("--set", "max_num_batched_tokens=40", "--set", f"blocks={POOL}"),
 )
 WAYS = {
-    "cache": ["--set", "preemption=cache"],
     "recompute": ["--set", "preemption=recompute"],
     "swap": ["--set", "preemption=swap"],
-    "store": ["--set", "preemption=store"],
     "swap on a staged device": ["--set", "preemption=swap", "--device", "staged:7"],
 }
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(way, marks=[pytest.mark.slow] if way in ("cache", "recompute", "swap") else []) for way in WAYS
-    ],
+    params=[pytest.param(way, marks=[pytest.mark.slow] if way == "swap" else []) for way in WAYS],
 )
 def served(request: pytest.FixtureRequest, decode_with: DecodeWith, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""
@@ -115,13 +111,11 @@ def test_several_answers(served: Served, length: int) -> None:
 
 def test_in_company_and_too_many(served: Served) -> None:
     """Eight sequences grow to twice the pool."""
-    loaded = served.stack.gauge("decode-", "loaded_blocks_total")
     prompts = [tokens(5 + 6 * number, f"{served.way} company {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
     served.check(prompts, ANSWER)
     swaps = served.stack.gauge("decode-", "swaps_total")
     assert (swaps > 0) == served.way.startswith("swap")
-    assert (served.stack.gauge("decode-", "loaded_blocks_total") > loaded) == (served.way == "store")
 
 
 def test_all_that_sampling_looks_at_is_kept(served: Served) -> None:

@@ -15,7 +15,7 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from tests.unit.base.scheduling.helpers import BT, keys_of, tokens
 from tests.unit.engine.stages import BLOCKS, Stages, stages
@@ -68,7 +68,7 @@ class Walk:
             self.perform(action)
         while self.told:  # until now its transfer, which is never opened, has kept its blocks
             number = self.told.pop()
-            self.post(events.CancelJob(number))
+            self.post(events.CancelPrefill(number))
             self.post(IoEnded(self.transfers.pop(number), events.IoFailed()))
         self.core.check_invariants()
 
@@ -91,14 +91,14 @@ class Walk:
             case actions.LoadBlocks():
                 self.loads.append(action)
             case actions.OpenTransfer():
-                self.transfers[action.job] = action.io
+                self.transfers[action.id] = action.io
             case actions.ReportFirstToken():
-                self.leave(action.job)
-                self.told.append(action.job)
+                self.leave(action.id)
+                self.told.append(action.id)
 
     def sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
-        self.tables[chunk.job] = chunk.blocks
-        ids = self.prompts[chunk.job]
+        self.tables[chunk.id] = chunk.blocks
+        ids = self.prompts[chunk.id]
         sample = SampleSpec(GREEDY) if chunk.last else None
         return SequenceStep(tokens_to_bytes(ids[chunk.start : chunk.end]), chunk.start, chunk.blocks, sample)
 
@@ -120,7 +120,7 @@ class Walk:
     def check_chunks(self, io: int, layer: int) -> None:
         for chunk in self.chunks[io].chunks:
             for index in range(chunk.start // BT, len(chunk.blocks)):
-                valid = self.layout.valid_tokens(len(self.prompts[chunk.job]), index)
+                valid = self.layout.valid_tokens(len(self.prompts[chunk.id]), index)
                 self.check(layer, chunk.blocks[index], valid)
 
     def arrive(self, number: int) -> None:
@@ -130,12 +130,12 @@ class Walk:
         stored = next((i for i, key in enumerate(keys) if (key, 0) not in self.stored), len(keys))
         sources = (events.KVSource("store", stored),) if self.random.random() < 0.7 else ()
         self.prompts[number] = ids
-        self.post(events.SubmitJob(number, EngineRequest(tuple(keys), len(ids), len(ids)), 0, sources))
+        self.post(events.AddRequest(number, EngineRequest(tuple(keys), len(ids), len(ids)), 0, sources))
 
     def load(self, order: actions.LoadBlocks) -> None:
         """Loads what a store has beyond the cached blocks: some of it behind a gated step, or not to its end."""
         fails = self.random.random() < 0.4
-        keys = keys_of(self.prompts[order.job])[order.first :]
+        keys = keys_of(self.prompts[order.id])[order.first :]
         for layer in range(self.random.randint(0, self.layout.layers - 1) if fails else self.layout.layers):
             for key, block in zip(keys, order.blocks, strict=False):
                 data, value = self.stored[key, layer]

@@ -231,23 +231,6 @@ class StoreBlock:
 
 
 @frozen
-class LoadStoredBlocks:
-    """Read the sequence's full blocks, from block `first` on, from a kvstore into these pool blocks.
-
-    Attributes:
-        store: index of the kvstore.
-        timeout_s: seconds after which the load must have ended.
-    """
-
-    io: int
-    id: int
-    first: int
-    blocks: tuple[int, ...]
-    store: int
-    timeout_s: float
-
-
-@frozen
 class StopReceiving:
     """Write no more arriving KV into the request's blocks; they stay pinned until this has ended."""
 
@@ -275,7 +258,6 @@ Action = (
     | SwapIn
     | SwapDrop
     | StoreBlock
-    | LoadStoredBlocks
     | StopReceiving
     | KVDeleted
     | BlocksLent

@@ -75,7 +75,7 @@ class DecodeAdmission:
         running = RequestStatus.RUNNING  # a local name: most of many requests are in the batch
         apart = [request for request in others if request.status is not running and request not in batch]
         context = batch.context + event.request.tokens * event.request.width + sum(map(batch.context_of, apart))
-        sequences = len(batch) + event.request.width + sum(request.slots for request in apart)
+        sequences = len(batch) + event.request.width + sum(request.num_seqs for request in apart)
         step_s = self._step_s(sequences, context)
         if not event.starts_in_s or not step_s:
             return step_s
@@ -90,7 +90,7 @@ class DecodeAdmission:
         """Seconds per step at time `at`, for those of the `total` sequences and tokens that are expected to be here."""
         batch, (sequences, context) = self._planner.batch, total
         away = [request for request in others if self._is_away(request, at, step_s)]
-        sequences -= sum([request.slots for request in away])
+        sequences -= sum([request.num_seqs for request in away])
         return self._step_s(sequences, context - sum(map(batch.context_of, away)))
 
     def _step_s(self, sequences: int, context: int) -> float:
@@ -123,12 +123,9 @@ class DecodeAdmission:
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
         """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
-        taken, slots = (
-            self._planner.slots_taken + sum(self._planner.slots_kept.values()),
-            self._state.settings.max_num_seqs,
-        )
-        if taken + event.request.width > slots:
-            return "tbt_slo", f"{taken} of the {slots} places of a step are taken, {event.request.width} are needed"
+        taken, most = self._planner.num_running + self._planner.num_kept, self._state.settings.max_num_seqs
+        if taken + event.request.width > most:
+            return "tbt_slo", f"{taken} of the {most} batch slots are taken, {event.request.width} are needed"
         limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])
         if tbt_s <= limit:
             tbt_s = self._longest_step_s(event, tbt_s, others)
@@ -148,7 +145,7 @@ class DecodeAdmission:
             tokens, context = max(map(planner.batch.tokens_of, request.sequences)), planner.batch.context_of(request)
             waits = 0.0 if request.is_started or not step_s else max(0.0, request.starts_at - now) / step_s
             growth = self._growth(tokens - request.spec.prompt_tokens, request.total_tokens - tokens)
-            forecasts.append(RequestForecast(waits, waits + growth, request.slots, context))
+            forecasts.append(RequestForecast(waits, waits + growth, request.num_seqs, context))
         worst = max([self._step_s(*size) for size in peak_steps(forecasts, asked)])
         return worst + planner.least_chunk_s
 
@@ -174,14 +171,14 @@ class DecodeAdmission:
                 f"no room for {needed} blocks, {budget.available} are free and not promised, "
                 f"{max(0, reserve - request.expected_growth)} of them expected to be needed"
             )
-        if (lacking := self._lacking_slots(request, whole_from, others)) > 0:
+        if (lacking := self._lacking_window_blocks(request, whole_from, others)) > 0:
             budget.expect(request, 0)
-            return "no_decode_room", f"no room: {lacking} more window slots would have to be free and not expected"
+            return "no_decode_room", f"no room: {lacking} more window blocks would have to be free and not expected"
         budget.promise(request, held, new, whole_from)
         return None
 
-    def _lacking_slots(self, request: DecodeRequest, whole_from: int, others: Collection[DecodeRequest]) -> int:
-        """Missing window slots: for a prompt, and for what this request and others are expected to need later."""
+    def _lacking_window_blocks(self, request: DecodeRequest, whole_from: int, others: Collection[DecodeRequest]) -> int:
+        """Missing window blocks: for a prompt, and for what this request and others are expected to need later."""
         settings, budget = self._state.settings, self._state.budget
         if not settings.window_blocks:
             return 0
@@ -189,10 +186,10 @@ class DecodeAdmission:
         held, blocks = sequence.table, len(sequence.table) + request.promised
         needed = blocks - max(len(held), whole_from) + sum(map(budget.blocks.is_spare, held[whole_from:]))
         if others:
-            most = request.slots * (settings.window_blocks + 1) - (blocks - whole_from)
+            most = request.num_seqs * (settings.window_blocks + 1) - (blocks - whole_from)
             needed += max(0, min(request.expected_growth, most))
-            needed += sum(batch.expected_slots(it, settings) for it in others)
-        return needed - budget.slots
+            needed += sum(batch.expected_window_blocks(it, settings) for it in others)
+        return needed - budget.window_blocks_available
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
         """Blocks that an admission leaves free, because requests are expected to need the blocks later.

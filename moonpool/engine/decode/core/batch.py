@@ -5,7 +5,6 @@ All running sequences advance by one token per step; a step in which no sequence
 
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
-from itertools import takewhile
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.block_manager import BlockManager
@@ -78,7 +77,7 @@ class RunningBatch:
         if request.spec.width == 1:
             return self.tokens_of(request.sequences[0])
         tokens = sum(map(self.tokens_of, request.sequences))
-        return tokens * request.slots // len(request.sequences)
+        return tokens * request.num_seqs // len(request.sequences)
 
     def join(self, request: DecodeRequest) -> None:
         """Adds a request."""
@@ -232,7 +231,7 @@ def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -
     return shared + width * (settings.blocks_for(total) - shared)
 
 
-# --- window slots ----------------------------------------------------------------------------------------------------
+# --- window blocks ----------------------------------------------------------------------------------------------------
 
 
 def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSettings, manager: BlockManager) -> None:
@@ -243,15 +242,15 @@ def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSetting
         sequence.past = first
 
 
-def count_lacking_slots(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
-    """Window slots missing for the last tokens' KV, besides slots for missing blocks; `writes` as below."""
+def count_lacking_window_blocks(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
+    """Window blocks missing for the last tokens' KV, besides those of missing blocks; `writes` as below."""
     if not manager.num_slots:
         return 0
     return sum(index < len(sequence.table) and manager.is_partial(sequence.table[index]) for sequence, index in writes)
 
 
-def slots_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Window slots that a preempted request is restored with, at most."""
+def window_blocks_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
+    """Window blocks that a preempted request is restored with, at most."""
     if not settings.window_blocks:
         return 0
     numbers, growth = set[int](), 0
@@ -261,12 +260,12 @@ def slots_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
     return len(numbers) + growth
 
 
-def expected_slots(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Window slots that a request is expected to need beyond slots held and slots promised."""
+def expected_window_blocks(request: DecodeRequest, settings: DecodeSettings) -> int:
+    """Window blocks that a request is expected to need beyond those held and promised."""
     if not settings.window_blocks:
         return 0
-    have = sum(len(sequence.table) - sequence.past for sequence in request.sequences) + request.promised_slots
-    return max(0, min(request.expected_growth, request.slots * (settings.window_blocks + 1) - have))
+    have = sum(len(sequence.table) - sequence.past for sequence in request.sequences) + request.promised_window_blocks
+    return max(0, min(request.expected_growth, request.num_seqs * (settings.window_blocks + 1) - have))
 
 
 # --- copy on write and forks -----------------------------------------------------------------------------------------
@@ -442,12 +441,6 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
     return next((number for number in table if number not in held), len(table))
 
 
-def count_shared_blocks(request: DecodeRequest) -> int:
-    """Leading blocks that all of a preempted request's sequences share."""
-    of_each = zip(*request.preemption.blocks.tables, strict=False)
-    return sum(1 for _ in takewhile(lambda blocks: len(set(blocks)) == 1, of_each))
-
-
 def resume_with_blocks(
     request: DecodeRequest, held: Collection[int], settings: DecodeSettings, manager: BlockManager
 ) -> None:
@@ -513,8 +506,8 @@ def is_recomputed(request: DecodeRequest) -> bool:
 def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
     """Chunks with up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
 
-    The chunks' blocks get window slots; if slots are missing, chunks are shorter. If a chunk's KV is held, the chunk is
-    a full hit, even if the pool does not find the block by key any more.
+    The chunks' blocks get window blocks; if these are missing, chunks are shorter. If a chunk's KV is held, the chunk
+    is a full hit, even if the pool does not find the block by key any more.
     """
     found = []
     for request in recomputing:
@@ -522,7 +515,7 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
             left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
             count = min(tokens, left)
             if count > 0 and _may_recompute(request, sequence):
-                count = count if full_hit else _give_chunk_slots(state, request, sequence, count)
+                count = count if full_hit else _give_chunk_window_blocks(state, request, sequence, count)
             if count > 0 and _may_recompute(request, sequence):
                 tokens -= count
                 sample = sequence.computed + count == sequence.tokens
@@ -530,11 +523,11 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
     return tuple(found)
 
 
-def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
-    """Gives window slots to the blocks of a sequence's next `count` tokens; returns how many tokens have slots.
+def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
+    """Gives window blocks to the blocks of a sequence's next `count` tokens; returns how many tokens have them.
 
     Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
-    other sequences begin; also behind the sequence's last full block if there is a slot.
+    other sequences begin; also behind the sequence's last full block if a window block is left.
     """
     settings, manager, size = state.settings, state.blocks, state.settings.block_size
     if not settings.window_blocks:
@@ -546,14 +539,14 @@ def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: Requ
         needed = {max(needed), *(border - 1 for border in begins if start < border * size <= end)}
         further = {border - 1 for border in (sequence.tokens // size,) if start < border * size <= end}
     lacking = [index for index in sorted(needed) if manager.is_partial(sequence.table[index])]
-    short = len(lacking) - max(0, state.budget.slots)
+    short = len(lacking) - max(0, state.budget.window_blocks_available)
     if short > 0:
         if settings.states_alone:
             return 0
         end = max(start, lacking[-short] * size)
         del lacking[-short:]
     manager.give_slots(sequence.table[index] for index in lacking)
-    if state.budget.slots > 0:
+    if state.budget.window_blocks_available > 0:
         manager.give_slots(sequence.table[index] for index in further)
     return end - start
 

@@ -16,7 +16,7 @@ from moonpool.engine.decode.core import batch
 from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
 from moonpool.engine.decode.core.batch import BlockCopy, RunningBatch, pass_windows
 from moonpool.engine.decode.core.events import RunDone, RunProgress
-from moonpool.engine.decode.core.overdue import OverdueTurns
+from moonpool.engine.decode.core.overdue import OverdueGrants
 from moonpool.engine.decode.core.preemption import PreemptedRequests, block_use, choose_victim
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.state import DecodeState
@@ -240,7 +240,7 @@ def sequences_short_ahead(
     while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
         request, sequence = short
         pass_windows(sequence, batch.tokens_of(sequence) - 1, settings, state.blocks)
-        if state.blocks.num_slots and budget.slots < 1:
+        if state.blocks.num_slots and budget.window_blocks_available < 1:
             return
         if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
             return  # the answer ends in this block: the last token is never computed
@@ -302,8 +302,8 @@ class BatchPlanner:
         self.recomputing: list[DecodeRequest] = []
         self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
-        self.overdue = OverdueTurns(state, preempted)
-        self._places_due = 0  # for the holder of the turn, of places and blocks that are free
+        self.overdue = OverdueGrants(state, preempted)
+        self._slots_due = 0  # for the holder of the turn, of places and blocks that are free
         self._blocks_due = 0
         self.slots_kept: dict[int, int] = {}
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
@@ -320,7 +320,7 @@ class BatchPlanner:
         request.set_status(RequestStatus.WAITING)
         insort(self.waiting, request, key=_queue_order)
 
-    def take_out(self, request: DecodeRequest) -> bool:
+    def try_remove(self, request: DecodeRequest) -> bool:
         """Takes a request out of the batch or the waiting list.
 
         Returns:
@@ -329,7 +329,7 @@ class BatchPlanner:
         if self.in_flight(request):
             return False
         if request.status is RequestStatus.RUNNING:
-            self._vacate(request)
+            self._leave(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         elif request.status is RequestStatus.RECOMPUTING:
@@ -347,8 +347,8 @@ class BatchPlanner:
         chunks = self.run_in_flight.run.chunks if request.status is RequestStatus.RECOMPUTING else ()
         return any(request.find(chunk.id) is not None for chunk in chunks)
 
-    def step_over(self, request: DecodeRequest) -> None:
-        """Takes out a request that `take_out` left in the step."""
+    def finish_step(self, request: DecodeRequest) -> None:
+        """Takes out a request that `try_remove` left in the step."""
         if request in self.batch:
             self.batch.leave(request)
         else:
@@ -460,7 +460,7 @@ class BatchPlanner:
         count = 0
         while self._preempted.queue and not self._blocks_awaited:
             active = self._active
-            request = self._preempted.next_in_turn(active)
+            request = self._preempted.next_to_restore(active)
             if request is None or not self._has_slots(request):
                 break
             if not self._preempted.restore(request, active, self._blocks_due):
@@ -472,17 +472,22 @@ class BatchPlanner:
     # --- slots -----------------------------------------------------------------------------------------------------
 
     def _has_slots(self, request: DecodeRequest) -> bool:
-        return self.slots_taken + self._places_due + len(request.sequences) <= self._settings.max_num_seqs
+        return self.num_running + self._slots_due + len(request.sequences) <= self._settings.max_num_seqs
 
     @property
-    def slots_taken(self) -> int:
-        """Slots taken, also by requests being loaded, which may have to recompute then."""
-        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing) + self._preempted.loading
+    def num_running(self) -> int:
+        """Slots taken, also by requests that recompute and run then."""
+        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing)
+
+    @property
+    def num_kept(self) -> int:
+        """Batch slots kept for requests with a promised time between tokens."""
+        return sum(self.slots_kept.values())
 
     def keep_slots(self, request: DecodeRequest) -> None:
         """Keeps slots for a request that was promised a time between tokens."""
         if request.tbt_slo_s:
-            self.slots_kept[request.id] = request.slots
+            self.slots_kept[request.id] = request.num_seqs
 
     def _fill_slots(self) -> None:
         """Lets waiting requests join: each time the first request of the tenant with fewest places per weight.
@@ -494,7 +499,7 @@ class BatchPlanner:
         use, first, changed = TenantUse({}), None, True
         while queues:
             if changed:
-                use, first, changed = self._place_use(), self._preempted.next_in_turn(self._active), False
+                use, first, changed = self._slot_use(), self._preempted.next_to_restore(self._active), False
             heads = [queue[0] for queue in queues.values()]
             request = min(heads, key=lambda it: (use.of(it), self._turn_of(it), it.order_key))
             if first is not None and not self._has_slots(first) and use.order(first) < use.order(request):
@@ -523,7 +528,7 @@ class BatchPlanner:
         """Requests that run or could run."""
         return [*self.batch.requests, *self.waiting, *self.recomputing]
 
-    def _place_use(self) -> TenantUse:
+    def _slot_use(self) -> TenantUse:
         """Places that tenants take; empty if all requests have one tenant."""
         taking = [*self.batch.requests, *self.recomputing]
         others = [*self.waiting, *self._preempted.queue]
@@ -543,14 +548,14 @@ class BatchPlanner:
         is_waiting = request.status is RequestStatus.WAITING  # not preempted for a request that joined before
         if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
-        kept = 0 if request.tbt_slo_s else sum(self.slots_kept.values())
-        lacking = self.slots_taken + self._places_due + kept + len(request.sequences) - self._settings.max_num_seqs
+        kept = 0 if request.tbt_slo_s else self.num_kept
+        lacking = self.num_running + self._slots_due + kept + len(request.sequences) - self._settings.max_num_seqs
         running = [it for it in self.batch.requests if it is not self.overdue.holder]
         leaving = leave_for_share(running, request, lacking, use)
         if not leaving and not use.of(request) and request.spec.tenant in self._turns:
             leaving = leave_for_turn(running, request, lacking, self._turns)
         for victim in leaving:
-            self._back_to_waiting(victim)
+            self._requeue(victim)
         return bool(leaving)
 
     def _turn_of(self, request: DecodeRequest) -> float:
@@ -569,10 +574,10 @@ class BatchPlanner:
 
     def _may_join(self, request: DecodeRequest) -> bool:
         """Whether a request leaves the others their promised times and slots."""
-        if not self.slots_taken:
+        if not self.num_running:
             return True  # one must run, or requests with kept slots would never get blocks
         if not request.tbt_slo_s:
-            taken = self.slots_taken + self._places_due + sum(self.slots_kept.values())
+            taken = self.num_running + self._slots_due + self.num_kept
             if taken + len(request.sequences) > self._settings.max_num_seqs:
                 return False
         return self.tbt.may_join(request, self.recomputing)
@@ -596,14 +601,14 @@ class BatchPlanner:
         request.expected_blocks = 0
         self.update_expected(request)
 
-    def _vacate(self, request: DecodeRequest) -> None:
+    def _leave(self, request: DecodeRequest) -> None:
         self.batch.leave(request)
         self.keep_slots(request)
 
-    def _back_to_waiting(self, request: DecodeRequest) -> None:
+    def _requeue(self, request: DecodeRequest) -> None:
         self._batch_changed = True
         self._undo_copies(request)
-        self._vacate(request)
+        self._leave(request)
         self.add(request)
 
     # --- overdue requests ------------------------------------------------------------------------------------------
@@ -614,30 +619,30 @@ class BatchPlanner:
         If others can give enough, what the request still lacks is kept for the request; if not, another request gets
         the turn.
         """
-        self._places_due = self._blocks_due = 0
+        self._slots_due = self._blocks_due = 0
         candidates = self.overdue.choose(self._active, self.waiting)
         self.overdue.give(next((it for it in candidates if self._can_serve(it)), None))
         holder = self.overdue.holder
         if holder is None:
             return
         if holder.status is RequestStatus.PREEMPTED:
-            self._free_places(holder)
+            self._free_slots(holder)
             self._restore_overdue(holder)
         if holder.status is RequestStatus.WAITING:
-            self._free_places(holder)
+            self._free_slots(holder)
             if self._give_blocks(holder):
                 self.waiting.remove(holder)
                 self.join(holder)
                 self._batch_changed = True
         if holder.status in (RequestStatus.WAITING, RequestStatus.SWAPPING_IN):
-            self._places_due = len(holder.sequences)
+            self._slots_due = len(holder.sequences)
 
     def _can_serve(self, holder: DecodeRequest) -> bool:
         """Whether the request with the turn can get what is missing, from others or soon from copies under way."""
         if holder.status not in (RequestStatus.PREEMPTED, RequestStatus.WAITING):
             return True
         giving = self.overdue.giving_way(holder, self.batch.requests)
-        if sum(len(it.sequences) for it in giving) < self._lacking_places(holder):
+        if sum(len(it.sequences) for it in giving) < self._lacking_slots(holder):
             return False
         if holder.status is RequestStatus.WAITING:
             return self.tbt.may_join(holder, self.recomputing)
@@ -648,25 +653,25 @@ class BatchPlanner:
         while not self._preempted.restore(holder, []):
             lacking = self.overdue.lacking_blocks(holder, giving)
             if not giving or lacking is None or lacking <= self._preempted.blocks_being_freed:
-                self._places_due, self._blocks_due = len(holder.sequences), self._budget.available
+                self._slots_due, self._blocks_due = len(holder.sequences), self._budget.available
                 return
             victim = max(giving, key=block_use(self._active).order)
             giving.remove(victim)
             self._preempt(victim)
         self.restored(holder)
 
-    def _lacking_places(self, holder: DecodeRequest) -> int:
-        kept = 0 if holder.tbt_slo_s else sum(self.slots_kept.values())
-        lacking = self.slots_taken + kept + len(holder.sequences) - self._settings.max_num_seqs
-        return min(lacking, self.slots_taken)  # one must run, whatever is kept for others
+    def _lacking_slots(self, holder: DecodeRequest) -> int:
+        kept = 0 if holder.tbt_slo_s else self.num_kept
+        lacking = self.num_running + kept + len(holder.sequences) - self._settings.max_num_seqs
+        return min(lacking, self.num_running)  # one must run, whatever is kept for others
 
-    def _free_places(self, holder: DecodeRequest) -> None:
+    def _free_slots(self, holder: DecodeRequest) -> None:
         """Lets others wait until the request with the turn has all places."""
-        lacking, use = self._lacking_places(holder), self._place_use()
+        lacking, use = self._lacking_slots(holder), self._slot_use()
         for victim in sorted(self.overdue.giving_way(holder, self.batch.requests), key=use.order, reverse=True):
             if lacking > 0:
                 lacking -= len(victim.sequences)
-                self._back_to_waiting(victim)
+                self._requeue(victim)
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
@@ -682,7 +687,7 @@ class BatchPlanner:
     def _keep_tbt(self) -> None:
         """Moves requests back to waiting while the step is too long for a promise."""
         while (request := self.tbt.next_to_leave()) is not None:
-            self._back_to_waiting(request)
+            self._requeue(request)
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 
@@ -694,7 +699,7 @@ class BatchPlanner:
                 for sequence in request.sequences:
                     self.batch.grew(sequence)
             elif request.status is RequestStatus.RUNNING:
-                self._back_to_waiting(request)
+                self._requeue(request)
 
     def _add_block(self, sequence: RequestSequence) -> None:
         [block] = self._state.blocks.allocate(1)
@@ -711,8 +716,8 @@ class BatchPlanner:
         kept = 0 if request is self.overdue.holder else self._blocks_due
         while True:
             lacking = batch.count_lacking_blocks(writes, blocks)
-            slots = lacking + batch.count_lacking_slots(writes, blocks) if blocks.num_slots else 0
-            if lacking <= self._budget.available - kept and slots <= self._budget.slots:
+            windows = lacking + batch.count_lacking_window_blocks(writes, blocks) if blocks.num_slots else 0
+            if lacking <= self._budget.available - kept and windows <= self._budget.window_blocks_available:
                 break
             if kept:
                 return False  # until the holder of the turn has them
@@ -739,7 +744,7 @@ class BatchPlanner:
     def _preempt(self, victim: DecodeRequest) -> None:
         self._batch_changed = True
         self._undo_copies(victim)
-        self.take_out(victim)
+        self.try_remove(victim)
         self._preempted.preempt(victim)
 
     def _undo_copies(self, request: DecodeRequest) -> None:
@@ -756,7 +761,7 @@ class BatchPlanner:
             tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
             answer = self._lengths.expected(max(0, tokens - request.spec.prompt_tokens))
             total = max(tokens, min(request.total_tokens, request.spec.prompt_tokens + answer))
-            needed = batch.most_blocks(self._settings, request.spec.prompt_tokens, total, request.slots)
+            needed = batch.most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
             request.expected_blocks = max(have, needed)
         self._budget.expect(request, request.expected_blocks - have)
 
@@ -769,8 +774,8 @@ class BatchPlanner:
             False if that is not possible: no slot is free, preempted requests wait for blocks, or cached blocks
             lack slices and the pool has none to compute these blocks anew.
         """
-        kept = sum(self.slots_kept.values()) - self.slots_kept.get(request.id, 0)
-        is_full = self.slots_taken + kept >= self._settings.max_num_seqs
+        kept = self.num_kept - self.slots_kept.get(request.id, 0)
+        is_full = self.num_running + kept >= self._settings.max_num_seqs
         if request.is_group or self._preempted.queue or is_full:
             return False
         settings = self._settings
@@ -785,7 +790,7 @@ class BatchPlanner:
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Chunks computed beside the batch. If only giving up can free a chunk's window slots, requests give up."""
+        """Chunks computed beside the batch. If only giving up can free a chunk's window blocks, requests give up."""
         while self.recomputing:
             chunks = batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
             stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed
@@ -839,9 +844,9 @@ class BatchPlanner:
         if self.run_in_flight is not None:
             batch.check_block_writes(self.batch, self._state, self.run_in_flight.copies)
         apart = [r for r in requests if r.status not in (RequestStatus.RUNNING, RequestStatus.FINISHING)]
-        kept = {r.id: r.slots for r in apart if r.tbt_slo_s}
+        kept = {r.id: r.num_seqs for r in apart if r.tbt_slo_s}
         assert self.slots_kept == kept
-        assert self.slots_taken <= self._settings.max_num_seqs
+        assert self.num_running <= self._settings.max_num_seqs
 
 
 def _queue_order(request: DecodeRequest) -> tuple[float, int]:

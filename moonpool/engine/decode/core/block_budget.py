@@ -32,20 +32,20 @@ class BlockBudget:
         blocks: the pool's block manager.
         watermark: blocks that an admission leaves free beyond blocks expected to be needed.
         promised: blocks promised and not bound. A promise is always kept.
-        promised_slots: window slots, alike.
+        promised_window_blocks: window blocks, alike.
         expected: blocks that requests are expected to need beyond theirs. A forecast, not a promise.
     """
 
     def __init__(self, blocks: BlockManager, watermark: int) -> None:
         self.blocks = blocks
         self.watermark = watermark
-        self.promised = self.promised_slots = 0
+        self.promised = self.promised_window_blocks = 0
         self.expected = 0
 
     @property
-    def slots(self) -> int:
-        """Window slots that can be taken now without breaking a promise; 0 where no layer has a window."""
-        return self.blocks.num_slots_available - self.promised_slots
+    def window_blocks_available(self) -> int:
+        """Window blocks that can be taken now without breaking a promise; 0 where no layer has a window."""
+        return self.blocks.num_slots_available - self.promised_window_blocks
 
     @property
     def available(self) -> int:
@@ -71,7 +71,7 @@ class BlockBudget:
     def promise(self, request: DecodeRequest, held: list[int], new: int, whole_from: int) -> None:
         """Acquires the cached prefix and promises `new` blocks for the remainder.
 
-        Also promises window slots for blocks from `whole_from` on, counted in the prompt's blocks.
+        Also promises window blocks for blocks from `whole_from` on, counted in the prompt's blocks.
         """
         [sequence] = request.sequences
         sequence.table, sequence.past = held, min(len(held), whole_from)
@@ -79,11 +79,11 @@ class BlockBudget:
         request.promised = new
         self.promised += new
         if self.blocks.num_slots:
-            request.promised_slots = len(held) + new - max(len(held), whole_from)
-            self.promised_slots += request.promised_slots
+            request.promised_window_blocks = len(held) + new - max(len(held), whole_from)
+            self.promised_window_blocks += request.promised_window_blocks
 
     def bind(self, request: DecodeRequest) -> None:
-        """Turns the promise into blocks, which have no window slots yet; cannot fail."""
+        """Turns the promise into blocks, which have no window blocks yet; cannot fail."""
         [sequence] = request.sequences
         sequence.table += self.blocks.allocate(request.promised)
         self._promise_over(request)
@@ -98,8 +98,8 @@ class BlockBudget:
 
     def _promise_over(self, request: DecodeRequest) -> None:
         self.promised -= request.promised
-        self.promised_slots -= request.promised_slots
-        request.promised = request.promised_slots = 0
+        self.promised_window_blocks -= request.promised_window_blocks
+        request.promised = request.promised_window_blocks = 0
 
     def keep_continuable(self, request: DecodeRequest, most: int, window_blocks: int) -> bool:
         """Gives back matched blocks behind which the prompt cannot be continued here, and promises new blocks instead.
@@ -110,14 +110,16 @@ class BlockBudget:
             window_blocks: full blocks that layers with a window need before a token.
 
         Returns:
-            False, with no effect, if the pool has too few available blocks or window slots.
+            False, with no effect, if the pool has too few available blocks or window blocks.
         """
         [sequence] = request.sequences
         end = self.blocks.continuable(sequence.table[:most])
         given_back, past = sequence.table[end:], min(sequence.past, max(0, end - window_blocks))
         freed = sum(self.blocks.ref_count(block) == 1 for block in given_back)
         needed = sequence.table[past : min(end, sequence.past)]
-        if self.available + freed < len(given_back) or self.slots < sum(map(self.blocks.is_spare, needed)):
+        if self.available + freed < len(given_back) or self.window_blocks_available < sum(
+            map(self.blocks.is_spare, needed)
+        ):
             return False
         self.blocks.release(given_back, max(0, sequence.past - end))
         self.blocks.need_windows(needed)
@@ -149,9 +151,9 @@ class BlockBudget:
         """Asserts that counts match the requests, and that promises can be kept."""
         self.blocks.check_invariants()
         assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
-        assert 0 <= self.promised_slots <= self.blocks.num_slots_available, "a promise of window slots, alike"
+        assert 0 <= self.promised_window_blocks <= self.blocks.num_slots_available, "a promise of window blocks, alike"
         assert self.promised == sum(request.promised for request in requests)
-        assert self.promised_slots == sum(request.promised_slots for request in requests)
+        assert self.promised_window_blocks == sum(request.promised_window_blocks for request in requests)
         assert self.expected == sum(request.expected_growth for request in requests)
         assert all(request.expected_growth >= 0 for request in requests)
 
@@ -182,28 +184,10 @@ class StorePin:
 
 
 @frozen
-class LoadPin:
-    """Pins blocks of a request's first sequence while these blocks are read from a kvstore.
-
-    Attributes:
-        held: indices in `BlockSharing` that the request had before.
-        ahead: blocks being loaded when the load began, this load's included.
-    """
-
-    request: DecodeRequest
-    sequence: RequestSequence
-    held: frozenset[int]
-    first: int
-    blocks: tuple[int, ...]
-    store: int
-    ahead: int
-
-
-@frozen
 class ReceivePin:
     """Pins an ended request's blocks while a transfer may still write into these blocks."""
 
     request: DecodeRequest
 
 
-BlockPin = SwapPin | StorePin | LoadPin | ReceivePin
+BlockPin = SwapPin | StorePin | ReceivePin

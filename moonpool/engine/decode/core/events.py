@@ -248,21 +248,6 @@ class StoreEnd:
 
 
 @frozen
-class LoadEnd:
-    """A `LoadStoredBlocks` result, within the time limit. No more writes into the blocks follow.
-
-    Attributes:
-        blocks: leading blocks that have arrived whole; fewer than asked for is a miss.
-        seconds: seconds since the load began, also if other loads were in flight.
-        failed: for another reason than missing blocks: the request does not use this store again.
-    """
-
-    blocks: int
-    seconds: float
-    failed: bool = False
-
-
-@frozen
 class ReceiveEnd:
     """Result of `StopReceiving`. No more writes into the blocks follow."""
 
@@ -274,7 +259,7 @@ class EngineDied:
     why: str
 
 
-IoEnd = SwapEnd | StoreEnd | LoadEnd | ReceiveEnd
+IoEnd = SwapEnd | StoreEnd | ReceiveEnd
 Event = (
     ReserveBlocks
     | TransferOpened

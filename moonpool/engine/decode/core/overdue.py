@@ -22,7 +22,7 @@ MOST_PATIENCE = 8.0
 _OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
 
 
-class OverdueTurns:
+class OverdueGrants:
     """Gives turns to preempted requests.
 
     Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant never give way,
@@ -77,7 +77,7 @@ class OverdueTurns:
     def give(self, request: DecodeRequest | None) -> None:
         """Gives the turn to a request; None = no request has the turn."""
         if request is not self.holder:
-            self.holder, self._left = request, self._settings.turn_steps
+            self.holder, self._left = request, self._settings.grant_steps
 
     def advance(self, steps: int, running: RunningBatch) -> None:
         """Counts steps that the holder ran."""
@@ -95,7 +95,7 @@ class OverdueTurns:
         ]
 
     def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
-        """Blocks, or window slots, that a preempted request lacks now.
+        """Blocks, or window blocks, that a preempted request lacks now.
 
         None if the holder lacked blocks even after all of `giving` gave theirs.
         """
@@ -104,11 +104,11 @@ class OverdueTurns:
         refs = Counter(block for request in giving for block in request.refs)
         freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
         soon = budget.available + self._preempted.blocks_being_freed + len(freed)
-        slots = batch.slots_to_resume(holder, self._settings) - budget.slots
+        windows = batch.window_blocks_to_resume(holder, self._settings) - budget.window_blocks_available
         given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
-        if soon < budget.cost(held, new) + len(freed.intersection(held)) or slots > given:
+        if soon < budget.cost(held, new) + len(freed.intersection(held)) or windows > given:
             return None
-        return max(0, budget.cost(held, new) - budget.available, slots)
+        return max(0, budget.cost(held, new) - budget.available, windows)
 
     def digest(self) -> tuple[object, ...]:
         """Hash input: the turn, and each tenant's last turn."""

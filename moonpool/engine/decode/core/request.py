@@ -35,8 +35,6 @@ class RequestStatus(Enum):
     """Has no blocks; waits until they can be restored."""
     SWAPPING_IN = "swapping in"
     """The blocks are copied back from DRAM."""
-    LOADING = "loading"
-    """The full blocks are read from a kvstore."""
     FINISHING = "finishing"
     """Has ended; a step, a copy or a transfer still uses the request's blocks."""
     PARKED = "parked"
@@ -45,7 +43,7 @@ class RequestStatus(Enum):
 
 _S = RequestStatus
 
-_RESTORED = (_S.WAITING, _S.RECOMPUTING, _S.SWAPPING_IN, _S.LOADING)
+_RESTORED = (_S.WAITING, _S.RECOMPUTING, _S.SWAPPING_IN)
 
 TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.PROMISED: frozenset({_S.RECEIVING, _S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
@@ -57,7 +55,6 @@ TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.SWAPPING_OUT: frozenset({_S.PREEMPTED, _S.FINISHING}),
     _S.PREEMPTED: frozenset({*_RESTORED, _S.FINISHING, _S.PARKED}),
     _S.SWAPPING_IN: frozenset({_S.WAITING, _S.PREEMPTED, _S.FINISHING}),
-    _S.LOADING: frozenset({_S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
     _S.FINISHING: frozenset(),
     _S.PARKED: frozenset({_S.PREEMPTED}),
 }
@@ -66,8 +63,8 @@ TRANSFERRING = (RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.R
 """The request has not started: there is only one sequence, and a lease."""
 PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING)
 """The request may be preempted if no step in flight computes the request."""
-COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
-"""A copy or load uses the request's blocks."""
+COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
+"""A copy uses the request's blocks."""
 NO_STREAM = 0
 """`DecodeRequest.stream` after losing the conductor."""
 
@@ -136,14 +133,12 @@ class PreemptionState:
         count: preemptions so far.
         sharing: how the sequences shared blocks; None before the first preemption.
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
-        recompute: all the request's KV is to be computed again.
         since: step of the first preemption since the request last was in the batch; None if there was no preemption.
     """
 
     count: int = 0
     sharing: BlockSharing | None = None
     swapped_blocks: int = 0
-    recompute: bool = False
     since: int | None = None
 
     @property
@@ -172,7 +167,7 @@ class DecodeRequest:
         until: when the promise ends, however often the lease is renewed, seconds.
         status: set by `set_status` only.
         promised: blocks promised and not bound.
-        promised_slots: window slots promised and not bound.
+        promised_window_blocks: window blocks promised and not bound.
         expected_blocks: blocks expected at the end.
         expected_growth: part of `expected_blocks` neither present nor promised.
         stream: stream of the conductor that started the request or took the request over; None before.
@@ -199,7 +194,7 @@ class DecodeRequest:
     preemption: PreemptionState = field(default_factory=PreemptionState)
     status: RequestStatus = RequestStatus.PROMISED
     promised: int = 0
-    promised_slots: int = 0
+    promised_window_blocks: int = 0
     expected_blocks: int = 0
     expected_growth: int = 0
     stream: int | None = None
@@ -269,8 +264,8 @@ class DecodeRequest:
         return self.spec.width > 1 or self.search is not None
 
     @property
-    def slots(self) -> int:
-        """Batch slots taken now, or after the sequences fork."""
+    def num_seqs(self) -> int:
+        """Sequences now, or after the sequences fork: each takes a batch slot."""
         return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:

@@ -30,7 +30,7 @@ from moonpool.engine.decode.core.actions import (
 )
 from moonpool.engine.decode.core.admission import DecodeAdmission
 from moonpool.engine.decode.core.batch_planner import BatchPlanner, OutputLengths, observe_run
-from moonpool.engine.decode.core.block_budget import LoadPin, ReceivePin, StorePin, SwapPin
+from moonpool.engine.decode.core.block_budget import ReceivePin, StorePin, SwapPin
 from moonpool.engine.decode.core.events import (
     AbortRequest,
     AdoptRequest,
@@ -38,7 +38,6 @@ from moonpool.engine.decode.core.events import (
     EngineDied,
     Event,
     IoEnd,
-    LoadEnd,
     ReserveBlocks,
     RunDone,
     RunProgress,
@@ -50,7 +49,7 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.preemption import PreemptedRequests, StoredBlocks
+from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import (
     COPYING,
     NO_STREAM,
@@ -61,6 +60,7 @@ from moonpool.engine.decode.core.request import (
 )
 from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.decode.core.write_back import BlockWriteBack
 
 RETAINED_BYTES = 512
 """Bytes that retained output counts for beside the tokens and keys."""
@@ -271,7 +271,7 @@ class OrphanedRequests:
 
     def _park(self, request: DecodeRequest) -> None:
         """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
-        self._planner.take_out(request)
+        self._planner.try_remove(request)
         self._planner.slots_kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
             request.preemption.sharing = batch.block_sharing_of(request, self._state.settings)
@@ -359,7 +359,7 @@ class DecodeScheduler:
         tracker: the engine's measured speeds.
         planner: the batch, and the waiting and recomputing requests.
         preempted: the preempted requests.
-        stored_blocks: copies of blocks in kvstores.
+        write_back: copies of blocks in kvstores.
         lending: blocks that other instances read.
         requests: all requests except parked requests, by id.
         orphans: requests without a conductor, and output kept for takeovers.
@@ -369,8 +369,8 @@ class DecodeScheduler:
         self._state = state = DecodeState(settings)
         self.settings, self.blocks, self.budget, self.tracker = settings, state.blocks, state.budget, state.tracker
         self.lending = BlockLending(self.blocks)
-        self.stored_blocks = StoredBlocks(state)
-        self.preempted = PreemptedRequests(state, self.stored_blocks)
+        self.write_back = BlockWriteBack(state)
+        self.preempted = PreemptedRequests(state)
         self._lengths = OutputLengths(settings.assumed_answer_tokens)
         self.planner = BatchPlanner(state, self.preempted, self._lengths)
         self._admission = DecodeAdmission(state, self.planner, self._lengths)
@@ -390,7 +390,7 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Sequences in all requests, also in requests that have not started."""
-        return sum(request.slots for request in self.requests.values())
+        return sum(request.num_seqs for request in self.requests.values())
 
     @property
     def expected_answer_tokens(self) -> int:
@@ -532,7 +532,7 @@ class DecodeScheduler:
         for sequence, _ in ended:
             self.planner.end(request, sequence)
         if behind_first:
-            self.planner.take_out(request)
+            self.planner.try_remove(request)
             self.preempted.recompute_known(request)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
@@ -580,9 +580,9 @@ class DecodeScheduler:
         self.budget.expect(request, 0)
         if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING):
             for sequence in request.sequences:
-                self.stored_blocks.write_window(request, sequence)
+                self.write_back.write_window(request, sequence)
         in_use = request.status in COPYING or self._stop_receiving(request)
-        quiet = not in_use and self.planner.take_out(request)
+        quiet = not in_use and self.planner.try_remove(request)
         self.planner.slots_kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
         if quiet:
@@ -597,10 +597,10 @@ class DecodeScheduler:
         self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
         return True
 
-    def _step_over(self) -> None:
+    def _finish_step(self) -> None:
         """Frees requests that waited for the run's end."""
         for request in self._finishing:
-            self.planner.step_over(request)
+            self.planner.finish_step(request)
             self._free(request)
         self._finishing.clear()
 
@@ -617,10 +617,10 @@ class DecodeScheduler:
             self._delete_kv(event)
         elif isinstance(event, EngineDied):
             self._dead, self.planner.run_in_flight = True, None
-            self._step_over()
+            self._finish_step()
             self._abort(list(self.requests.values()), event.why)
         else:
-            self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_slots)
+            self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_window_blocks)
 
     def _delete_kv(self, event: DeleteKV) -> None:
         """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
@@ -659,7 +659,7 @@ class DecodeScheduler:
         for number in event.late:
             if (sequence := self._table.find(number)) is not None:
                 self.planner.batch.gained(sequence, -1)
-        self._step_over()
+        self._finish_step()
         for number, _ in event.ended:
             self._sequence_ended(number)
         for request, candidates in batch.group_by_search(event.candidates, self._table.get):
@@ -677,7 +677,7 @@ class DecodeScheduler:
         request = self._table.of(number)
         self._lengths.observe(self.planner.batch.tokens_of(sequence) - request.spec.prompt_tokens)
         if len(request.sequences) > 1:
-            self.stored_blocks.write_window(request, sequence)
+            self.write_back.write_window(request, sequence)
             self.planner.end(request, sequence)
         else:
             self._finish(request)
@@ -687,20 +687,18 @@ class DecodeScheduler:
             request = self._table.of(chunk.id)
             if request.status is not RequestStatus.FINISHING:
                 self.planner.chunk_computed(chunk, request)
-                self.stored_blocks.write_prompt(request)
+                self.write_back.write_prompt(request)
         for number, key in event.filled:
             request, sequence = self._table.of(number), self._table.find(number)
             if request.status is not RequestStatus.FINISHING and sequence is not None:
-                self.stored_blocks.block_filled(request, sequence, key)
+                self.write_back.block_filled(request, sequence, key)
 
     def _io_ended(self, event: IoEnded[IoEnd]) -> None:
         pin = self._state.ios.end(event.io)
         match pin, event.result:
             case StorePin(), _:
-                self.stored_blocks.written(pin, event.result)
+                self.write_back.written(pin, event.result)
                 return
-            case LoadPin(), LoadEnd() as result:
-                self.stored_blocks.load_ended(pin, result)
             case SwapPin(), SwapEnd() as result:
                 self.preempted.swap_ended(pin, result)
             case _ if not isinstance(pin, ReceivePin):
@@ -725,7 +723,7 @@ class DecodeScheduler:
         held += [*self.lending, *(pin.block for pin in ios if isinstance(pin, StorePin))]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
         copying = [pin.request for pin in ios if not isinstance(pin, StorePin)]
-        self.stored_blocks.check_invariants(requests)
+        self.write_back.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)
             assert request.status not in COPYING or request in copying
@@ -742,6 +740,6 @@ class DecodeScheduler:
             self.tracker.speeds,
             (self._streams, self.orphans),
             [(io, pin.request.id, pin.block if isinstance(pin, StorePin) else -1) for io, pin in self._state.ios],
-            (self.stored_blocks, self.lending),
+            self.lending,
             self._dead,
         )

@@ -11,15 +11,11 @@ class Preemption(Enum):
     """How a request gives up blocks when the pool is full."""
 
     AUTO = "auto"
-    """The mode with the shortest predicted restore time."""
-    CACHE = "cache"
-    """Full blocks stay in the pool as cache until they are needed; missing blocks are computed again."""
+    """The mode with the shorter predicted restore time."""
     RECOMPUTE = "recompute"
-    """All KV is computed again."""
+    """Full blocks stay in the pool as cache until they are needed; missing KV is computed again."""
     SWAP = "swap"
-    """The blocks are copied to DRAM and back; as `CACHE` when there is no budget."""
-    STORE = "store"
-    """Full blocks are read back from a kvstore, after missing blocks were written there; `CACHE` without a store."""
+    """The blocks are copied to DRAM and back; as `RECOMPUTE` when there is no budget."""
 
 
 @frozen
@@ -36,7 +32,6 @@ class DecodeSettings:
         speeds: the engine's speeds, as measured at the start.
         preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
-        load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
         chunked_prefill_size: most tokens recomputed in one step.
         swap_blocks: most blocks swapped out.
         assumed_answer_tokens: expected answer length until some answers have ended.
@@ -48,11 +43,11 @@ class DecodeSettings:
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         preempt_every: for diagnosis: every so many steps, a running request is preempted; 0 = never.
         draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
-        patience_steps: steps that a preempted request waits beside other tenants for a turn (`OverdueTurns`). A request
-            that needs more than the tenant's block share waits longer.
-        turn_steps: steps in a turn.
+        patience_steps: steps that a preempted request waits beside other tenants for a grant (`OverdueGrants`). A
+            request that needs more than the tenant's block share waits longer.
+        grant_steps: steps in a grant.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: slots in the pool for windowed layers.
+        window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
         window_bytes: bytes of windowed layers in one block.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
@@ -66,7 +61,6 @@ class DecodeSettings:
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = Preemption.AUTO
     watermark_blocks: int = 0
-    load_timeout_s: float = 5.0
     chunked_prefill_size: int = 256
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256
@@ -78,7 +72,7 @@ class DecodeSettings:
     recurrent: bool = False
     preempt_every: int = 0
     patience_steps: int = 64
-    turn_steps: int = 64
+    grant_steps: int = 64
     window_blocks: int = 0
     draft_tokens: int = 0
     window_slots: int = 0

@@ -1,1 +1,1 @@
-"""The prefill core: one instance's jobs, chunks, steps, loads, sends and blocks, decided without I/O."""
+"""The prefill core: one instance's requests, chunks, steps, loads, sends and blocks, decided without I/O."""

@@ -11,7 +11,7 @@ from moonpool.base.scheduling.state_machine import CancelIo
 
 
 class RefusalReason(Enum):
-    """Why a job is refused."""
+    """Why a request is refused."""
 
     DRAINING = "draining"
     STOPPED = "stopped"
@@ -20,12 +20,12 @@ class RefusalReason(Enum):
     """The prompt needs more blocks than the pool has."""
 
 
-class JobOutcome(Enum):
-    """How a job has ended."""
+class PrefillOutcome(Enum):
+    """How a request has ended."""
 
     DONE = "done"
     LEFT = "left"
-    """The job was cancelled."""
+    """The request was cancelled."""
     IO_FAILED = "io_failed"
     """Opening the transfer, sending or the verdict failed; the executor has the error."""
     STEP_GIVEN_UP = "step_given_up"
@@ -34,47 +34,47 @@ class JobOutcome(Enum):
 
 
 @frozen
-class AcceptJob:
-    """The job is queued."""
+class AcceptRequest:
+    """The request is queued."""
 
-    job: int
+    id: int
     predicted_start_s: float
 
 
 @frozen
-class RefuseJob:
-    """The job is refused."""
+class RefuseRequest:
+    """The request is refused."""
 
-    job: int
+    id: int
     why: RefusalReason
     retry_after_s: float = 0.0
 
 
 @frozen
-class RefuseStaleJob:
-    """The job is refused because the queue is longer than the conductor assumed.
+class RefuseStaleRequest:
+    """The request is refused because the queue is longer than the conductor assumed.
 
     Attributes:
-        drain_s: predicted seconds until all queued jobs are computed.
-        taken: number of the last queued job.
+        drain_s: predicted seconds until all queued requests are computed.
+        taken: number of the last queued request.
     """
 
-    job: int
+    id: int
     drain_s: float
     taken: int
 
 
 @frozen
 class ChunkOrder:
-    """A job's slice in a step: consecutive tokens to compute.
+    """A request's slice in a step: consecutive tokens to compute.
 
     Attributes:
-        blocks: the job's blocks up to `end`.
+        blocks: the request's blocks up to `end`.
         last: the prompt ends here: a token is sampled.
         full_hit: the slice is the last token of a prompt with all KV there: no KV is written.
     """
 
-    job: int
+    id: int
     start: int
     end: int
     blocks: tuple[int, ...]
@@ -121,16 +121,16 @@ class GiveUpStep:
 
 @frozen
 class LoadBlocks:
-    """Read blocks from one of the job's sources into the pool, layers in order.
+    """Read blocks from one of the request's sources into the pool, layers in order.
 
     Attributes:
-        source: index in the job's sources.
+        source: index in the request's sources.
         first: the first block's index in the sequence.
         timeout_s: longest time for the whole load.
     """
 
     io: int
-    job: int
+    id: int
     source: int
     first: int
     blocks: tuple[int, ...]
@@ -163,10 +163,10 @@ class EndReplication:
 
 @frozen
 class OpenTransfer:
-    """Open the job's transfer at decode."""
+    """Open the request's transfer at decode."""
 
     io: int
-    job: int
+    id: int
 
 
 @frozen
@@ -186,18 +186,18 @@ class LayerBlocks:
 
 @frozen
 class SendSlices:
-    """Send slices over the job's open transfer."""
+    """Send slices over the request's open transfer."""
 
     io: int
-    job: int
+    id: int
     pieces: tuple[LayerBlocks, ...]
 
 
 @frozen
 class CloseTransfer:
-    """Close the job's transfer. `aborted`: not all slices were sent."""
+    """Close the request's transfer. `aborted`: not all slices were sent."""
 
-    job: int
+    id: int
     aborted: bool
 
 
@@ -206,7 +206,7 @@ class AwaitVerdict:
     """Wait for decode's verdict on the closed transfer."""
 
     io: int
-    job: int
+    id: int
     timeout_s: float
 
 
@@ -215,13 +215,13 @@ class WriteBackBlocks:
     """Write full blocks to a kvstore, as many as the write-back queue takes.
 
     Attributes:
-        copy: index in the job's copies.
+        copy: index in the request's copies.
         first: the first block's index in the sequence.
         windowed: indices (in the sequence) of blocks that are written with the slices of layers with a window.
     """
 
     io: int
-    job: int
+    id: int
     copy: int
     first: int
     blocks: tuple[int, ...]
@@ -233,7 +233,7 @@ class PrefixMiss:
     """A kvstore lacked a block that the scheduler believed to be there.
 
     Attributes:
-        source: index in the job's sources.
+        source: index in the request's sources.
         block: index in the sequence; the kvstore held the blocks before.
         windowed: the block was there, without the slices of layers with a window.
     """
@@ -245,7 +245,7 @@ class PrefixMiss:
 
 @frozen
 class PrefixLoaded:
-    """A source sent all blocks asked for. `source`: index in the job's sources."""
+    """A source sent all blocks asked for. `source`: index in the request's sources."""
 
     source: int
     blocks: int
@@ -259,7 +259,7 @@ class ReportFirstToken:
     `overtaken_tokens`: computed tokens whose load was under way meanwhile.
     """
 
-    job: int
+    id: int
     cached_tokens: int
     loaded_tokens: int
     computed_tokens: int
@@ -271,23 +271,23 @@ class ReportFirstToken:
 
 
 @frozen
-class EndJob:
-    """The job has ended; only the job's `CloseTransfer`, `WriteBackBlocks` and `CancelIo` may follow.
+class EndRequest:
+    """The request has ended; only the request's `CloseTransfer`, `WriteBackBlocks` and `CancelIo` may follow.
 
     Attributes:
         tail_s: seconds from the first token to the verdict.
     """
 
-    job: int
-    outcome: JobOutcome
+    id: int
+    outcome: PrefillOutcome
     tail_s: float = 0.0
     sent_bytes: int = 0
 
 
-JobAnswer = AcceptJob | RefuseJob | RefuseStaleJob | ReportFirstToken | EndJob
+PrefillAnswer = AcceptRequest | RefuseRequest | RefuseStaleRequest | ReportFirstToken | EndRequest
 """Actions that the executor reports to the conductor."""
 Action = (
-    JobAnswer
+    PrefillAnswer
     | RunStep
     | OpenKVGate
     | DropSequenceSlice

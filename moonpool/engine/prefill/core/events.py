@@ -30,24 +30,24 @@ class WriteBackTarget:
 
 
 @frozen
-class SubmitJob:
-    """Asks for a prompt to be computed. Answered by `AcceptJob`, `RefuseJob` or `RefuseStaleJob`.
+class AddRequest:
+    """Asks for a prompt to be computed. Answered by `AcceptRequest`, `RefuseRequest` or `RefuseStaleRequest`.
 
-    An accepted job ends with one `EndJob`.
+    An accepted request ends with one `EndRequest`.
 
     Attributes:
-        job: the job's number; never used twice.
+        id: the request's number; never used twice.
         request: what is asked for.
         held_blocks: leading blocks that the decode instance holds; None = the KV is not sent.
         sources: best first.
         copies: kvstores that blocks are written to.
         reuse: cached and stored blocks may be used; False = every token is computed.
-        max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
-            limit.
-        delay_s: seconds by which the job stands in the queue behind the place of arrival.
+        max_queue_s: the request is refused (`RefuseStaleRequest`) if computing all queued requests takes longer,
+            seconds; None = no limit.
+        delay_s: seconds by which the request stands in the queue behind the place of arrival.
     """
 
-    job: int
+    id: int
     request: EngineRequest
     held_blocks: int | None
     sources: tuple[KVSource, ...] = ()
@@ -58,20 +58,20 @@ class SubmitJob:
 
 
 @frozen
-class CancelJob:
-    """Cancels a job; ignored if the job has ended."""
+class CancelPrefill:
+    """Cancels a request; ignored if the request has ended."""
 
-    job: int
+    id: int
 
 
 @frozen
 class Drain:
-    """Refuses new jobs from now on."""
+    """Refuses new requests from now on."""
 
 
 @frozen
-class StopAllJobs:
-    """The engine has died, or the instance stops: every job ends, and no new job begins."""
+class StopAllRequests:
+    """The engine has died, or the instance stops: every request ends, and no new request begins."""
 
 
 @frozen
@@ -112,10 +112,10 @@ class StopReplicating:
 
 
 Event = (
-    SubmitJob
-    | CancelJob
+    AddRequest
+    | CancelPrefill
     | Drain
-    | StopAllJobs
+    | StopAllRequests
     | LayerComputed
     | LayerLoaded
     | ReplicateBlocks

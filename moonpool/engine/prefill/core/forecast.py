@@ -1,6 +1,6 @@
 """Predictions of the prefill scheduler.
 
-Queue time, arrival of loaded layers, and prefixes another job will provide.
+Queue time, arrival of loaded layers, and prefixes another request will provide.
 """
 
 from bisect import bisect_left
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import Speeds, load_seconds, prefill_seconds, steps_of
-from moonpool.engine.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, SendFlight, StepFlight
+from moonpool.engine.prefill.core.request import PrefillRequest, PrefillState, PrefixLoad, SendFlight, StepFlight
 
 LAYER_STALL_S = 0.02
-"""Seconds, besides two layers' time, that a step waits for a late layer while other jobs wait."""
+"""Seconds, besides two layers' time, that a step waits for a late layer while other requests wait."""
 TIMER_GRAIN_S = 0.0005
 """A step may begin this many seconds early: the resolution of an event loop's timers."""
 
@@ -61,15 +61,15 @@ LEAST_OVERTAKEN_S = 0.25
 """Least lateness in seconds before a load's blocks are computed: smaller delays are noise on a busy machine."""
 
 
-def overtake_at(state: PrefillState, job: PrefillJob, load: PrefixLoad, others: int) -> float | None:
+def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, others: int) -> float | None:
     """When computing a load's blocks becomes faster than waiting for the rest, if no layer comes before; None = never.
 
-    Computing takes the engine from the `others` jobs: the wait must be longer than computing for each other job, too. A
-    late load without a layer is expected to take as long again. Each missing layer is expected to take as long as the
-    late layer. Layers with a window are not computed beside a load, which has their slots.
+    Computing takes the engine from the `others` requests: the wait must be longer than computing for each other
+    request, too. A late load without a layer is expected to take as long again. Each missing layer is expected to take
+    as long as the late layer. Layers with a window are not computed beside a load, which has their window blocks.
     """
     settings = state.settings
-    sending = job.outgoing is not None and isinstance(state.ios.get(job.outgoing.io or 0), SendFlight)
+    sending = request.outgoing is not None and isinstance(state.ios.get(request.outgoing.io or 0), SendFlight)
     if settings.window_blocks or sending or state.manager.num_available < load.end - load.first:
         return None
     compute_s = (1 + others) * _compute_seconds(state, load.first, load.end) / state.core_share
@@ -90,18 +90,18 @@ OVERDUE_RATIO = 2.0
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
-    """Seconds until all queued jobs are computed, with all the engine's cores.
+    """Seconds until all queued requests are computed, with all the engine's cores.
 
     Each prompt counts alone: tokens attend to the prompt's own context only. Short prompts share steps. Pipeline stages
     compute several steps at once, so the time of all steps is divided among them. The step in front is partly done.
     """
     speeds, settings = state.tracker.speeds, state.settings
     work, tokens = 0.0, 0
-    for job in state.jobs.values():
-        done = _done_tokens(job)
-        left = job.spec.tokens - done
+    for request in state.requests.values():
+        done = _done_tokens(request)
+        left = request.spec.tokens - done
         if left > 0:
-            begins, cost = job.first_step_at is None, job.spec.token_cost
+            begins, cost = request.first_step_at is None, request.spec.token_cost
             work += cost * prefill_seconds(speeds, left, done, steps=0, begins=begins)
             tokens += cost * left
     work += speeds.prefill_base_s * -(-tokens // settings.max_num_batched_tokens)
@@ -130,27 +130,29 @@ def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
     """Predicted seconds of a step."""
     speeds = state.tracker.speeds
     chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
-    costs = [state.jobs[part.job].spec.token_cost if part.job in state.jobs else 1 for part in flight.slices]
+    costs = [
+        state.requests[part.request].spec.token_cost if part.request in state.requests else 1 for part in flight.slices
+    ]
     seconds = [prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks]
     return speeds.prefill_base_s + sum(cost * each_s for cost, each_s in zip(costs, seconds, strict=True))
 
 
-def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
-    """A job's leading tokens that earlier jobs compute, so the job will find the tokens cached."""
-    keys, most = job.spec.keys[: state.reusable_blocks(job)], 0
-    for other in state.jobs.values() if keys else ():
-        if other.number < job.number and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
+def shared_tokens(state: PrefillState, request: PrefillRequest) -> int:
+    """A request's leading tokens that earlier requests compute, so the request will find the tokens cached."""
+    keys, most = request.spec.keys[: state.reusable_blocks(request)], 0
+    for other in state.requests.values() if keys else ():
+        if other.id < request.id and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
             most = max(most, common_prefix(keys, other.spec.keys))
-    return state.settings.reused_tokens(job.spec.tokens, most)
+    return state.settings.reused_tokens(request.spec.tokens, most)
 
 
-def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
-    """Notes that a job has ended early: the first job that was to find the blocks computes missing blocks."""
-    for job in state.jobs.values():
-        if job.number > gone.number and job.shared_tokens and job.spec.keys[:1] == gone.spec.keys[:1]:
-            held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
-            there = state.settings.reused_tokens(job.spec.tokens, held)
-            job.shared_tokens = max(there, shared_tokens(state, job))
+def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
+    """Notes that a request has ended early: the first request that was to find the blocks computes missing blocks."""
+    for request in state.requests.values():
+        if request.id > gone.id and request.shared_tokens and request.spec.keys[:1] == gone.spec.keys[:1]:
+            held = len(state.manager.match(request.spec.keys[: state.reusable_blocks(request)]))
+            there = state.settings.reused_tokens(request.spec.tokens, held)
+            request.shared_tokens = max(there, shared_tokens(state, request))
             return
 
 
@@ -159,45 +161,45 @@ def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
-def _done_tokens(job: PrefillJob) -> int:
+def _done_tokens(request: PrefillRequest) -> int:
     """Leading tokens that have KV, or are expected to get KV without being computed."""
-    if job.table is None and job.token_at is None:
-        return max(job.expected_tokens, job.shared_tokens)
-    shares = job.first_step_at is None and job.prefix.load is None
-    return max(job.computed, job.shared_tokens) if shares else job.computed
+    if request.table is None and request.token_at is None:
+        return max(request.expected_tokens, request.shared_tokens)
+    shares = request.first_step_at is None and request.prefix.load is None
+    return max(request.computed, request.shared_tokens) if shares else request.computed
 
 
-def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
-    """Until when a job without steps waits for another job to load the blocks that are to be computed first.
+def wait_for_other_load_until(state: PrefillState, request: PrefillRequest) -> float | None:
+    """Until when a request without steps waits for another request to load the blocks that are to be computed first.
 
-    The job waits only if the whole load is expected before these blocks could be computed, and only until a load's
+    The request waits only if the whole load is expected before these blocks could be computed, and only until a load's
     layer is late.
 
     Returns:
-        Seconds; None if the job does not wait.
+        Seconds; None if the request does not wait.
     """
-    at = job.scheduled // state.settings.block_size
-    if not job.may_match or not job.prefix.blocks <= at < state.reusable_blocks(job):
+    at = request.scheduled // state.settings.block_size
+    if not request.may_match or not request.prefix.blocks <= at < state.reusable_blocks(request):
         return None
     for other in state.started.values():
         load = other.prefix.load
-        if load is not None and load.first <= at < load.end and other.spec.keys[at] == job.spec.keys[at]:
-            late_at = _wait_pays_until(state, job, at, other, load)
+        if load is not None and load.first <= at < load.end and other.spec.keys[at] == request.spec.keys[at]:
+            late_at = _wait_pays_until(state, request, at, other, load)
             if late_at is not None:
                 return late_at
-    return _wait_for_replica_until(state, job, at)
+    return _wait_for_replica_until(state, request, at)
 
 
-def _wait_for_replica_until(state: PrefillState, job: PrefillJob, at: int) -> float | None:
-    """Until when a job waits for a replication that brings block `at`; None if computing from there is faster."""
+def _wait_for_replica_until(state: PrefillState, request: PrefillRequest, at: int) -> float | None:
+    """Until when a request waits for a replication that brings block `at`; None if computing from there is faster."""
     replica = state.replica
-    if replica is None or not replica.first <= at < len(replica.keys) or replica.keys[at] != job.spec.keys[at]:
+    if replica is None or not replica.first <= at < len(replica.keys) or replica.keys[at] != request.spec.keys[at]:
         return None
     speeds = state.tracker.speeds
     load_s = load_seconds(speeds.loading_from_peers() if replica.source.peer else speeds, replica.nbytes)
     left_s = replica.began_at + load_s - state.now
     late_at = state.now + left_s + LAYER_STALL_S
-    end = common_prefix(job.spec.keys[: state.reusable_blocks(job)], replica.keys)
+    end = common_prefix(request.spec.keys[: state.reusable_blocks(request)], replica.keys)
     return late_at if state.now < late_at and left_s < _compute_seconds(state, at, end) else None
 
 
@@ -209,27 +211,27 @@ def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
     return prefill_seconds(state.tracker.speeds, tokens, first * size, steps=steps, begins=False)
 
 
-def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
-    """Whether an earlier started job is to compute all blocks that this job's sources hold, and has not yet."""
-    most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
+def is_computed_by_other(state: PrefillState, request: PrefillRequest) -> bool:
+    """Whether an earlier started request is to compute all blocks that this request's sources hold, and has not yet."""
+    most = min(max(source.blocks for source in request.sources), state.reusable_blocks(request))
     for other in state.started.values():
         computes = other.prefix.load is None and other.computed < most * state.settings.block_size
-        # Jobs with the same keys are of the same tenant.
-        is_earlier = other.queue_key.order_in_tenant < job.queue_key.order_in_tenant
+        # Requests with the same keys are of the same tenant.
+        is_earlier = other.queue_key.order_in_tenant < request.queue_key.order_in_tenant
         found = other.reuse and not other.owner.transient and is_earlier
-        if computes and found and common_prefix(job.spec.keys, other.spec.keys) >= most:
+        if computes and found and common_prefix(request.spec.keys, other.spec.keys) >= most:
             return True
     return False
 
 
 def _wait_pays_until(
-    state: PrefillState, job: PrefillJob, at: int, other: PrefillJob, load: PrefixLoad
+    state: PrefillState, request: PrefillRequest, at: int, other: PrefillRequest, load: PrefixLoad
 ) -> float | None:
     """When a load will be late; None if the load is late, or computing is faster than waiting."""
     each_s = layer_seconds(state, load)
     late_at = load.progressed_at + each_s + stall_grace(state, load)
     if load.stalled or other.owner.transient or state.now >= late_at:
         return None
-    end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], other.spec.keys), load.end)
+    end = min(common_prefix(request.spec.keys[: state.reusable_blocks(request)], other.spec.keys), load.end)
     left_s = load.progressed_at + each_s * (state.settings.layers - load.layers) - state.now
     return late_at if left_s < _compute_seconds(state, at, end) else None

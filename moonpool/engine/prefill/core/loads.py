@@ -15,12 +15,12 @@ from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.engine.prefill.core.actions import EndReplication, LoadBlocks, PrefixLoaded, PrefixMiss, ReadReplica
 from moonpool.engine.prefill.core.events import KVSource, LoadEnded, ReplicateBlocks
 from moonpool.engine.prefill.core.forecast import is_computed_by_other, overtake_at, wait_for_other_load_until
-from moonpool.engine.prefill.core.jobs import (
+from moonpool.engine.prefill.core.request import (
     BlockTable,
     LoadFlight,
     OutgoingTransfers,
     OvertakenLoad,
-    PrefillJob,
+    PrefillRequest,
     PrefillState,
     PrefixLoad,
     ReplicaFlight,
@@ -39,7 +39,7 @@ class PrefixLoads:
         loaded_blocks: blocks that arrived whole.
         failures: loads that failed for another reason than missing or damaged blocks.
         overtaken: loads that took longer than computing their blocks.
-        undecided: jobs that wait for another job before deciding (`decide_again`).
+        undecided: requests that wait for another request before deciding (`decide_again`).
     """
 
     def __init__(self, state: PrefillState, steps: StepPlanner, sends: OutgoingTransfers) -> None:
@@ -48,83 +48,83 @@ class PrefixLoads:
         self._sends = sends
         self._paused: dict[str, float] = {}
         self.undecided: dict[int, None] = {}
-        self._in_flight: dict[int, int] = {}  # job of each load
+        self._in_flight: dict[int, int] = {}  # request of each load
         self.loaded_blocks = 0
         self.failures = 0
         self.overtaken = 0
 
-    def decide(self, job: PrefillJob) -> None:
-        """Loads a prefix into a starting job's blocks, from the best source for which loading pays.
+    def decide(self, request: PrefillRequest) -> None:
+        """Loads a prefix into a starting request's blocks, from the best source for which loading pays.
 
-        If another job loads or computes the same blocks, the decision waits for that job (`decide_again`).
+        If another request loads or computes the same blocks, the decision waits for that request (`decide_again`).
         """
-        if self._comes_for_other(job):
-            self.undecided[job.number] = None
+        if self._comes_for_other(request):
+            self.undecided[request.id] = None
             return
-        while job.prefix.next_source < len(job.sources):
-            blocks = self._worth(job)
+        while request.prefix.next_source < len(request.sources):
+            blocks = self._worth(request)
             if blocks:
-                self._begin(job, job.prefix.blocks, blocks)
+                self._begin(request, request.prefix.blocks, blocks)
                 return
-            job.prefix.next_source += 1
+            request.prefix.next_source += 1
 
     def decide_again(self) -> None:
-        """Decides for jobs that waited for another job and need not any more."""
+        """Decides for requests that waited for another request and need not any more."""
         for number in list(self.undecided):
-            job = self._state.jobs.get(number)
-            if job is None or job.first_step_at is not None:
+            request = self._state.requests.get(number)
+            if request is None or request.first_step_at is not None:
                 del self.undecided[number]
-            elif not self._comes_for_other(job):
+            elif not self._comes_for_other(request):
                 del self.undecided[number]
-                self._steps.match_again(job)
-                self.decide(job)
+                self._steps.match_again(request)
+                self.decide(request)
 
-    def _comes_for_other(self, job: PrefillJob) -> bool:
-        """Whether another job loads or computes the blocks that this job could load."""
-        return bool(job.sources) and (
-            wait_for_other_load_until(self._state, job) is not None or is_computed_by_other(self._state, job)
+    def _comes_for_other(self, request: PrefillRequest) -> bool:
+        """Whether another request loads or computes the blocks that this request could load."""
+        return bool(request.sources) and (
+            wait_for_other_load_until(self._state, request) is not None or is_computed_by_other(self._state, request)
         )
 
     def layer_loaded(self, io: int, layer: int) -> None:
         """Notes that all of a layer's blocks are in the pool."""
-        job = self._job_of(io)
-        if job is None or job.prefix.load is None:
+        request = self._request_of(io)
+        if request is None or request.prefix.load is None:
             return
-        job.prefix.load.layers, job.prefix.load.progressed_at = layer + 1, self._state.now
+        request.prefix.load.layers, request.prefix.load.progressed_at = layer + 1, self._state.now
         if not layer:
-            job.prefix.load.first_at = self._state.now
-        self._sends.add(job, layer, job.prefix.load.first, job.prefix.load.end, None)
-        self._steps.open_gates(job)
+            request.prefix.load.first_at = self._state.now
+        self._sends.add(request, layer, request.prefix.load.first, request.prefix.load.end, None)
+        self._steps.open_gates(request)
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
         """A load has ended; blocks that did not arrive are computed."""
         del self._in_flight[io]
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
-        job = self._state.jobs.get(flight.job)
-        overtaken = job.prefix.overtaken if job is not None else None
-        if job is not None and overtaken is not None and overtaken.load.io == io:
-            self._overtaken_ended(job, overtaken, flight, result)
+        request = self._state.requests.get(flight.request)
+        overtaken = request.prefix.overtaken if request is not None else None
+        if request is not None and overtaken is not None and overtaken.load.io == io:
+            self._overtaken_ended(request, overtaken, flight, result)
             return
-        if job is None or job.prefix.load is None or job.prefix.load.io != io:
+        if request is None or request.prefix.load is None or request.prefix.load.io != io:
             return
-        load = job.prefix.load
+        load = request.prefix.load
         if result.missing is not None and not flight.source.peer:  # a peer may lend fewer, and reports lost blocks
-            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
+            request.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
         if result.blocks == flight.wanted:
-            job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
-            self._load_over(job, load.end)
+            request.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
+            self._load_over(request, load.end)
         # Once a layer is handed on, the layer's blocks may be on the way to decode. Another source's copy may differ in
         # the last bit, and must not be written over these blocks.
-        elif result.blocks or load.layers or not self._load_from_next(job, load):
-            job.prefix.load = None
-            assert job.table is not None
-            end = self._state.manager.continuable(job.table.blocks[: load.first + result.blocks])
-            self._steps.rewind(job, end)
-            self._load_over(job, end)
+        elif result.blocks or load.layers or not self._load_from_next(request, load):
+            request.prefix.load = None
+            assert request.table is not None
+            end = self._state.manager.continuable(request.table.blocks[: load.first + result.blocks])
+            self._steps.rewind(request, end)
+            self._load_over(request, end)
 
     def digest(self) -> bytes:
-        """Hash of the paused sources, the undecided jobs and the counters."""
+        """Hash of the paused sources, the undecided requests and the counters."""
         counts = self.loaded_blocks, self.failures, self.overtaken
         return digest_of(self._paused, self.undecided, self._in_flight, *counts)
 
@@ -135,8 +135,14 @@ class PrefixLoads:
         if not self._in_flight:
             return None  # most of the time
         state, others = self._state, self._others()
-        jobs = [job for number in self._in_flight.values() if (job := state.jobs.get(number)) is not None]
-        times = [overtake_at(state, job, job.prefix.load, others) for job in jobs if job.prefix.load is not None]
+        requests = [
+            request for number in self._in_flight.values() if (request := state.requests.get(number)) is not None
+        ]
+        times = [
+            overtake_at(state, request, request.prefix.load, others)
+            for request in requests
+            if request.prefix.load is not None
+        ]
         return min([at for at in times if at is not None], default=None)
 
     def overtake(self) -> None:
@@ -145,48 +151,48 @@ class PrefixLoads:
             return  # most of the time
         state, others = self._state, self._others()
         for io, number in list(self._in_flight.items()):
-            job = state.jobs.get(number)
-            load = job.prefix.load if job is not None else None
-            if job is None or load is None:
+            request = state.requests.get(number)
+            load = request.prefix.load if request is not None else None
+            if request is None or load is None:
                 continue
-            at = overtake_at(state, job, load, others)
+            at = overtake_at(state, request, load, others)
             if at is not None and at <= state.now:
-                self._overtake(job, load, io)
+                self._overtake(request, load, io)
 
     def _others(self) -> int:
-        """Jobs that wait for the engine beside a job that loads."""
+        """Requests that wait for the engine beside a request that loads."""
         state = self._state
-        return len(state.waiting) + sum([not job.finished for job in state.started.values()]) - 1
+        return len(state.waiting) + sum([not request.finished for request in state.started.values()]) - 1
 
-    def _overtake(self, job: PrefillJob, load: PrefixLoad, io: int) -> None:
+    def _overtake(self, request: PrefillRequest, load: PrefixLoad, io: int) -> None:
         state, flight = self._state, self._state.ios.get(io)
-        assert job.table is not None
+        assert request.table is not None
         assert isinstance(flight, LoadFlight)
-        own = BlockTable(job.table.blocks[load.first : load.end], pins=2)
-        job.table.blocks[load.first : load.end] = state.manager.allocate(load.end - load.first)
-        state.unpin(job.table)
+        own = BlockTable(request.table.blocks[load.first : load.end], pins=2)
+        request.table.blocks[load.first : load.end] = state.manager.allocate(load.end - load.first)
+        state.unpin(request.table)
         flight.tables = (own,)
-        job.prefix.load, job.prefix.overtaken = None, OvertakenLoad(load, own)
-        self._steps.rewind(job, load.first)
+        request.prefix.load, request.prefix.overtaken = None, OvertakenLoad(load, own)
+        self._steps.rewind(request, load.first)
         self.overtaken += 1
 
-    def computed(self, job: PrefillJob) -> None:
-        """Drops or takes an overtaken load, after a part of the job was computed."""
-        overtaken, size = job.prefix.overtaken, self._state.settings.block_size
+    def computed(self, request: PrefillRequest) -> None:
+        """Drops or takes an overtaken load, after a part of the request was computed."""
+        overtaken, size = request.prefix.overtaken, self._state.settings.block_size
         if overtaken is None:
             return
         load = overtaken.load
-        if job.computed >= min(load.end * size, job.spec.tokens):
-            job.prefix.overtaken_tokens += (load.end - load.first) * size
+        if request.computed >= min(load.end * size, request.spec.tokens):
+            request.prefix.overtaken_tokens += (load.end - load.first) * size
             if not overtaken.whole:
                 self._learn_from_part(load)
-            self.give_up(job)
+            self.give_up(request)
         elif overtaken.whole:
-            self._take_rest(job, overtaken)
+            self._take_rest(request, overtaken)
 
-    def give_up(self, job: PrefillJob) -> None:
+    def give_up(self, request: PrefillRequest) -> None:
         """An overtaken load is not wanted any more."""
-        overtaken, job.prefix.overtaken = job.prefix.overtaken, None
+        overtaken, request.prefix.overtaken = request.prefix.overtaken, None
         if overtaken is not None:
             self._state.cancel(overtaken.load.io)
             self._state.unpin(overtaken.table)
@@ -199,90 +205,90 @@ class PrefixLoads:
         state.tracker.observe_load(round(nbytes), state.now - load.began_at, peer=flight.source.peer)
 
     def _overtaken_ended(
-        self, job: PrefillJob, overtaken: OvertakenLoad, flight: LoadFlight, result: LoadEnded
+        self, request: PrefillRequest, overtaken: OvertakenLoad, flight: LoadFlight, result: LoadEnded
     ) -> None:
         load = overtaken.load
         if result.missing is not None and not flight.source.peer:
-            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
+            request.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
         overtaken.whole = result.blocks == flight.wanted
         if overtaken.whole:
-            job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
-            self.computed(job)
+            request.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
+            self.computed(request)
         else:
-            self.give_up(job)
+            self.give_up(request)
 
-    def _take_rest(self, job: PrefillJob, overtaken: OvertakenLoad) -> None:
+    def _take_rest(self, request: PrefillRequest, overtaken: OvertakenLoad) -> None:
         """Takes the blocks that are not computed from the load, once no step computes any."""
-        state, load, table = self._state, overtaken.load, job.table
-        if job.slices_in_flight:
+        state, load, table = self._state, overtaken.load, request.table
+        if request.slices_in_flight:
             return
         assert table is not None
-        first = job.computed // state.settings.block_size
+        first = request.computed // state.settings.block_size
         at = first - load.first
         rest = overtaken.table.blocks[at:]
         overtaken.table.blocks[at:], table.blocks[first : load.end] = table.blocks[first : load.end], rest
-        job.prefix.overtaken_tokens += at * state.settings.block_size
-        tokens = state.settings.reused_tokens(job.spec.tokens, load.end)
-        job.prefix.blocks, job.prefix.loaded = load.end, job.prefix.loaded + tokens - job.computed
-        for copy, until in enumerate(job.put_until):  # what the store gave, or holds, need not be written
-            job.put_until[copy] = max(until, min(job.copies[copy].held or 0, load.end))
-        state.advance(job, tokens)
-        self._sends.leading(job, load.end)
-        self.give_up(job)
+        request.prefix.overtaken_tokens += at * state.settings.block_size
+        tokens = state.settings.reused_tokens(request.spec.tokens, load.end)
+        request.prefix.blocks, request.prefix.loaded = load.end, request.prefix.loaded + tokens - request.computed
+        for copy, until in enumerate(request.put_until):  # what the store gave, or holds, need not be written
+            request.put_until[copy] = max(until, min(request.copies[copy].held or 0, load.end))
+        state.advance(request, tokens)
+        self._sends.leading(request, load.end)
+        self.give_up(request)
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
-    def _load_over(self, job: PrefillJob, end: int) -> None:
+    def _load_over(self, request: PrefillRequest, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
-        tokens = self._state.settings.reused_tokens(job.spec.tokens, end)
-        job.prefix.load, job.prefix.blocks = None, end
-        job.prefix.loaded = tokens - job.prefix.cached
-        self._state.advance(job, tokens)
-        self._state.pass_windows(job)
-        self._sends.leading(job, end)
-        self._steps.open_gates(job)
+        tokens = self._state.settings.reused_tokens(request.spec.tokens, end)
+        request.prefix.load, request.prefix.blocks = None, end
+        request.prefix.loaded = tokens - request.prefix.cached
+        self._state.advance(request, tokens)
+        self._state.pass_windows(request)
+        self._sends.leading(request, end)
+        self._steps.open_gates(request)
 
-    def _load_from_next(self, job: PrefillJob, load: PrefixLoad) -> bool:
-        for source in range(load.source + 1, len(job.sources)):
-            if not self.is_paused(job.sources[source]):
-                job.prefix.next_source = source
-                self._begin(job, load.first, load.end)
+    def _load_from_next(self, request: PrefillRequest, load: PrefixLoad) -> bool:
+        for source in range(load.source + 1, len(request.sources)):
+            if not self.is_paused(request.sources[source]):
+                request.prefix.next_source = source
+                self._begin(request, load.first, load.end)
                 return True
         return False
 
-    def _begin(self, job: PrefillJob, first: int, end: int) -> None:
+    def _begin(self, request: PrefillRequest, first: int, end: int) -> None:
         state = self._state
-        assert job.table is not None
-        assert first < end <= state.reusable_blocks(job)
-        index, nbytes = job.prefix.next_source, state.settings.read_bytes(end - first)
-        source = job.sources[index]
-        flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
+        assert request.table is not None
+        assert first < end <= state.reusable_blocks(request)
+        index, nbytes = request.prefix.next_source, state.settings.read_bytes(end - first)
+        source = request.sources[index]
+        flight = LoadFlight(request.id, source, nbytes, end - first, (request.table,))
         io = state.begin(flight)
-        self._in_flight[io] = job.number
-        job.prefix.load = PrefixLoad(io, index, first, end, state.now, state.now)
-        blocks = tuple(job.table.blocks[first:end])
+        self._in_flight[io] = request.id
+        request.prefix.load = PrefixLoad(io, index, first, end, state.now, state.now)
+        blocks = tuple(request.table.blocks[first:end])
         state.manager.give_slots(blocks[-state.settings.window_blocks :])
-        state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
+        state.act(LoadBlocks(io, request.id, index, first, blocks, self.timeout_s(source, nbytes)))
 
-    def _worth(self, job: PrefillJob) -> int:
+    def _worth(self, request: PrefillRequest) -> int:
         """Leading blocks that the prompt should have after loading from the next source; 0: computing is cheaper."""
-        source, settings = job.sources[job.prefix.next_source], self._state.settings
-        speeds, blocks = self._speeds(source), min(source.blocks, self._state.reusable_blocks(job))
-        if self.is_paused(source) or blocks <= job.prefix.blocks:
+        source, settings = request.sources[request.prefix.next_source], self._state.settings
+        speeds, blocks = self._speeds(source), min(source.blocks, self._state.reusable_blocks(request))
+        if self.is_paused(source) or blocks <= request.prefix.blocks:
             return 0
-        lacking = blocks - job.prefix.blocks
+        lacking = blocks - request.prefix.blocks
         if self._state.manager.num_slots_available < min(settings.window_blocks, lacking):
             return 0
-        tokens = job.spec.tokens
-        local = prompt_work(tokens, job.prefix.cached, settings.max_num_batched_tokens)
+        tokens = request.spec.tokens
+        local = prompt_work(tokens, request.prefix.cached, settings.max_num_batched_tokens)
         rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.max_num_batched_tokens)
         nbytes = settings.read_bytes(lacking)
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
-    def expected_seconds(self, job: PrefillJob, held: int) -> float:
-        """Predicted seconds for loading what is behind `held` blocks, from the job's first source."""
-        source = next(iter(job.sources), None)
-        blocks = min(source.blocks, self._state.reusable_blocks(job)) - held if source is not None else 0
+    def expected_seconds(self, request: PrefillRequest, held: int) -> float:
+        """Predicted seconds for loading what is behind `held` blocks, from the request's first source."""
+        source = next(iter(request.sources), None)
+        blocks = min(source.blocks, self._state.reusable_blocks(request)) - held if source is not None else 0
         if source is None or blocks <= 0:
             return 0.0
         return load_seconds(self._speeds(source), self._state.settings.read_bytes(blocks))
@@ -309,11 +315,15 @@ class PrefixLoads:
         """Whether a source is paused after a failure."""
         return self._paused.get(source.name, 0.0) > self._state.now
 
-    def _job_of(self, io: int) -> PrefillJob | None:
-        """The load's job; None if the job has ended or does not use the load any more."""
+    def _request_of(self, io: int) -> PrefillRequest | None:
+        """The load's request; None if the request has ended or does not use the load any more."""
         flight = self._state.ios.get(io)
-        job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
-        return job if job is not None and job.prefix.load is not None and job.prefix.load.io == io else None
+        request = self._state.requests.get(flight.request) if isinstance(flight, LoadFlight) else None
+        return (
+            request
+            if request is not None and request.prefix.load is not None and request.prefix.load.io == io
+            else None
+        )
 
 
 REPLICA_PART = 2
@@ -362,7 +372,7 @@ class Replication:
         state, manager = self._state, self._state.manager
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)
-        needed = sum([state.settings.blocks_for(state.jobs[number].spec.tokens) for number in state.waiting])
+        needed = sum([state.settings.blocks_for(state.requests[number].spec.tokens) for number in state.waiting])
         spare = manager.num_available - needed - sum(map(manager.is_cached, held))
         windows = min(missing, state.settings.window_blocks)
         full = missing * REPLICA_PART > spare or windows * REPLICA_PART > manager.num_slots_available

@@ -61,7 +61,7 @@ async def test_each_needs_a_first_token() -> None:
 
 async def test_what_can_never_fit_is_refused() -> None:
     async with decoding(blocks=12, max_num_seqs=4) as it:
-        with pytest.raises(InvalidRequest, match="4 places in a step") as refused:
+        with pytest.raises(InvalidRequest, match="4 batch slots") as refused:
             await reserve(it, spec("a", prompt(3), n=5))
         assert refused.value.field == "sequence.sampling.n"
         with pytest.raises(InvalidRequest, match="needs 14 blocks, this instance has 12") as refused:

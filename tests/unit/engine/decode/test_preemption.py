@@ -11,7 +11,7 @@ from tests.unit.engine.decode.calls import Conductor, conducting, reserve, trans
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, Decode, decoding, prompt, spec
 
-WAYS = ["cache", "recompute", "swap", "auto"]
+WAYS = ["recompute", "swap", "auto"]
 
 
 async def begin(it: Decode, conductor: Conductor, prompts: dict[str, list[int]], answer: int) -> None:

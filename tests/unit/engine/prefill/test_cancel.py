@@ -21,7 +21,7 @@ async def test_cancel_while_waiting() -> None:
         second = await begin(it, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
         assert len(it.service.core.state.waiting) == 1
         second.call.cancel()
-        await it.until(lambda: len(it.service.core.state.jobs) == 1)
+        await it.until(lambda: len(it.service.core.state.requests) == 1)
         go.set()
         await first.to_the_end()
 
@@ -36,7 +36,7 @@ async def test_cancel_in_a_step() -> None:
         await reached.wait()
         await decode.until(lambda: any(request.table for request in decode.service.executor))
         story.call.cancel()
-        await it.until(lambda: len(it.service.core.state.jobs) == 0)
+        await it.until(lambda: len(it.service.core.state.requests) == 0)
         assert it.service.manager.num_used == 4
         assert it.service.sending.sessions == 0
         go.set()

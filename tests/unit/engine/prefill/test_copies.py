@@ -13,7 +13,7 @@ from moonpool.engine.prefill.core.events import (
     KVSource,
     LoadEnded,
     ReplicateBlocks,
-    StopAllJobs,
+    StopAllRequests,
     StopReplicating,
 )
 from moonpool.engine.prefill.core.loads import MAX_ORDERS
@@ -99,7 +99,7 @@ def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:
     assert isinstance(copy, ReadReplica)
     it.post(Drain())
     assert it.post(order(2, 1, family=1)) == [EndReplication(2, 0)]
-    it.post(StopAllJobs())
+    it.post(StopAllRequests())
     assert it.post(IoEnded(copy.io, LoadEnded(0))) == [EndReplication(1, 0)]
     assert it.core.state.manager.num_free == it.settings.blocks
 

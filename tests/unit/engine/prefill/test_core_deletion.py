@@ -17,8 +17,8 @@ def puts(world: World) -> list[actions.Action]:
 
 
 def told(world: World) -> list[int]:
-    """Jobs whose first token was told."""
-    return [action.job for action in world.done if isinstance(action, actions.ReportFirstToken)]
+    """Requests whose first token was told."""
+    return [action.id for action in world.done if isinstance(action, actions.ReportFirstToken)]
 
 
 def test_what_is_cached_goes_and_what_others_have_stays() -> None:
@@ -42,10 +42,10 @@ def test_a_prompt_that_is_computed_or_waits_is_finished_and_not_kept() -> None:
     third = world.arrive(4 * BT, family=3, copies=COPY, tenant="theirs")
     forget(world, "ours")
     world.settle()
-    assert sorted(told(world)) == [first.arrive.job, second.arrive.job, third.arrive.job]
+    assert sorted(told(world)) == [first.arrive.id, second.arrive.id, third.arrive.id]
     manager = world.core.state.manager
     assert (len(manager.keys()), manager.num_cached) == (4, 4)
-    assert {action.job for action in puts(world) if isinstance(action, actions.WriteBackBlocks)} == {third.arrive.job}
+    assert {action.id for action in puts(world) if isinstance(action, actions.WriteBackBlocks)} == {third.arrive.id}
     world.check_rest()
 
 
@@ -53,6 +53,6 @@ def test_a_prompt_that_comes_as_transient_is_not_kept() -> None:
     world = World()
     client = world.arrive(3 * BT, family=1, copies=COPY, tenant="ours", transient=True)
     world.settle()
-    assert told(world) == [client.arrive.job]
+    assert told(world) == [client.arrive.id]
     assert (world.core.state.manager.keys(), puts(world)) == ([], [])
     world.check_rest()

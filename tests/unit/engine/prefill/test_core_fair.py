@@ -17,11 +17,11 @@ def wide(**changes: int | float) -> World:
 
 
 def steps(world: World, count: int) -> list[list[int]]:
-    """Jobs of the next steps, each run to its end; the one under way first."""
+    """Requests of the next steps, each run to its end; the one under way first."""
     found = []
     for _ in range(count):
         (io,) = world.steps
-        found.append([chunk.job for chunk in world.steps[io].order.chunks])
+        found.append([chunk.id for chunk in world.steps[io].order.chunks])
         world.run_step(io)
     return found
 
@@ -44,9 +44,9 @@ def test_two_that_flood_take_turns() -> None:
     flood(world, 2)
     for number in range(2):
         world.arrive(LONG, 20 + number, tenant="other")
-    jobs = [job for step in steps(world, 20) for job in step]
-    assert abs(jobs.count(1) - jobs.count(3)) <= 2
-    assert set(jobs) == {1, 3}, "of each tenant the first alone"
+    requests = [request for step in steps(world, 20) for request in step]
+    assert abs(requests.count(1) - requests.count(3)) <= 2
+    assert set(requests) == {1, 3}, "of each tenant the first alone"
 
 
 def test_a_weight_is_a_share_of_the_chunks() -> None:
@@ -54,8 +54,8 @@ def test_a_weight_is_a_share_of_the_chunks() -> None:
     flood(world, 4)
     for number in range(4):
         world.arrive(LONG, 20 + number, tenant="heavy", weight=3.0)
-    jobs = [job for step in steps(world, 36) for job in step]
-    heavy = sum(job > 4 for job in jobs)
+    requests = [request for step in steps(world, 36) for request in step]
+    heavy = sum(request > 4 for request in requests)
     assert 26 <= heavy <= 28
 
 
@@ -117,7 +117,9 @@ def test_nobody_is_overtaken_by_a_prompt_that_came_later_than_its_own_delay(
     def run(count: int) -> None:
         while world.steps and count:
             steps(world, 1)
-            ended.extend([job for job, client in world.clients.items() if client.token and job not in ended])
+            ended.extend(
+                [request for request, client in world.clients.items() if client.token and request not in ended]
+            )
             count -= 1
 
     for number, (blocks, delay, pause) in enumerate(prompts, 1):
@@ -127,8 +129,8 @@ def test_nobody_is_overtaken_by_a_prompt_that_came_later_than_its_own_delay(
         world.pass_time(float(pause))
     run(1000)
     assert sorted(ended) == sorted(came)
-    for at, job in enumerate(ended):
-        assert not [it for it in ended[:at] if came[it] > came[job] + delays[job]]
+    for at, request in enumerate(ended):
+        assert not [it for it in ended[:at] if came[it] > came[request] + delays[request]]
 
 
 def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one() -> None:
@@ -147,7 +149,7 @@ def test_small_prompts_of_two_tenants_share_steps() -> None:
         world.arrive(BT, 30 + number, tenant="calm")
     found = steps(world, 13)
     assert found[1] == [3, 5]
-    assert {job for step in found for job in step} == set(range(1, 8))
+    assert {request for step in found for request in step} == set(range(1, 8))
 
 
 def test_what_is_waiting_is_forgotten_when_it_leaves() -> None:
@@ -155,7 +157,7 @@ def test_what_is_waiting_is_forgotten_when_it_leaves() -> None:
     flood(world, 3)
     calm = world.arrive(STEP, 1, tenant="calm")
     for number in range(1, 5):
-        world.post(events.CancelJob(number))
+        world.post(events.CancelPrefill(number))
     assert calm.end is not None
     world.settle()
     world.check_rest()
@@ -167,5 +169,5 @@ def test_a_full_queue_has_room_for_who_has_less_than_its_share() -> None:
     refused = world.arrive(STEP, 20, tenant="flood")
     calm = [world.arrive(STEP, 30 + number, tenant="calm") for number in range(3)]
     assert [client.accepted for client in (refused, *calm)] == [False, True, True, False]
-    whys = [action.why for action in world.done if isinstance(action, actions.RefuseJob)]
+    whys = [action.why for action in world.done if isinstance(action, actions.RefuseRequest)]
     assert whys == [RefusalReason.QUEUE_FULL] * 2

@@ -25,7 +25,7 @@ def counted(client: Client) -> int:
 def test_a_prompt_that_begins_with_what_is_loaded_waits_for_it() -> None:
     it, load = loading()
     second, other = it.arrive(4 * BT), it.arrive(BT, 1)
-    assert [chunk.job for step in it.steps.values() for chunk in step.order.chunks] == [3], "who waits holds up nobody"
+    assert [chunk.id for step in it.steps.values() for chunk in step.order.chunks] == [3], "who waits holds up nobody"
     it.load_all(load.io)
     it.settle()
     assert (counted(second), counted(other)) == (BT, BT)
@@ -39,7 +39,7 @@ def test_a_load_that_is_late_is_not_waited_for() -> None:
     assert not it.steps
     it.pass_time(1.0)
     (step,) = it.steps.values()
-    assert [(chunk.job, chunk.start, chunk.end) for chunk in step.order.chunks] == [(2, 0, 4 * BT)]
+    assert [(chunk.id, chunk.start, chunk.end) for chunk in step.order.chunks] == [(2, 0, 4 * BT)]
     it.end(load.io, events.LoadEnded(0, failed=True))
     it.settle()
     assert counted(second) == 4 * BT
@@ -49,17 +49,17 @@ def test_a_load_that_is_late_is_not_waited_for() -> None:
 def test_a_short_beginning_is_computed_sooner_than_a_long_load_ends() -> None:
     it, _ = loading(blocks=40)
     it.arrive(BT + 8, sources=())
-    assert it.core.state.jobs[2].spec.keys == it.core.state.jobs[1].spec.keys[:1]
-    assert [chunk.job for step in it.steps.values() for chunk in step.order.chunks] == [2]
+    assert it.core.state.requests[2].spec.keys == it.core.state.requests[1].spec.keys[:1]
+    assert [chunk.id for step in it.steps.values() for chunk in step.order.chunks] == [2]
 
 
 def test_when_the_one_that_loads_leaves_the_next_one_goes_on() -> None:
     it, load = loading()
     second = it.arrive(4 * BT, sources=STORE)
     assert [action for action in it.done if isinstance(action, actions.LoadBlocks)] == [load]
-    it.post(events.CancelJob(1))
+    it.post(events.CancelPrefill(1))
     loads = [action for action in it.done if isinstance(action, actions.LoadBlocks)]
-    assert [(action.job, len(action.blocks)) for action in loads] == [(1, 3), (2, 3)]
+    assert [(action.id, len(action.blocks)) for action in loads] == [(1, 3), (2, 3)]
     it.end(load.io, events.LoadEnded(0, failed=True))
     it.load_all(loads[-1].io)
     it.settle()
@@ -82,10 +82,10 @@ def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -
     it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
     it.arrive(8 * BT + 8)
     second = it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
-    it.post(events.CancelJob(1))
+    it.post(events.CancelPrefill(1))
     it.settle()
     loads = [action for action in it.done if isinstance(action, actions.LoadBlocks)]
-    assert [(action.job, len(action.blocks)) for action in loads] == [(2, 2)]
+    assert [(action.id, len(action.blocks)) for action in loads] == [(2, 2)]
     assert counted(second) == 6 * BT + 9
     it.check_rest()
 
@@ -94,6 +94,6 @@ def test_who_goes_before_the_one_that_computes_loads_for_itself() -> None:
     it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
     it.arrive(8 * BT + 8)
     it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),), priority=-1)
-    assert [action.job for action in it.done if isinstance(action, actions.LoadBlocks)] == [2]
+    assert [action.id for action in it.done if isinstance(action, actions.LoadBlocks)] == [2]
     it.settle()
     it.check_rest()

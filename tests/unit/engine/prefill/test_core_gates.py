@@ -82,7 +82,7 @@ def test_a_step_waits_for_a_late_layer_while_nobody_else_does() -> None:
     assert it.steps[step].aborted, "as long for the other layer, and computing would be faster"
 
 
-def test_a_step_gives_a_late_job_up_when_others_wait() -> None:
+def test_a_step_gives_a_late_request_up_when_others_wait() -> None:
     it, step = waiting_at_layer_1()
     it.arrive(5, 1)
     grace = LAYER_STALL_S + 2 * QUICK_LOAD_S
@@ -93,9 +93,9 @@ def test_a_step_gives_a_late_job_up_when_others_wait() -> None:
     assert it.steps[step].aborted
     it.run_step(step)
     (other,) = it.steps
-    assert [chunk.job for chunk in it.steps[other].order.chunks] == [2]
+    assert [chunk.id for chunk in it.steps[other].order.chunks] == [2]
     it.run_step(other)
-    assert not it.steps, "the late job waits for all of its load"
+    assert not it.steps, "the late request waits for all of its load"
     (io,) = it.ios
     it.load_layer(io)
     assert not it.steps
@@ -105,7 +105,7 @@ def test_a_step_gives_a_late_job_up_when_others_wait() -> None:
     it.check_rest()
 
 
-def test_a_late_job_is_dropped_from_a_shared_step_which_goes_on() -> None:
+def test_a_late_request_is_dropped_from_a_shared_step_which_goes_on() -> None:
     it, io = loading(QUICK_LOAD_S, token_s=0.2)
     it.arrive(4 * BT, 2)
     it.arrive(5, 1)
@@ -113,7 +113,7 @@ def test_a_late_job_is_dropped_from_a_shared_step_which_goes_on() -> None:
     (first,) = it.steps
     it.run_step(first)
     (shared,) = it.steps
-    assert [chunk.job for chunk in it.steps[shared].order.chunks] == [1, 3]
+    assert [chunk.id for chunk in it.steps[shared].order.chunks] == [1, 3]
     it.compute_layer(shared)
     it.pass_time(LAYER_STALL_S + 2 * QUICK_LOAD_S)
     assert actions.DropSequenceSlice(shared, 0) in it.done

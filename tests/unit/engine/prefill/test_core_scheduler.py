@@ -1,4 +1,4 @@
-"""Any order of requests, progress and failures: contents are right, every job ends once, everything comes back."""
+"""Any order of requests, progress and failures: contents are right, every request ends once, everything comes back."""
 
 import pickle
 import random
@@ -25,7 +25,7 @@ class PrefillMachine(RuleBasedStateMachine):
         stages=st.integers(1, 3), window_blocks=st.integers(0, 2), spare=st.integers(0, 8), states=st.booleans()
     )
     def begin(self, stages: int, window_blocks: int, spare: int = 8, states: bool = False) -> None:
-        """A window of one block may be a state's; `spare`: window slots beyond what one prompt needs."""
+        """A window of one block may be a state's; `spare`: window blocks beyond what one prompt needs."""
         windows: dict[str, Any] = {"windowed_layers": frozenset({1}), "window_blocks": window_blocks}
         windows |= {"window_slots": window_blocks + 2 + spare}
         if window_blocks == 1 and states:
@@ -64,7 +64,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 50))
     def leave(self, which: int) -> None:
         if self.world.clients:
-            self.world.post(events.CancelJob(which % len(self.world.clients) + 1))
+            self.world.post(events.CancelPrefill(which % len(self.world.clients) + 1))
 
     @rule(seconds=st.sampled_from([0.0001, 0.002, 0.05, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -150,7 +150,7 @@ class PrefillMachine(RuleBasedStateMachine):
         action = world.ios[io]
         if not fails and not isinstance(action, actions.WriteBackBlocks):
             assert isinstance(action, actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict)
-            known = damaged < len(world.clients[action.job].arrive.request.keys)
+            known = damaged < len(world.clients[action.id].arrive.request.keys)
             world.end(io, events.IoFailed(damaged if known and isinstance(action, actions.AwaitVerdict) else None))
         else:
             world.finish_io(io)
@@ -175,7 +175,7 @@ def walk(seed: int, stages: int) -> World:
     machine.begin(stages, window_blocks=seed % 3, spare=rng.choice([0, 1, 8]), states=rng.random() < 0.5)
     for _ in range(1000):
         choice = rng.random()
-        if choice < 0.12 and len(machine.world.core.state.jobs) < 8:
+        if choice < 0.12 and len(machine.world.core.state.requests) < 8:
             sources = [(rng.choice(STORES), rng.randint(0, 5)) for _ in range(rng.randint(0, 2))]
             copies = [rng.choice([None, rng.randint(0, 4)]) for _ in range(rng.randint(0, 2))]
             held = rng.choice([None, 0, 1, 2])
@@ -205,9 +205,9 @@ def test_long_walks() -> None:
     assert any(isinstance(a, BlocksLent) and a.blocks for world in worlds for a in world.done)
     assert any(isinstance(a, actions.EndReplication) and a.blocks for world in worlds for a in world.done)
     shared = [a for world in worlds for a in world.done if isinstance(a, actions.RunStep) and len(a.chunks) > 1]
-    assert any(order.gated for order in shared), "no loading job shared a step"
+    assert any(order.gated for order in shared), "no loading request shared a step"
     ends = [client.end for world in worlds for client in world.clients.values()]
-    assert sum(end is not None and end.outcome is actions.JobOutcome.DONE for end in ends) > 200
+    assert sum(end is not None and end.outcome is actions.PrefillOutcome.DONE for end in ends) > 200
 
 
 def test_stopped_steps_may_end_in_any_order() -> None:
@@ -215,7 +215,7 @@ def test_stopped_steps_may_end_in_any_order() -> None:
     world = World(staged(2))
     world.arrive(10 * BT)
     first, second = sorted(world.steps)
-    world.post(events.StopAllJobs())
+    world.post(events.StopAllRequests())
     world.end_step(second)
     world.end_step(first)
     world.check_rest()
@@ -231,7 +231,7 @@ def test_stopping_ends_everything() -> None:
             sources=(events.KVSource("store", 2),),
             copies=(events.WriteBackTarget("copy", None),),
         )
-    world.post(events.StopAllJobs())
+    world.post(events.StopAllRequests())
     assert all(client.end is not None for client in world.clients.values())
     world.settle()
     world.check_rest()

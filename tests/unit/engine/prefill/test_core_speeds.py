@@ -86,10 +86,10 @@ def test_what_a_prompt_would_have_computed_that_left_is_computed_by_the_next_one
     for blocks in (8, 8, 10, 6):
         it.arrive(blocks * BT)
     whole_s = it.core.drain_seconds()
-    it.post(events.CancelJob(2))
+    it.post(events.CancelPrefill(2))
     assert it.core.drain_seconds() == pytest.approx(whole_s - prefill_seconds(TOLD, 1, 8 * BT - 1, steps=0))
-    it.post(events.CancelJob(4))
-    it.post(events.CancelJob(3))
+    it.post(events.CancelPrefill(4))
+    it.post(events.CancelPrefill(3))
     others_s = prefill_seconds(TOLD, 4 * BT, 0, steps=3) + prefill_seconds(TOLD, 6 * BT, 0, steps=0)
     assert it.core.drain_seconds() == pytest.approx(others_s), "nobody is left before it"
     it.settle()

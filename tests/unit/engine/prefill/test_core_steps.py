@@ -1,4 +1,4 @@
-"""Chunk plans, exactly: which tokens of which jobs each step computes."""
+"""Chunk plans, exactly: which tokens of which requests each step computes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def world(*, stages: int = 1, max_num_batched_tokens: int = 2 * BT, blocks: int 
 
 
 def spans(it: World, io: int) -> list[Span]:
-    return [(chunk.job, chunk.start, chunk.end) for chunk in it.steps[io].order.chunks]
+    return [(chunk.id, chunk.start, chunk.end) for chunk in it.steps[io].order.chunks]
 
 
 def run(it: World) -> list[list[Span]]:
@@ -71,7 +71,7 @@ def test_what_a_step_says() -> None:
     it.run_step(2)
     assert it.done[-2:] == [
         actions.ReportFirstToken(1, 0, 0, 40, 0.0, 3.0, ()),
-        actions.EndJob(1, actions.JobOutcome.DONE),
+        actions.EndRequest(1, actions.PrefillOutcome.DONE),
     ]
 
 
@@ -129,7 +129,7 @@ def test_blocks_computed_meanwhile_are_matched_again() -> None:
     it = world()
     it.arrive(40)
     it.arrive(60)
-    assert it.core.state.jobs[2].prefix.cached == 0
+    assert it.core.state.requests[2].prefix.cached == 0
     assert run(it) == [[(1, 0, 32)], [(1, 32, 40), (2, 32, 48)], [(2, 48, 60)]]
     told = it.clients[2].token
     assert told is not None
@@ -154,7 +154,7 @@ def test_a_prompt_waits_for_blocks_and_keeps_its_turn() -> None:
     assert run(it) == [[(1, 0, 32)], [(1, 32, 47)], [(2, 0, 31), (3, 0, 1)]]
 
 
-def test_jobs_are_not_started_far_ahead() -> None:
+def test_requests_are_not_started_far_ahead() -> None:
     it = world(max_num_batched_tokens=BT)
     for family in range(3):
         it.arrive(2 * BT, family)
@@ -164,8 +164,8 @@ def test_jobs_are_not_started_far_ahead() -> None:
 
 
 @pytest.mark.parametrize(("load_s", "at_once"), [(0.7, False), (0.8, True)])
-def test_a_job_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: float, at_once: bool) -> None:
-    """Seven blocks are left before the job: three more than two steps have, which take 0.75 s."""
+def test_a_request_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: float, at_once: bool) -> None:
+    """Seven blocks are left before the request: three more than two steps have, which take 0.75 s."""
     speeds = Speeds(prefill_per_token_s=0.25 / BT, load_bytes_per_s=6 * 3 * SETTINGS.slice_bytes / load_s)
     it = World(staged(1, max_num_batched_tokens=2 * BT, blocks=32), speeds)
     it.arrive(9 * BT)
@@ -183,8 +183,8 @@ def test_what_is_refused() -> None:
     it.arrive(1, 2)
     it.post(events.Drain())
     it.arrive(1, 3)
-    refused = [action for action in it.done if isinstance(action, actions.RefuseJob)]
-    assert [(action.job, action.why) for action in refused] == [
+    refused = [action for action in it.done if isinstance(action, actions.RefuseRequest)]
+    assert [(action.id, action.why) for action in refused] == [
         (1, actions.RefusalReason.TOO_LONG),
         (4, actions.RefusalReason.QUEUE_FULL),
         (5, actions.RefusalReason.DRAINING),
@@ -200,9 +200,9 @@ def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing()
     drain_s = it.core.drain_seconds()
     it.arrive(16, 1, max_queue_s=drain_s / 2)
     it.arrive(16, 1, max_queue_s=drain_s)
-    told = [action for action in it.done if isinstance(action, actions.RefuseStaleJob | actions.AcceptJob)]
-    assert told[1:] == [actions.RefuseStaleJob(2, drain_s, taken=1), actions.AcceptJob(3, drain_s)]
-    assert list(it.core.state.jobs) == [1, 3]
+    told = [action for action in it.done if isinstance(action, actions.RefuseStaleRequest | actions.AcceptRequest)]
+    assert told[1:] == [actions.RefuseStaleRequest(2, drain_s, taken=1), actions.AcceptRequest(3, drain_s)]
+    assert list(it.core.state.requests) == [1, 3]
 
 
 def test_two_stages_take_two_steps_of_one_prompt() -> None:
@@ -216,12 +216,12 @@ def test_two_stages_take_two_steps_of_one_prompt() -> None:
     assert it.clients[1].end is not None
 
 
-def test_a_step_that_the_engine_gives_up_ends_its_jobs() -> None:
+def test_a_step_that_the_engine_gives_up_ends_its_requests() -> None:
     it = world(stages=2)
     it.arrive(80)
     it.end_step(1, aborted=True)
     client = it.clients[1]
-    assert client.end == actions.EndJob(1, actions.JobOutcome.STEP_GIVEN_UP)
+    assert client.end == actions.EndRequest(1, actions.PrefillOutcome.STEP_GIVEN_UP)
     assert it.steps[2].aborted, "nothing of the second step counts"
     assert it.core.state.manager.num_used == 5, "it still writes"
     run(it)
@@ -232,8 +232,8 @@ def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
     it = world(stages=2)
     it.arrive(80)
     it.arrive(10, 1)
-    it.post(events.CancelJob(1))
-    assert it.clients[1].end == actions.EndJob(1, actions.JobOutcome.LEFT)
+    it.post(events.CancelPrefill(1))
+    assert it.clients[1].end == actions.EndRequest(1, actions.PrefillOutcome.LEFT)
     assert it.core.state.manager.num_used == 6
     it.run_step(1)
     assert it.core.state.manager.num_used == 6
@@ -248,7 +248,7 @@ def loading(it: World, tokens: int, blocks: int, family: int = 0) -> tuple[Clien
     return client, loads(it)[-1]
 
 
-def test_a_loading_job_shares_a_step_whose_gate_is_the_least_of_its_jobs() -> None:
+def test_a_loading_request_shares_a_step_whose_gate_is_the_least_of_its_requests() -> None:
     """Before its first layer has come, others go without it; then it joins them."""
     it = world(max_num_batched_tokens=4 * BT)
     it.arrive(4 * BT, 9)
@@ -404,7 +404,7 @@ def test_many_small_prompts_count_each_by_itself() -> None:
     for family in range(1, 100):
         it.arrive(2 * BT, family)
     assert it.core.drain_seconds() == pytest.approx(100 * one)
-    accepted = [action for action in it.done if isinstance(action, actions.AcceptJob)]
+    accepted = [action for action in it.done if isinstance(action, actions.AcceptRequest)]
     assert accepted[50].predicted_start_s == pytest.approx(50 * one)
 
 

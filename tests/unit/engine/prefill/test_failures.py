@@ -7,7 +7,7 @@ import pytest
 from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.scheduling.steps import SequenceSampling
-from moonpool.engine.prefill.core.events import SubmitJob
+from moonpool.engine.prefill.core.events import AddRequest
 from moonpool.v1 import kv_pb2
 from tests.unit.engine.prefill.calls import begin, dismiss, promised
 from tests.unit.fakes.engine import UNFOLLOWED
@@ -161,7 +161,7 @@ async def test_a_prompt_at_which_the_core_fails_ends_alone() -> None:
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
             handle(now, event, out)
-            if isinstance(event, SubmitJob):
+            if isinstance(event, AddRequest):
                 raise KeyError("the core has a defect")
 
         it.service.core.handle = fails  # type: ignore[method-assign]

@@ -102,7 +102,7 @@ def test_without_blocks_to_spare_a_load_is_waited_for() -> None:
 def test_a_prompt_that_leaves_leaves_both() -> None:
     it, client, io = loading()
     it.pass_time(COMPUTE_S)
-    it.post(events.CancelJob(1))
+    it.post(events.CancelPrefill(1))
     assert client.end is not None
     assert io in it.cancelled
     it.settle()

@@ -65,9 +65,11 @@ async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> N
         sequence = spec("late", tokens)
         late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
         quick = await begin(it, spec("quick", other, max_tokens=1))
-        loads = it.service.core.state.jobs
+        loads = it.service.core.state.requests
         await it.until(
-            lambda: any(job.prefix.load is not None and job.prefix.load.layers == 1 for job in loads.values())
+            lambda: any(
+                request.prefix.load is not None and request.prefix.load.layers == 1 for request in loads.values()
+            )
         )
         go.set()
         await first.to_the_end()

@@ -15,7 +15,7 @@ from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 
 BT = 16
@@ -36,12 +36,12 @@ def keys(family: int, num_tokens: int) -> tuple[BlockKey, ...]:
 
 @dataclass
 class Client:
-    """One job as its client sees it."""
+    """One request as its client sees it."""
 
-    arrive: events.SubmitJob
+    arrive: events.AddRequest
     accepted: bool = False
     token: actions.ReportFirstToken | None = None
-    end: actions.EndJob | None = None
+    end: actions.EndRequest | None = None
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(layer, index) of the slices that left."""
     counted: list[tuple[int, int]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Client:
 
 
 class Pool:
-    """What slices hold, by layer and block; those of windowed layers lie by window slot, and are lost with the slot."""
+    """What slices hold, by layer and block; those of windowed layers lie by slot, and are lost with the slot."""
 
     def __init__(self, windowed: Collection[int]) -> None:
         self._windowed = windowed
@@ -164,7 +164,7 @@ class World:
             transient=transient,
             token_cost=token_cost,
         )
-        client = Client(events.SubmitJob(number, spec, held, sources, copies, reuse, max_queue_s, delay_s))
+        client = Client(events.AddRequest(number, spec, held, sources, copies, reuse, max_queue_s, delay_s))
         self.clients[number] = client
         self.post(client.arrive)
         return client
@@ -183,7 +183,7 @@ class World:
         end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
             comes = self._is_read(layer, index, end)
-            self.pool[layer, block] = self.clients[order.job].content(index) if comes else ("behind the window",)
+            self.pool[layer, block] = self.clients[order.id].content(index) if comes else ("behind the window",)
         self.loaded[io] = layer + 1
         self.post(events.LayerLoaded(io, layer))
 
@@ -248,27 +248,27 @@ class World:
         self.post(events.LayerComputed(io, step.layers - 1))
 
     def _compute(self, chunk: actions.ChunkOrder, layer: int, *, garbage: bool) -> None:
-        client, first = self.clients[chunk.job], chunk.start // BT
+        client, first = self.clients[chunk.id], chunk.start // BT
         seen = 0 if layer not in self.settings.windowed_layers else chunk.start + 1 - self.settings.window_blocks * BT
         for index, block in enumerate(chunk.blocks):
             if index < seen // BT:
                 continue
             if index < first or chunk.full_hit:
                 right = garbage or self.pool[layer, block] == client.content(index)
-                assert right, f"block {index} of job {chunk.job} is not there in layer {layer}"
+                assert right, f"block {index} of request {chunk.id} is not there in layer {layer}"
             else:
                 whole = chunk.last or (index + 1) * BT <= chunk.end
                 self.pool[layer, block] = ("garbage",) if garbage or not whole else client.content(index)
                 is_read = not self.settings.states_alone or index == len(chunk.blocks) - 1
-                assert not is_read or self.pool[layer, block], f"block {index} of job {chunk.job} has no slot"
+                assert not is_read or self.pool[layer, block], f"block {index} of request {chunk.id} has no slot"
 
     def end_step(self, io: int, *, aborted: bool = False) -> None:
         """A step ends; the engine gives it up by itself where it was not told so."""
         step = self.steps.pop(io)
         aborted = aborted or step.aborted
         for index, chunk in enumerate(step.order.chunks):
-            if not aborted and index not in step.dropped and self.clients[chunk.job].end is None:
-                self.clients[chunk.job].counted.append((chunk.start, chunk.end))
+            if not aborted and index not in step.dropped and self.clients[chunk.id].end is None:
+                self.clients[chunk.id].counted.append((chunk.start, chunk.end))
         self.ios.pop(io)
         self.cancelled.discard(io)
         self.post(IoEnded(io, events.StepEnded(aborted, 0.01)))
@@ -292,7 +292,7 @@ class World:
                 self.pool.move(moves)
             case actions.RunStep():
                 assert all(step.order.io < action.io for step in self.steps.values())
-                assert len({chunk.job for chunk in action.chunks}) == len(action.chunks)
+                assert len({chunk.id for chunk in action.chunks}) == len(action.chunks)
                 self.steps[action.io] = Flying(action)
             case actions.OpenKVGate():
                 self.steps[action.step].opened = max(self.steps[action.step].opened, action.layer)
@@ -315,7 +315,7 @@ class World:
                 self._tell(action)
 
     def _send(self, order: actions.SendSlices) -> None:
-        client = self.clients[order.job]
+        client = self.clients[order.id]
         assert client.open
         assert not client.closed
         self._look(order, order.io)
@@ -330,12 +330,12 @@ class World:
     def _look(self, action: actions.Action, io: int) -> None:
         """What is read from the pool must be right, at the begin and at the end of reading."""
         if isinstance(action, actions.SendSlices):
-            content = self.clients[action.job].content
+            content = self.clients[action.id].content
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
                     assert self.pool[piece.layer, block] == content(index), f"slice of io {io} is wrong"
         if isinstance(action, actions.WriteBackBlocks):
-            content = self.clients[action.job].content
+            content = self.clients[action.id].content
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
                     if layer not in self.settings.windowed_layers or index in action.windowed:
@@ -343,24 +343,24 @@ class World:
 
     def _tell(self, action: actions.Action) -> None:
         match action:
-            case actions.AcceptJob():
-                self.clients[action.job].accepted = True
-            case actions.RefuseJob() | actions.RefuseStaleJob():
-                assert not self.clients[action.job].accepted
+            case actions.AcceptRequest():
+                self.clients[action.id].accepted = True
+            case actions.RefuseRequest() | actions.RefuseStaleRequest():
+                assert not self.clients[action.id].accepted
             case actions.CloseTransfer():
-                client = self.clients[action.job]
+                client = self.clients[action.id]
                 assert client.open or action.aborted
                 client.closed = True
             case actions.ReportFirstToken():
-                assert self.clients[action.job].token is None
-                self.clients[action.job].token = action
-                self._whole(self.clients[action.job], action)
-            case actions.EndJob():
-                client = self.clients[action.job]
+                assert self.clients[action.id].token is None
+                self.clients[action.id].token = action
+                self._whole(self.clients[action.id], action)
+            case actions.EndRequest():
+                client = self.clients[action.id]
                 assert client.accepted
-                assert client.end is None, "a job ends once"
+                assert client.end is None, "a request ends once"
                 client.end = action
-                if action.outcome is actions.JobOutcome.DONE:
+                if action.outcome is actions.PrefillOutcome.DONE:
                     self._sent_whole(client)
 
     def _whole(self, client: Client, told: actions.ReportFirstToken) -> None:
@@ -400,7 +400,7 @@ class World:
             case actions.ReadReplica():
                 self.end_copy(io, 0 if cancelled else len(action.blocks))
             case actions.OpenTransfer():
-                self.clients[action.job].open = not cancelled
+                self.clients[action.id].open = not cancelled
                 self.end(io, events.IoFailed() if cancelled else events.IoDone())
             case actions.SendSlices():
                 self.end(io, events.IoFailed() if cancelled else events.SlicesSent(1, 1e-6))
@@ -423,10 +423,10 @@ class World:
         assert not self.ios
 
     def check_rest(self) -> None:
-        """Every accepted job has ended, and everything has come back."""
+        """Every accepted request has ended, and everything has come back."""
         assert all(client.end is not None for client in self.clients.values() if client.accepted)
         state = self.core.state
-        assert not state.jobs
+        assert not state.requests
         assert not len(state.ios)
         assert state.manager.num_used == 0
         assert self.core.queued_tokens == 0

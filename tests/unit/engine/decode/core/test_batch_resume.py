@@ -63,7 +63,7 @@ def test_as_many_give_up_at_once_as_are_needed() -> None:
 
 
 def test_who_has_waited_longest_comes_back_first() -> None:
-    world = crowd(Preemption.CACHE, 6)
+    world = crowd(Preemption.RECOMPUTE, 6)
     parked = [request.id for request in world.core.preempted.queue]
     assert parked == [6, 5, 4]
     came = []

@@ -264,7 +264,7 @@ def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:
     """The second one starts first, has the only place, and needs the first one's blocks: then that one runs."""
     first, second = Ask(0, 17, 40, 0.0, 100_000), Ask(1, 2, 60, 0.0, 100_000)
     config = DecodeSettings(num_blocks=20, block_size=BT, block_bytes=1, max_num_seqs=1, lease_s=1e9, speeds=SPEEDS,
-                        preemption=Preemption.CACHE, assumed_answer_tokens=2)  # fmt: skip
+                        preemption=Preemption.RECOMPUTE, assumed_answer_tokens=2)  # fmt: skip
     clock = Clock(DecodeScheduler(config), [first, second], arrival=(3, 14, 150))
     clock.play()
     assert clock.made == {1: 40, 2: 60}

@@ -53,20 +53,17 @@ def test_the_younger_gives_up_and_comes_back(way: Preemption) -> None:
     world.assert_at_rest()
 
 
-def test_demoted_to_cache_only_what_is_gone_is_computed() -> None:
-    """It comes back with the blocks that nobody has taken; recomputation begins with the first token."""
-    starts = {}
-    for way in (Preemption.CACHE, Preemption.RECOMPUTE):
-        world, _, younger = crowded(replace(SMALL, num_blocks=7, preemption=way))
-        world.work()
-        chunks = [chunk for action in world.actions if isinstance(action, StartRun) for chunk in action.chunks]
-        assert {chunk.id for chunk in chunks} == {younger}
-        assert chunks[-1].sample
-        assert not any(chunk.sample for chunk in chunks[:-1])
-        assert all(chunk.count <= SMALL.chunked_prefill_size for chunk in chunks)
-        starts[way] = chunks[0].start
-    assert starts[Preemption.RECOMPUTE] == 0
-    assert starts[Preemption.CACHE] > 0
+@pytest.mark.parametrize(("blocks", "kept"), [(6, 1), (7, 2)])
+def test_only_what_the_pool_has_lost_is_computed(blocks: int, kept: int) -> None:
+    """A request comes back with the blocks that nobody has taken."""
+    world, _, younger = crowded(replace(SMALL, num_blocks=blocks, preemption=Preemption.RECOMPUTE))
+    world.work()
+    chunks = [chunk for action in world.actions if isinstance(action, StartRun) for chunk in action.chunks]
+    assert {chunk.id for chunk in chunks} == {younger}
+    assert chunks[-1].sample
+    assert not any(chunk.sample for chunk in chunks[:-1])
+    assert all(chunk.count <= SMALL.chunked_prefill_size for chunk in chunks)
+    assert chunks[0].start == kept * BT
 
 
 def test_the_quicker_way_is_taken() -> None:

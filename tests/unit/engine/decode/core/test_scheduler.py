@@ -14,7 +14,7 @@ from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.engine.decode.core.world import SPEEDS, World, config
 
-COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
+COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
 STARTED = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING, RequestStatus.PREEMPTED, *COPYING)
 
 
@@ -33,7 +33,7 @@ class DecodeMachine(RuleBasedStateMachine):
         every=st.sampled_from([0, 0, 1, 3]),
         steps=st.sampled_from([(1, 0), (5, 0), (5, 5), (40, 40)]),
         speeds=st.sampled_from([SPEEDS, STEEP]),
-        turns=st.sampled_from([(64, 64), (2, 1), (4, 5)]),
+        grants=st.sampled_from([(64, 64), (2, 1), (4, 5)]),
     )
     def begin(
         self,
@@ -42,10 +42,10 @@ class DecodeMachine(RuleBasedStateMachine):
         every: int,
         steps: tuple[int, int],
         speeds: Speeds,
-        turns: tuple[int, int],
+        grants: tuple[int, int],
     ) -> None:
         run_steps, ahead_steps = steps
-        patience_steps, turn_steps = turns
+        patience_steps, grant_steps = grants
         self.world = PacedWorld(
             config(
                 12,
@@ -59,7 +59,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 run_steps=run_steps,
                 ahead_steps=ahead_steps,
                 patience_steps=patience_steps,
-                turn_steps=turn_steps,
+                grant_steps=grant_steps,
                 speeds=speeds,
                 grace_s=2.0,
                 log_ttl_s=30.0,

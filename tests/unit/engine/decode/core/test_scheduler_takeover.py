@@ -277,7 +277,7 @@ def test_an_orphan_whose_kv_never_comes_whole_ends() -> None:
 
 
 def test_an_orphan_that_is_being_swapped_out_parks_when_the_copy_is_over() -> None:
-    world = World(config(6, grace_s=2.0, preemption=WAYS[2], swap_blocks=50, assumed_answer_tokens=1))
+    world = World(config(6, grace_s=2.0, preemption=Preemption.SWAP, swap_blocks=50, assumed_answer_tokens=1))
     first = world.go(prompt(20), LONG, conductor="conductor", resumable=True)
     second = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)
     while not world.ios:

@@ -56,7 +56,7 @@ WALKS = (
 def test_overcommitted(
     way: Preemption, every: int, groups: bool, window_blocks: int, states: bool, drafts: int
 ) -> None:
-    """Answers three times longer than expected, in a pool for a few of them, with few window slots."""
+    """Answers three times longer than expected, in a pool for a few of them, with few window blocks."""
     rng = random.Random(f"{way} {every}")
     crowded = {"preemption": way, "swap_blocks": 40, "chunked_prefill_size": 40, "assumed_answer_tokens": 20}
     crowded |= {"draft_tokens": drafts}
@@ -98,10 +98,8 @@ def test_overcommitted(
     planner, preempted = world.core.planner, world.core.preempted
     assert (drafts > 0) == (planner.accepted_tokens > 0) == (planner.drafted_tokens > planner.accepted_tokens)
     print(f"{way}: {world.core.planner.steps} steps, {preempted.preemptions} preemptions, {preempted.swaps} swaps")
-    assert preempted.preemptions > (3 if groups or window_blocks else 10)
+    assert preempted.preemptions >= (3 if groups or window_blocks else 10)
     assert (preempted.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
-    loads = world.core.stored_blocks.loaded_blocks > 0
-    assert loads == (way is Preemption.STORE) or way is Preemption.AUTO
 
 
 @pytest.mark.parametrize("way", Preemption)
@@ -200,15 +198,14 @@ def test_no_tenant_starves_whose_requests_are_preempted(seed: int, way: Preempti
         "assumed_answer_tokens": 8,
         "max_num_seqs": 6,
     }
-    stores = int(way is Preemption.STORE)
-    world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, turn_steps=10))
+    world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, grant_steps=10))
     while world.core.planner.steps < 300 or world.core.requests:
         if world.core.planner.steps < 300 and len(world.core.requests) < 25 and rng.random() < 0.5:
             tenant, width = rng.choice(list(TENANTS)), rng.choice([1, 1, 1, 2, 6])
             most = (10 if width == 1 else 3) * BT
             start = prompt(rng.randint(1, 3 * BT), rng.randrange(1000))
             answers, total = (rng.randint(2, most),) * width, len(start) + most + 2 * BT * (width == 1)
-            number = world.reserve(start, answers, total=total, stores=stores, tenant=tenant, weight=TENANTS[tenant])
+            number = world.reserve(start, answers, total=total, tenant=tenant, weight=TENANTS[tenant])
             if number is not None:
                 world.arrive(number)
                 world.start(number)

@@ -39,7 +39,7 @@ def bound(core: DecodeScheduler) -> int:
     restoring = 2 * tokens // settings.chunked_prefill_size + settings.max_num_seqs + settings.run_steps
     tenants = len({request.spec.tenant for request in core.requests.values()})
     patience = int(settings.patience_steps * MOST_PATIENCE) + settings.run_steps
-    return patience + (tenants + 1) * (settings.turn_steps + restoring)
+    return patience + (tenants + 1) * (settings.grant_steps + restoring)
 
 
 def _firsts(core: DecodeScheduler) -> Iterator[DecodeRequest]:

@@ -1,7 +1,7 @@
 """A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
 
 Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
-with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window slot.
+with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window block.
 """
 
 import pickle
@@ -22,7 +22,6 @@ from moonpool.engine.decode.core.actions import (
     FenceConductor,
     FinishSequence,
     ForkSequences,
-    LoadStoredBlocks,
     RequestAborted,
     RequestAdopted,
     RequestFreed,
@@ -44,7 +43,6 @@ from moonpool.engine.decode.core.events import (
     CheckedDraft,
     ComputePrompt,
     Event,
-    LoadEnd,
     ReceiveEnd,
     ReserveBlocks,
     RunDone,
@@ -93,14 +91,14 @@ class World:
         self.now, self.begun = 0.0, pickle.dumps(self.core)
         self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
         self.with_slot: set[int] = set()
-        """Blocks that have a window slot."""
+        """Blocks that have a window block."""
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []
         self.events: list[tuple[float, Event, bytes]] = []
         self.run: StartRun | None = None
         self.left = 0  # steps of the run that are not over
-        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | LoadStoredBlocks | StopReceiving] = {}
+        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | StopReceiving] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
         self.asked: dict[int, ReserveBlocks] = {}
         self.held: dict[int, int] = {}  # leading blocks of promised requests that are here: nothing comes there
@@ -344,7 +342,7 @@ class World:
         self.post(RunDone(run.step, True, 0.0))
 
     def end_io(self, io: int, *, ok: bool = True) -> None:
-        """A copy, a write or a load ends."""
+        """A copy or a write ends."""
         action = self.ios.pop(io)
         match action:
             case StoreBlock():
@@ -352,8 +350,6 @@ class World:
                     there = self.stored.setdefault((action.store, self._writing.pop(io)), {})
                     there.update({at: it for at, it in self.pool[action.block].items() if at >= 0 or action.windowed})
                 self.post(IoEnded(io, StoreEnd(ok)))
-            case LoadStoredBlocks():
-                self.post(IoEnded(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
             case StopReceiving():
                 first = max(self.whole.pop(action.id, 0), self.held[action.id])
                 for block in self.core.requests[action.id].blocks[first:]:
@@ -362,19 +358,6 @@ class World:
             case _:
                 self.sequences[action.id].copy(action, self.pool, ok=ok)
                 self.post(IoEnded(io, SwapEnd(ok, 1e-6)))
-
-    def _load(self, action: LoadStoredBlocks) -> int:
-        """What a kvstore has comes; returns how many leading blocks that were: with windows, all of them or none."""
-        keys = self.sequences[action.id].keys()[action.first :]
-        assert len(keys) >= len(action.blocks), "full blocks only"
-        window_blocks = self.core.settings.window_blocks
-        for number, (block, key) in enumerate(zip(action.blocks, keys, strict=False)):
-            there = self.stored.get((action.store, key), {})
-            windowed = not window_blocks or number >= len(action.blocks) - window_blocks
-            if len(there) < (2 * BT if windowed else BT):
-                return 0 if window_blocks else number
-            self.pool[block] = {at: it for at, it in there.items() if at >= 0 or windowed}
-        return len(action.blocks)
 
     def work(self, limit: int = 10_000) -> None:
         """Ends I/O and steps until there are none."""
@@ -461,7 +444,7 @@ class World:
                 self.run, self.left = action, action.steps
             case StopRun():
                 self.left = 1
-            case SwapOut() | SwapIn() | StoreBlock() | LoadStoredBlocks() | StopReceiving():
+            case SwapOut() | SwapIn() | StoreBlock() | StopReceiving():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
                 if isinstance(action, StoreBlock):
@@ -503,4 +486,4 @@ class World:
                 pass
 
 
-WAYS = (Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.STORE)
+WAYS = (Preemption.RECOMPUTE, Preemption.SWAP)

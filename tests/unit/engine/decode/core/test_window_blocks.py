@@ -1,17 +1,16 @@
-"""Window slots at decode: a sequence holds its window and one block, a hybrid two states, however long it is."""
+"""Window blocks at decode: a sequence holds its window and one block, a hybrid two states, however long it is."""
 
 import pytest
 
-from moonpool.engine.decode.core.actions import LoadStoredBlocks
 from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
-from tests.unit.engine.decode.core.world import World, config
+from tests.unit.engine.decode.core.world import WAYS, World, config
 
 WINDOWS = [(1, False), (3, False), (1, True)]
 
 
 def needed(world: World) -> int:
-    """Window slots that somebody may still read."""
+    """Window blocks that somebody may still read."""
     return world.core.blocks.num_slots - world.core.blocks.num_slots_available
 
 
@@ -61,40 +60,7 @@ def test_a_store_gets_the_window_where_an_answer_ends(window: int, states: bool)
     world.assert_reruns()
 
 
-@pytest.mark.parametrize(("window", "states"), WINDOWS)
-def test_a_preempted_sequence_comes_back_from_the_store_with_its_window(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
-    world = small(window, states=states, slots=60, **usual)
-    number = world.go(prompt(6 * BT + 3), 8 * BT, stores=1)
-    world.work()
-    loads = [it for it in world.actions if isinstance(it, LoadStoredBlocks)]
-    assert max(len(it.blocks) for it in loads) > 6 + window
-    assert len(world.answers[number]) == 8 * BT
-    world.assert_at_rest()
-    world.assert_reruns()
-
-
-@pytest.mark.parametrize(("window", "states"), WINDOWS)
-def test_a_group_comes_back_from_the_store_up_to_what_its_sequences_share(window: int, states: bool) -> None:
-    usual = {"preemption": Preemption.STORE, "chunked_prefill_size": BT, "preempt_every": 3}
-    world = small(window, states=states, slots=60, **usual)
-    number = world.go(prompt(6 * BT + 3), (5 * BT, 6 * BT, 6 * BT), stores=1)
-    asked = world.core.requests[number]
-    loads = []
-    while world.core.requests:
-        before = len(world.actions)
-        group = len(asked.sequences) > 1
-        world.end_io(min(world.ios)) if world.ios else world.step()
-        loads += [it for it in world.actions[before:] if isinstance(it, LoadStoredBlocks) and group]
-    assert loads
-    assert {(it.first, len(it.blocks)) for it in loads} == {(0, 6)}
-    assert sorted(map(len, world.answers.values())) == [5 * BT, 6 * BT, 6 * BT]
-    world.work()
-    world.assert_at_rest()
-    world.assert_reruns()
-
-
-@pytest.mark.parametrize("way", [Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("window", "states"), WINDOWS)
 def test_too_few_slots_preempt(way: Preemption, window: int, states: bool) -> None:
     """Blocks there are enough of."""
@@ -113,11 +79,11 @@ def test_slots_are_promised_with_blocks() -> None:
     world = small(2, states=False, slots=5, assumed_answer_tokens=1)
     world.go(prompt(5 * BT + 1, 1), 4)
     assert world.reserve(prompt(5 * BT + 1, 2), 4) is None
-    assert "window slots" in world.refused[0].why
+    assert "window blocks" in world.refused[0].why
     world.work()
     held = world.reserve(prompt(5 * BT + 1, 2), 4)
     assert held is not None
-    assert world.core.budget.promised_slots == 3
+    assert world.core.budget.promised_window_blocks == 3
     world.arrive(held)
     world.start(held)
     world.work()

@@ -1,4 +1,4 @@
-"""State of the prefill scheduler: settings, jobs, their outgoing KV, and I/O in flight with pinned blocks."""
+"""State of the prefill scheduler: settings, requests, their outgoing KV, and I/O in flight with pinned blocks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from moonpool.engine.prefill.core.actions import (
     PrefixMiss,
     SendSlices,
 )
-from moonpool.engine.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
+from moonpool.engine.prefill.core.events import AddRequest, KVSource, WriteBackTarget
 
 MERGE_BYTES = 128 << 10
 """Slices from several layers are sent in one batch up to this many bytes: a message costs about 150 us."""
@@ -114,15 +114,15 @@ class PrefillSettings:
         slice_bytes: bytes for one layer in one block, on average.
         max_num_batched_tokens: most tokens in a step; at least one block.
         stages: most steps in flight.
-        max_started: most jobs with blocks.
-        max_queue: most jobs; more are refused.
+        max_started: most requests with blocks.
+        max_queue: most requests; more are refused.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
         load_timeout_s: seconds that a load may take beyond the prediction.
         verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: slots in the pool for windowed layers.
+        window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
         window_bytes: bytes of windowed layers in one block; reads leave out bytes behind the window. 0 = no windowed
             layers.
     """
@@ -157,13 +157,13 @@ class PrefillSettings:
         """First block with windowed slices that the token behind `tokens` tokens needs."""
         return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0
 
-    def held_slots(self, tokens: int) -> int:
-        """Window slots that a prompt with `tokens` tokens holds between two steps."""
+    def held_window_blocks(self, tokens: int) -> int:
+        """Window blocks that a prompt with `tokens` tokens holds between two steps."""
         return min(self.blocks_for(tokens), self.window_blocks + 1) if self.window_blocks else 0
 
     @property
-    def slots_in_work(self) -> int:
-        """Window slots that steps in flight need besides the slots held between steps."""
+    def window_blocks_in_work(self) -> int:
+        """Window blocks that steps in flight need besides those held between steps."""
         if not self.window_blocks:
             return 0
         return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1)
@@ -175,9 +175,9 @@ class PrefillSettings:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """A job's blocks, released when neither the job nor any I/O pins the blocks.
+    """A request's blocks, released when neither the request nor any I/O pins the blocks.
 
-    `past`: leading blocks with windowed slices that the job does not read any more.
+    `past`: leading blocks with windowed slices that the request does not read any more.
     """
 
     blocks: list[int]
@@ -187,11 +187,11 @@ class BlockTable:
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """A prefix that is being loaded: blocks [first, end) of the job.
+    """A prefix that is being loaded: blocks [first, end) of the request.
 
     Attributes:
         io: the load's I/O number.
-        source: index in the job's sources.
+        source: index in the request's sources.
         began_at: when the load began, seconds.
         progressed_at: when the last layer arrived, or the load began, seconds.
         first_at: when the first layer arrived, seconds.
@@ -216,7 +216,7 @@ class OvertakenLoad:
 
     Attributes:
         load: the load.
-        table: blocks that the load writes, from `load.first` on; pinned by the load in flight and by the job.
+        table: blocks that the load writes, from `load.first` on; pinned by the load in flight and by the request.
         whole: the load has arrived whole.
     """
 
@@ -226,7 +226,7 @@ class OvertakenLoad:
 
 
 @dataclass(slots=True, eq=False)
-class JobPrefix:
+class PromptPrefix:
     """A prompt's leading part that need not be computed.
 
     Attributes:
@@ -234,7 +234,7 @@ class JobPrefix:
         cached: leading tokens not to compute, because they were cached.
         loaded: further tokens not to compute, because they were loaded.
         next_source: index of the source tried next.
-        load: the load in flight that the job waits for.
+        load: the load in flight that the request waits for.
         overtaken: the load that computing has overtaken.
         overtaken_tokens: tokens that were computed while their load was under way.
         misses: blocks that a kvstore lacked.
@@ -252,8 +252,8 @@ class JobPrefix:
     loads: list[PrefixLoaded] = field(default_factory=list)
 
 
-class JobStatus(Enum):
-    """A job's state; `TRANSITIONS` has the changes that may happen."""
+class PrefillStatus(Enum):
+    """A request's state; `TRANSITIONS` has the changes that may happen."""
 
     WAITING = "waiting"
     """In the queue, without blocks."""
@@ -264,47 +264,47 @@ class JobStatus(Enum):
     COMPUTED = "computed"
     """The first token was reported. The KV is sent, or decode's verdict is awaited."""
     ENDED = "ended"
-    """No longer among the scheduler's jobs; I/O may still pin the job's blocks."""
+    """No longer among the scheduler's requests; I/O may still pin the request's blocks."""
 
 
-TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
-    JobStatus.WAITING: frozenset({JobStatus.STARTED, JobStatus.ENDED}),
-    JobStatus.STARTED: frozenset({JobStatus.COMPUTING, JobStatus.ENDED}),
-    JobStatus.COMPUTING: frozenset({JobStatus.COMPUTED, JobStatus.ENDED}),
-    JobStatus.COMPUTED: frozenset({JobStatus.ENDED}),
-    JobStatus.ENDED: frozenset(),
+TRANSITIONS: Mapping[PrefillStatus, frozenset[PrefillStatus]] = {
+    PrefillStatus.WAITING: frozenset({PrefillStatus.STARTED, PrefillStatus.ENDED}),
+    PrefillStatus.STARTED: frozenset({PrefillStatus.COMPUTING, PrefillStatus.ENDED}),
+    PrefillStatus.COMPUTING: frozenset({PrefillStatus.COMPUTED, PrefillStatus.ENDED}),
+    PrefillStatus.COMPUTED: frozenset({PrefillStatus.ENDED}),
+    PrefillStatus.ENDED: frozenset(),
 }
-"""Statuses that may follow each status. A job begins as WAITING."""
+"""Statuses that may follow each status. A request begins as WAITING."""
 
 
 @dataclass(slots=True, eq=False)
-class PrefillJob:
+class PrefillRequest:
     """One prompt.
 
     Attributes:
         asked: what the conductor asked for.
         outgoing: KV on the way to decode; None = the KV is not sent.
-        added_at: when the job was queued, seconds.
+        added_at: when the request was queued, seconds.
         queue_key: place in the fair queue.
-        expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
+        expected_tokens: leading tokens expected not to be computed; for predictions, until the request starts.
         owner: the KV's tenant, and whether the blocks may be kept.
         load_s: predicted seconds for loading what is expected to come from a source.
-        shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until the first step.
+        shared_tokens: leading tokens that earlier requests compute and register; for predictions, until the first step.
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
         token_at: when the first token was computed, seconds.
-        table: the job's blocks; bound at the start, unbound once no KV is left to compute or send.
+        table: the request's blocks; bound at the start, unbound once no KV is left to compute or send.
         prefix: leading blocks that were cached or loaded, and the load in flight.
         computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.
         scheduled: leading tokens that have KV, or are in flight.
-        slices_in_flight: the job's live slices in steps in flight.
+        slices_in_flight: the request's live slices in steps in flight.
         gated: the slice in flight follows the load: no further slice is planned until that slice is done.
         blocked_by: I/O on blocks that are to be computed again: until the I/O ends, no slice is planned.
         put_until: for each copy, blocks before this index were written or need not be.
         borders: counts of leading full blocks behind which this prompt or others may be continued.
     """
 
-    asked: SubmitJob
+    asked: AddRequest
     outgoing: OutgoingKV | None
     added_at: float
     queue_key: QueueKey
@@ -312,11 +312,11 @@ class PrefillJob:
     owner: KVOwner
     load_s: float = 0.0
     shared_tokens: int = 0
-    status: JobStatus = JobStatus.WAITING
+    status: PrefillStatus = PrefillStatus.WAITING
     first_step_at: float | None = None
     token_at: float | None = None
     table: BlockTable | None = None
-    prefix: JobPrefix = field(default_factory=JobPrefix)
+    prefix: PromptPrefix = field(default_factory=PromptPrefix)
     computed: int = 0
     scheduled: int = 0
     slices_in_flight: int = 0
@@ -326,20 +326,19 @@ class PrefillJob:
     borders: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, event: SubmitJob, settings: PrefillSettings, now: float) -> "PrefillJob":
-        """A job on arrival."""
+    def of(cls, event: AddRequest, settings: PrefillSettings, now: float) -> "PrefillRequest":
+        """A request on arrival."""
         spec, outgoing = event.request, None
         if event.held_blocks is not None:
             outgoing = OutgoingKV.of(settings, spec.tokens, event.held_blocks)
         believed = max((source.blocks for source in event.sources), default=0) if event.reuse else 0
         expected = settings.reused_tokens(spec.tokens, believed)
-        place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight).delayed(event.delay_s)
+        place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.id, spec.weight).delayed(event.delay_s)
         return cls(event, outgoing, now, place, expected, KVOwner(spec.tenant, spec.transient))
 
     @property
-    def number(self) -> int:
-        """The job's number."""
-        return self.asked.job
+    def id(self) -> int:
+        return self.asked.id
 
     @property
     def spec(self) -> EngineRequest:
@@ -361,9 +360,9 @@ class PrefillJob:
         """Kvstores that blocks are written to."""
         return self.asked.copies
 
-    def set_status(self, status: JobStatus) -> None:
+    def set_status(self, status: PrefillStatus) -> None:
         """Changes the status, along `TRANSITIONS` only."""
-        assert status in TRANSITIONS[self.status], f"job {self.number} cannot go from {self.status} to {status}"
+        assert status in TRANSITIONS[self.status], f"request {self.id} cannot go from {self.status} to {status}"
         self.status = status
 
     @property
@@ -379,17 +378,17 @@ class PrefillJob:
 
 @dataclass(slots=True, eq=False)
 class SequenceSlice:
-    """A job's part of a step in flight: tokens [start, end).
+    """A request's part of a step in flight: tokens [start, end).
 
     Attributes:
-        first: this is the job's first slice.
+        first: this is the request's first slice.
         last: the prompt ends with this slice.
         loading: tokens before `start` arrive through the step's KV gates.
         full_hit: the tokens have KV, or get KV through the gates: the slice writes no KV.
         live: the slice counts; False after the slice was dropped.
     """
 
-    job: int
+    request: int
     start: int
     end: int
     first: bool
@@ -423,7 +422,7 @@ class StepFlight:
 class LoadFlight:
     """A read of `wanted` blocks from a kvstore, or from another instance's pool."""
 
-    job: int
+    request: int
     source: KVSource
     nbytes: int
     wanted: int
@@ -449,7 +448,7 @@ class ReplicaFlight:
 class TransferFlight:
     """Opening a transfer, or waiting for decode's verdict; pins no blocks."""
 
-    job: int
+    request: int
     opens: bool
     tables: tuple[BlockTable, ...] = ()
 
@@ -458,7 +457,7 @@ class TransferFlight:
 class SendFlight:
     """Slices being sent out of the pool."""
 
-    job: int
+    request: int
     tables: tuple[BlockTable, ...]
 
 
@@ -483,10 +482,10 @@ class PrefillState:
         lending: blocks that other instances read.
         tracker: measured speeds of the engine with all cores; predicts times.
         core_share: part of the engine's cores that steps have had lately; other processes on the host had the rest.
-        jobs: all jobs that have not ended, by number.
+        requests: all requests that have not ended, by number.
         shares: the tenants' shares; steps are charged to them, in predicted seconds.
-        waiting: jobs without blocks, in fair order.
-        started: jobs that have, or had, blocks, in the order of starting.
+        waiting: requests without blocks, in fair order.
+        started: requests that have, or had, blocks, in the order of starting.
         ios: I/O in flight, with the blocks that each pins.
         steps: steps in flight, in order.
         replica: the replication in flight.
@@ -500,10 +499,10 @@ class PrefillState:
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.core_share = 1.0
-        self.jobs: dict[int, PrefillJob] = {}
+        self.requests: dict[int, PrefillRequest] = {}
         self.shares = FairShares()
         self.waiting = FairQueue(self.shares)
-        self.started: dict[int, PrefillJob] = {}
+        self.started: dict[int, PrefillRequest] = {}
         self.ios: PendingIo[IoInFlight] = PendingIo()
         self.steps: dict[int, StepFlight] = {}
         self.replica: ReplicaFlight | None = None
@@ -526,14 +525,14 @@ class PrefillState:
         return self.ios.begin(flight)
 
     def end(self, io: int) -> IoInFlight:
-        """I/O has ended: unpins the tables, and unblocks jobs that waited for the end."""
+        """I/O has ended: unpins the tables, and unblocks requests that waited for the end."""
         flight = self.ios.end(io)
         for table in flight.tables:
             self.unpin(table)
-        for number in _jobs_of(flight):
-            job = self.jobs.get(number)
-            if job is not None and job.blocked_by:
-                job.blocked_by.discard(io)
+        for number in _requests_of(flight):
+            request = self.requests.get(number)
+            if request is not None and request.blocked_by:
+                request.blocked_by.discard(io)
         return flight
 
     def cancel(self, io: int | None) -> None:
@@ -547,148 +546,150 @@ class PrefillState:
         if not table.pins:
             self.manager.release(table.blocks, table.past)
 
-    def unbind(self, job: PrefillJob) -> None:
-        """Drops the job's own pin on the blocks."""
-        if job.table is not None:
-            self.unpin(job.table)
-            job.table = None
+    def unbind(self, request: PrefillRequest) -> None:
+        """Drops the request's own pin on the blocks."""
+        if request.table is not None:
+            self.unpin(request.table)
+            request.table = None
 
-    def reusable_blocks(self, job: PrefillJob) -> int:
+    def reusable_blocks(self, request: PrefillRequest) -> int:
         """Leading full blocks, which may be cached or loaded; with recurrent states, only before the last token."""
-        return (job.spec.tokens - self.settings.recurrent) // self.settings.block_size if job.reuse else 0
+        return (request.spec.tokens - self.settings.recurrent) // self.settings.block_size if request.reuse else 0
 
-    def hold_prefix(self, job: PrefillJob, held: list[int], more: list[int]) -> None:
-        """Takes cached leading blocks for a job without steps: `held` were taken before; acquires `more`."""
-        assert job.table is not None
+    def hold_prefix(self, request: PrefillRequest, held: list[int], more: list[int]) -> None:
+        """Takes cached leading blocks for a request without steps: `held` were taken before; acquires `more`."""
+        assert request.table is not None
         blocks = len(held) + len(more)
         first = self.settings.first_windowed_block(blocks * self.settings.block_size)
         self.manager.acquire(more, max(0, first - len(held)))
-        self.manager.pass_windows(held[job.table.past : first])
-        job.table.past = first
-        job.prefix.blocks = blocks
-        job.prefix.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
+        self.manager.pass_windows(held[request.table.past : first])
+        request.table.past = first
+        request.prefix.blocks = blocks
+        request.prefix.cached = request.computed = request.scheduled = self.settings.reused_tokens(
+            request.spec.tokens, blocks
+        )
 
-    def note_borders(self, job: PrefillJob) -> None:
+    def note_borders(self, request: PrefillRequest) -> None:
         """Notes behind which blocks the prompt, or another that leaves the chain, may be continued."""
         if not self.settings.window_blocks:
             return
-        tokens, size = job.spec.tokens, self.settings.block_size
-        found = len(self.manager.find(job.spec.keys))
+        tokens, size = request.spec.tokens, self.settings.block_size
+        found = len(self.manager.find(request.spec.keys))
         # The same prompt is continued behind its last full block, or before that block if a state must not be reused.
-        ends = (tokens // size, (tokens - self.settings.recurrent) // size, job.prefix.blocks, found)
-        job.borders = frozenset((*ends, *(copy.held or 0 for copy in job.copies)))
+        ends = (tokens // size, (tokens - self.settings.recurrent) // size, request.prefix.blocks, found)
+        request.borders = frozenset((*ends, *(copy.held or 0 for copy in request.copies)))
 
-    def pass_windows(self, job: PrefillJob) -> None:
-        """Notes that the job reads no windowed slices behind the next token's window."""
-        table, first = job.table, self.settings.first_windowed_block(job.computed)
+    def pass_windows(self, request: PrefillRequest) -> None:
+        """Notes that the request reads no windowed slices behind the next token's window."""
+        table, first = request.table, self.settings.first_windowed_block(request.computed)
         if table is not None and first > table.past:
             window = self.settings.window_blocks
-            at = {index for border in job.borders for index in range(max(0, border - window), border)}
+            at = {index for border in request.borders for index in range(max(0, border - window), border)}
             kept = [table.blocks[index] for index in range(table.past, first) if index in at]
             self.manager.pass_windows(table.blocks[table.past : first], kept)
             table.past = first
 
-    def advance(self, job: PrefillJob, end: int) -> None:
+    def advance(self, request: PrefillRequest, end: int) -> None:
         """Registers the keys of the full blocks up to token `end`, whose KV is there."""
         size = self.settings.block_size
-        assert job.table is not None
-        for index in range(job.computed // size, end // size):
-            self.manager.register(job.table.blocks[index], job.spec.keys[index], job.owner)
-        job.computed = end
-        job.scheduled = max(job.scheduled, end)
+        assert request.table is not None
+        for index in range(request.computed // size, end // size):
+            self.manager.register(request.table.blocks[index], request.spec.keys[index], request.owner)
+        request.computed = end
+        request.scheduled = max(request.scheduled, end)
 
 
-def _jobs_of(flight: IoInFlight) -> Sequence[int]:
+def _requests_of(flight: IoInFlight) -> Sequence[int]:
     match flight:
         case SendFlight() | LoadFlight() | TransferFlight():
-            return (flight.job,)
+            return (flight.request,)
         case StepFlight():
-            return [part.job for part in flight.slices]
+            return [part.request for part in flight.slices]
         case WriteBackFlight() | ReplicaFlight():
             return ()
 
 
 class OutgoingTransfers:
-    """Sends jobs' KV, one batch per job at a time."""
+    """Sends requests' KV, one batch per request at a time."""
 
     def __init__(self, state: PrefillState) -> None:
         self._state = state
 
-    def open(self, job: PrefillJob) -> None:
-        """Opens a starting job's transfer, so that the first layer need not wait for the opening."""
-        if job.outgoing is not None:
-            job.outgoing.io = self._state.begin(TransferFlight(job.number, opens=True))
-            self._state.act(OpenTransfer(job.outgoing.io, job.number))
+    def open(self, request: PrefillRequest) -> None:
+        """Opens a starting request's transfer, so that the first layer need not wait for the opening."""
+        if request.outgoing is not None:
+            request.outgoing.io = self._state.begin(TransferFlight(request.id, opens=True))
+            self._state.act(OpenTransfer(request.outgoing.io, request.id))
 
-    def add(self, job: PrefillJob, layer: int, first: int, end: int, step: int | None) -> None:
+    def add(self, request: PrefillRequest, layer: int, first: int, end: int, step: int | None) -> None:
         """Sends a layer's blocks [first, end), which are whole."""
-        if job.outgoing is not None:
-            job.outgoing.add(layer, first, end, step)
-            self._pump(job, job.outgoing)
+        if request.outgoing is not None:
+            request.outgoing.add(layer, first, end, step)
+            self._pump(request, request.outgoing)
 
-    def leading(self, job: PrefillJob, blocks: int) -> None:
+    def leading(self, request: PrefillRequest, blocks: int) -> None:
         """Sends the leading blocks, which are whole in all layers."""
-        if job.outgoing is not None:
+        if request.outgoing is not None:
             for layer in range(self._state.settings.layers):
-                job.outgoing.add(layer, 0, blocks, None)
-            self._pump(job, job.outgoing)
+                request.outgoing.add(layer, 0, blocks, None)
+            self._pump(request, request.outgoing)
 
-    def take_back(self, job: PrefillJob, first: int) -> None:
+    def take_back(self, request: PrefillRequest, first: int) -> None:
         """Blocks from `first` on will be computed again, once every batch that may read these blocks was sent."""
-        outgoing = job.outgoing
+        outgoing = request.outgoing
         if outgoing is None:
             return
         outgoing.take_back(first)
         if outgoing.io is not None and isinstance(self._state.ios.get(outgoing.io), SendFlight):
-            job.blocked_by.add(outgoing.io)
+            request.blocked_by.add(outgoing.io)
 
-    def finish(self, job: PrefillJob) -> bool:
-        """The job is computed; returns whether no KV is left to send or wait for."""
-        if job.outgoing is None:
-            self._state.unbind(job)
+    def finish(self, request: PrefillRequest) -> bool:
+        """The request is computed; returns whether no KV is left to send or wait for."""
+        if request.outgoing is None:
+            self._state.unbind(request)
             return True
-        assert job.outgoing.whole, "a slice was never queued"
-        self._pump(job, job.outgoing)
+        assert request.outgoing.whole, "a slice was never queued"
+        self._pump(request, request.outgoing)
         return False
 
     def opened(self, number: int) -> None:
-        """A transfer is open; aborts the transfer if the job has ended meanwhile."""
-        job = self._state.jobs.get(number)
-        if job is None or job.outgoing is None:
+        """A transfer is open; aborts the transfer if the request has ended meanwhile."""
+        request = self._state.requests.get(number)
+        if request is None or request.outgoing is None:
             self._state.act(CloseTransfer(number, aborted=True))
             return
-        job.outgoing.io, job.outgoing.open = None, True
-        self._pump(job, job.outgoing)
+        request.outgoing.io, request.outgoing.open = None, True
+        self._pump(request, request.outgoing)
 
-    def sent(self, job: PrefillJob, nbytes: int, seconds: float) -> None:
+    def sent(self, request: PrefillRequest, nbytes: int, seconds: float) -> None:
         """A batch was sent."""
-        assert job.outgoing is not None
-        job.outgoing.io = None
-        job.outgoing.sent_bytes += nbytes
+        assert request.outgoing is not None
+        request.outgoing.io = None
+        request.outgoing.sent_bytes += nbytes
         self._state.tracker.observe_transfer(nbytes, seconds)
-        self._pump(job, job.outgoing)
+        self._pump(request, request.outgoing)
 
-    def give_up(self, job: PrefillJob) -> None:
-        """The job ends before decode's verdict: aborts the transfer."""
-        if job.outgoing is not None:
-            self._state.cancel(job.outgoing.io)
-            if job.outgoing.open:
-                self._state.act(CloseTransfer(job.number, aborted=True))
+    def give_up(self, request: PrefillRequest) -> None:
+        """The request ends before decode's verdict: aborts the transfer."""
+        if request.outgoing is not None:
+            self._state.cancel(request.outgoing.io)
+            if request.outgoing.open:
+                self._state.act(CloseTransfer(request.id, aborted=True))
 
-    def _pump(self, job: PrefillJob, outgoing: OutgoingKV) -> None:
+    def _pump(self, request: PrefillRequest, outgoing: OutgoingKV) -> None:
         """Sends queued slices; after the last slice closes the transfer. The verdict needs no block."""
         if outgoing.io is not None or not outgoing.open:
             return
-        table, state = job.table, self._state
+        table, state = request.table, self._state
         if outgoing.pending and table is not None:
             pieces = tuple([_layer_blocks(span, table) for span in outgoing.take(state.settings.slice_bytes)])
-            io = outgoing.io = state.begin(SendFlight(job.number, (table,)))
-            state.act(SendSlices(io, job.number, pieces))
-        elif job.finished:
-            self._state.act(CloseTransfer(job.number, aborted=False))
-            self._state.unbind(job)
-            outgoing.io = self._state.begin(TransferFlight(job.number, opens=False))
-            self._state.act(AwaitVerdict(outgoing.io, job.number, self._state.settings.verdict_timeout_s))
+            io = outgoing.io = state.begin(SendFlight(request.id, (table,)))
+            state.act(SendSlices(io, request.id, pieces))
+        elif request.finished:
+            self._state.act(CloseTransfer(request.id, aborted=False))
+            self._state.unbind(request)
+            outgoing.io = self._state.begin(TransferFlight(request.id, opens=False))
+            self._state.act(AwaitVerdict(outgoing.io, request.id, self._state.settings.verdict_timeout_s))
 
 
 def _layer_blocks(span: BlockSpan, table: BlockTable) -> LayerBlocks:

@@ -1,4 +1,4 @@
-"""Window slots at prefill: a prompt holds its window, one block and the chunk in work; states lie at chosen borders."""
+"""Window blocks at prefill: a prompt holds a window, one block and the chunk in work; states lie at chosen borders."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.unit.engine.prefill.world import BT, World, staged
 
 
 def needed(world: World) -> int:
-    """Window slots that somebody may still read."""
+    """Window blocks that somebody may still read."""
     manager = world.core.state.manager
     return manager.num_slots - manager.num_slots_available
 
@@ -47,7 +47,7 @@ def test_too_few_slots_make_chunks_shorter() -> None:
 def test_prompts_start_while_their_windows_fit() -> None:
     world = small(1, 9)
     clients = [world.arrive(3 * BT, family) for family in range(4)]
-    started = [client for client in clients if world.core.started(client.arrive.job)]
+    started = [client for client in clients if world.core.started(client.arrive.id)]
     assert len(started) == 2
     most_needed(world)
     assert all(client.token is not None for client in clients)
