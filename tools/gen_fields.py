@@ -15,7 +15,8 @@ from moonpool.gateway.endpoints.openai_responses import ResponsesBody
 from moonpool.gateway.endpoints.prefetch import PrefetchBody
 from moonpool.gateway.endpoints.scores import RerankBody, ScoreBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from moonpool.gateway.serving.json_body import Body, GenerateBody, SessionBody
+from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.generate_body import GenerateBody, SessionBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: dict[str, type[Body]] = {

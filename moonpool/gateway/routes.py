@@ -38,7 +38,7 @@ from moonpool.gateway.endpoints.base import Endpoint, GatewayContext, openai_err
 from moonpool.gateway.serving.envelope import AllowedHosts, RequestEnvelope
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from moonpool.gateway.serving.generation import JSON_MEDIA_TYPE
-from moonpool.gateway.serving.json_body import to_json_bytes
+from moonpool.gateway.serving.json_response import to_json_bytes
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),

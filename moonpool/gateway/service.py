@@ -27,10 +27,10 @@ from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.background_responses import BackgroundResponses
+from moonpool.gateway.serving.body_reader import BodyMemory, BodyPace, BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
 from moonpool.gateway.serving.generation import RequestBuilder
-from moonpool.gateway.serving.json_body import BodyMemory, BodyPace, BodyReader
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.response_pins import ResponsePins
 from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits

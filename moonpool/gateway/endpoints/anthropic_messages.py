@@ -26,9 +26,11 @@ from moonpool.gateway.endpoints.openai_protocol import (
     strict_parameters,
 )
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.body import Body, FailFastList, Integer
 from moonpool.gateway.serving.errors import ErrorResponse
+from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter
-from moonpool.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
+from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.known_fields import (
     ANTHROPIC_IGNORED,
     ANTHROPIC_MESSAGE_IGNORED,

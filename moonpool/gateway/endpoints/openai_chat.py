@@ -29,8 +29,8 @@ from moonpool.gateway.endpoints.openai_protocol import (
     sse_event,
 )
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.body import Integer
 from moonpool.gateway.serving.generation import GenerationResponse
-from moonpool.gateway.serving.json_body import Integer
 from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 

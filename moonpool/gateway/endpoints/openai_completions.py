@@ -21,8 +21,8 @@ from moonpool.gateway.endpoints.openai_protocol import (
     OpenAISamplingBody,
     sse_event,
 )
+from moonpool.gateway.serving.body import FailFastList, Integer
 from moonpool.gateway.serving.generation import GenerationResponse, results_of
-from moonpool.gateway.serving.json_body import FailFastList, Integer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""

@@ -18,18 +18,11 @@ from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import HTTP_FIELDS, ITEM_LIMITS, SamplingParams
 from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.body import Body, FailFastList, Integer, SmallObject, TextOr
 from moonpool.gateway.serving.errors import ErrorResponse
+from moonpool.gateway.serving.generate_body import GenerateBody, PromptCacheBody
 from moonpool.gateway.serving.generation import ResponseFormatter
-from moonpool.gateway.serving.json_body import (
-    Body,
-    FailFastList,
-    GenerateBody,
-    Integer,
-    PromptCacheBody,
-    SmallObject,
-    TextOr,
-    to_json_bytes,
-)
+from moonpool.gateway.serving.json_response import to_json_bytes
 from moonpool.gateway.serving.known_fields import (
     CALL_IGNORED,
     COMPLETION_IGNORED,

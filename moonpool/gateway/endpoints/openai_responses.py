@@ -34,19 +34,12 @@ from moonpool.gateway.endpoints.openai_protocol import (
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.background_responses import EventLog, EventLogResponse
+from moonpool.gateway.serving.body import Body, FailFastList, Integer, SmallObject, TextOr
+from moonpool.gateway.serving.body_reader import CLEANUP
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
+from moonpool.gateway.serving.generate_body import PromptCacheBody
 from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter, to_nobody
-from moonpool.gateway.serving.json_body import (
-    CLEANUP,
-    Body,
-    FailFastList,
-    Integer,
-    PromptCacheBody,
-    SmallObject,
-    TextOr,
-    json_response,
-    to_json_bytes,
-)
+from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.known_fields import ITEM_IGNORED, RESPONSES_IGNORED, RESPONSES_REFUSED
 from moonpool.gateway.serving.response_pins import PinnedTurn, ResponsePins
 from moonpool.gateway.serving.response_store import Item, ResponseStore, StoredRecord

@@ -19,8 +19,10 @@ from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import MAX_PROMPTS, CompletionBody
 from moonpool.gateway.endpoints.openai_responses import ResponsesBody, ResponsesTurn
 from moonpool.gateway.serving.auth import AuthenticatedCaller, CheckedRequest
+from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.errors import HttpError
-from moonpool.gateway.serving.json_body import Body, FailFastList, GenerateBody, json_response
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.json_response import json_response
 
 BodyT = TypeVar("BodyT", bound=GenerateBody)
 

@@ -18,8 +18,8 @@ from moonpool.client import GenerateResult
 from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.serving.auth import CheckedRequest
+from moonpool.gateway.serving.body import Body, FailFastList, Integer, TextOr
 from moonpool.gateway.serving.generation import GenerationResponse, results_of
-from moonpool.gateway.serving.json_body import Body, FailFastList, Integer, TextOr
 
 Texts = str | FailFastList[str]
 

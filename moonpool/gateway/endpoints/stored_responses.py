@@ -15,7 +15,8 @@ from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.openai_responses import UNDER_WAY, ResponsesItem
 from moonpool.gateway.serving.background_responses import EventLogResponse
-from moonpool.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
+from moonpool.gateway.serving.body import Body, FailFastList, SmallObject
+from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.response_store import Item, StoredRecord
 
 MAX_NEW_ITEMS = 20

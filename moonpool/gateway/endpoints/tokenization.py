@@ -11,7 +11,8 @@ from starlette.responses import Response
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.openai_protocol import ChatOptionsBody, ConversationBody
-from moonpool.gateway.serving.json_body import Body, FailFastList, json_response
+from moonpool.gateway.serving.body import Body, FailFastList
+from moonpool.gateway.serving.json_response import json_response
 
 
 class TokenizeBody(ChatOptionsBody, ConversationBody):

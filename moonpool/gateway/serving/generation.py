@@ -34,7 +34,8 @@ from moonpool.client import (
 from moonpool.client.tracing import traceparent
 from moonpool.gateway.serving.auth import BudgetCharge, CheckedRequest
 from moonpool.gateway.serving.errors import ErrorResponse, error_response
-from moonpool.gateway.serving.json_body import GenerateBody, to_json_bytes
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.json_response import to_json_bytes
 from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerReading, ToolSet

@@ -1,5 +1,5 @@
 """Clients that mean harm, over real sockets: each is answered or closed, nothing of theirs comes back as a header, and
-others are served meanwhile. What is only malformed, too large or never read: `test_http_server`, `test_json_body`."""
+others are served meanwhile. What is only malformed, too large or never read: `test_http_server`, `test_body`."""
 
 import asyncio
 import contextlib
