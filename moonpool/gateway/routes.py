@@ -37,8 +37,7 @@ from moonpool.gateway.endpoints import (
 from moonpool.gateway.endpoints.base import Endpoint, GatewayContext, openai_error_body
 from moonpool.gateway.serving.envelope import AllowedHosts, RequestEnvelope
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
-from moonpool.gateway.serving.generation import JSON_MEDIA_TYPE
-from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
@@ -166,6 +165,4 @@ class ErrorHandlers:
     def _respond(self, request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None) -> Response:
         self._count(error.status, error.code or "")
         body = self._error_bodies.get(request.url.path, openai_error_body)(error)
-        return Response(
-            to_json_bytes(body), error.status, {**(headers or {}), **error.headers}, media_type=JSON_MEDIA_TYPE
-        )
+        return Response(to_json_bytes(body), error.status, {**(headers or {}), **error.headers}, media_type=JSON_TYPE)

@@ -30,8 +30,8 @@ from moonpool.gateway.serving.background_responses import BackgroundResponses
 from moonpool.gateway.serving.body_reader import BodyMemory, BodyPace, BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
-from moonpool.gateway.serving.generation import RequestBuilder
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
+from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.response_pins import ResponsePins
 from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames

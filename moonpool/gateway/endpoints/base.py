@@ -16,8 +16,11 @@ from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.background_responses import BackgroundResponses, EventLogResponse
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.errors import ErrorResponse
-from moonpool.gateway.serving.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
+from moonpool.gateway.serving.generation_job import GenerationJob
+from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.metrics import GatewayMetrics
+from moonpool.gateway.serving.request_builder import RequestBuilder
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.response_pins import ResponsePins
 from moonpool.gateway.serving.response_store import ResponseStore
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer

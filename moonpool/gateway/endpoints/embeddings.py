@@ -17,7 +17,9 @@ from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.serving.body import FailFastList
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
-from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter, results_of
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.merged_stream import results_of
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 
 MAX_INPUTS = 2048
 """Inputs per request, as OpenAI's limit."""

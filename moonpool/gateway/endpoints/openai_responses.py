@@ -20,27 +20,22 @@ from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.client import GenerateResult, Message, TokenEvent, Usage
 from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import (
-    ContentPart,
-    FunctionBody,
-    LogprobsFormatter,
-    ToolChoice,
-    chosen_tools,
-    drawn_seed,
-    joined_text,
-    sdk_tool_call,
-    token_biases,
-)
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.asgi_reply import to_nobody
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.background_responses import EventLog, EventLogResponse
 from moonpool.gateway.serving.body import Body, FailFastList, Integer, SmallObject, TextOr
 from moonpool.gateway.serving.body_reader import CLEANUP
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from moonpool.gateway.serving.generate_body import PromptCacheBody
-from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter, to_nobody
+from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.known_fields import ITEM_IGNORED, RESPONSES_IGNORED, RESPONSES_REFUSED
+from moonpool.gateway.serving.logprobs import LogprobsFormatter
+from moonpool.gateway.serving.messages import ContentPart, joined_text, sdk_tool_call
+from moonpool.gateway.serving.offered_tools import FunctionBody, ToolChoice, chosen_tools
+from moonpool.gateway.serving.openai_sampling import drawn_seed, token_biases
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.response_pins import PinnedTurn, ResponsePins
 from moonpool.gateway.serving.response_store import Item, ResponseStore, StoredRecord
 from moonpool.gateway.serving.structured_outputs import (
@@ -556,7 +551,7 @@ async def responses(gateway: GatewayContext, request: Request) -> Response | Gen
     turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
     job.prompts = [{"messages": turn.messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
-    logprobs = LogprobsFormatter.of(gateway, body, state)
+    logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = ResponsesOptions(
         echoed_fields=body.echoed_fields(stored=turn.is_stored),
         call_kinds=dict(pair for tool in body.tools or () for pair in tool.call_kinds()),

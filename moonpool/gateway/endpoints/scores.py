@@ -19,7 +19,8 @@ from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.body import Body, FailFastList, Integer, TextOr
-from moonpool.gateway.serving.generation import GenerationResponse, results_of
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.merged_stream import results_of
 
 Texts = str | FailFastList[str]
 

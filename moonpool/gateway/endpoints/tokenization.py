@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import ChatOptionsBody, ConversationBody
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.json_response import json_response
+from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
 
 
 class TokenizeBody(ChatOptionsBody, ConversationBody):

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from starlette.types import Message, Receive, Scope, Send
 
+from moonpool.gateway.serving.asgi_reply import AsgiReply, ClientGoneError, while_connected
 from moonpool.gateway.serving.errors import HttpError
-from moonpool.gateway.serving.generation import AsgiReply, ClientGoneError, while_connected
 
 Phase = Literal["queued", "in_progress"]
 MAX_LOG_BYTES = 16 << 20
