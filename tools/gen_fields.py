@@ -11,10 +11,10 @@ from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
 from moonpool.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
 from moonpool.gateway.endpoints.prefetch import PrefetchBody
 from moonpool.gateway.endpoints.scores import RerankBody, ScoreBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
+from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.serving.body import Body
 from moonpool.gateway.serving.generate_body import GenerateBody, SessionBody
 

@@ -39,7 +39,7 @@ connection.
 
 # uvicorn has no settings for these bounds and timeouts (ADR 10). They must act between a read and the application, so
 # this class overrides uvicorn's protocol and uses its internals: `cycle`, `pipeline`, `flow`, `connections`. If a
-# release of uvicorn changes them, tests/unit/gateway/test_http_server.py and test_hostile.py fail.
+# release of uvicorn changes them, the tests of this folder fail.
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 over llhttp, with bounds and timeouts.
 

@@ -17,9 +17,9 @@ from moonpool.base.checkpoint.past_calls import call_arguments
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
 from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_response import GenerationResponse

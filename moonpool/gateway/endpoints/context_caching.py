@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.client import Context, GenerateResult
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.serving.body import Body, FailFastList, SmallObject
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.messages import ConversationBody

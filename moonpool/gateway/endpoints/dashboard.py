@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 
 INDEX_FILE = "index.html"

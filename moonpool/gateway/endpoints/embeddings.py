@@ -13,8 +13,8 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateResult, TokenEvent
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.serving.body import FailFastList
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_response import GenerationResponse

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from moonpool.base.errors import NotFound
 from moonpool.client import ClusterState
-from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 
 ANTHROPIC_HEADER = "anthropic-version"

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.client import GenerateArguments, GenerateResult
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.context_caching import (
     CacheReference,
     apply_cache,
@@ -22,6 +21,7 @@ from moonpool.gateway.endpoints.context_caching import (
 from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.serving.body import Integer
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
 from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody

@@ -13,9 +13,9 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateArguments, GenerateResult, TokenEvent
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
 from moonpool.gateway.serving.body import FailFastList, Integer
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
 from moonpool.gateway.serving.merged_stream import results_of

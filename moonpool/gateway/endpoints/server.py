@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.telemetry.prometheus import exposition
-from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 
 

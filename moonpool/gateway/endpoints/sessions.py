@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from moonpool.base.errors import NotFound
 from moonpool.client import SessionTurn
-from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generate_body import SessionBody
 from moonpool.gateway.serving.json_response import json_response
 

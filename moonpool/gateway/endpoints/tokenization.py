@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.serving.body import Body, FailFastList
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
 

@@ -21,8 +21,8 @@ from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
 from moonpool.gateway.endpoints.context_caching import CacheCreateBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody
+from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.serving.body import Body, validate_body
 from moonpool.gateway.serving.body_reader import (
     CLEANUP,
