@@ -24,7 +24,8 @@ from pathlib import Path
 from benchmarks.frame import Progress, Row, Skipped, paired, run
 from benchmarks.kvstore_picture import picture
 from benchmarks.lending_engines import engine_rows
-from benchmarks.serving import checkpoint_of, fresh_prompt, greedy
+from benchmarks.serving import checkpoint_of, fresh_prompt
+from moonpool.cli.load_generator.senders import greedy
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.frame import Absent, Progress, Row, optional, paired, run
 from benchmarks.serving_limits import Limits, measured_limits
 from moonpool.base.bundled import model_dir
-from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.load_generator.senders import greedy
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client, GenerateResult
 
@@ -33,11 +33,6 @@ REST_S = 60.0
 def fresh_prompt(generator: random.Random, tokens: int) -> list[int]:
     """Random ordinary token ids."""
     return [generator.randrange(300, 4000) for _ in range(tokens)]
-
-
-def greedy(tokens: int) -> SamplingParams:
-    """Exactly so many greedy tokens."""
-    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 class Serving:

@@ -11,11 +11,12 @@ from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
 from moonpool.gateway.endpoints.lora_adapters import LoadLoraBody, UnloadLoraBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
 from moonpool.gateway.endpoints.prefetch import PrefetchBody
 from moonpool.gateway.endpoints.scores import RerankBody, ScoreBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from moonpool.gateway.serving.json_body import Body, GenerateBody, SessionBody
+from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.generate_body import GenerateBody, SessionBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: dict[str, type[Body]] = {

@@ -5,207 +5,19 @@ import contextlib
 import dataclasses
 import json
 import math
-import random
-from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 from moonpool.base.checkpoint import load_config
-from moonpool.base.errors import ConfigError, Internal, InvalidRequest, Overloaded, StreamBroken, Unavailable
-from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.load_generator import (
-    LoadSummary,
-    RequestOutcome,
-    SendRequest,
-    latency_chart,
-    open_loop,
-    poisson_arrivals,
-    summarize,
-    trace_loop,
-)
+from moonpool.base.errors import ConfigError
+from moonpool.cli.load_generator.chart import latency_chart
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest, open_loop, poisson_arrivals, trace_loop
+from moonpool.cli.load_generator.prompts import PromptShape, PromptSource
+from moonpool.cli.load_generator.senders import completion_body, http_sender, prompt_arguments, sdk_sender
+from moonpool.cli.load_generator.summary import LoadSummary, summarize
 from moonpool.client import AsyncClient, Slo
-from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest
-
-ORDINARY_TOKENS = 16
-"""Ids below are left to special tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptShape:
-    """Lengths in tokens.
-
-    Attributes:
-        prompt_tokens: per prompt; of a trace's at most so many, 0 = all.
-        shared_tokens: part shared by a conversation.
-        conversations: how many there are.
-        output_tokens: per answer; of a trace's at most so many, 0 = all.
-    """
-
-    prompt_tokens: int
-    shared_tokens: int
-    conversations: int
-    output_tokens: int
-
-
-class PromptSource:
-    """One load's prompts. Request `index`'s tokens are a function of the seed."""
-
-    def __init__(
-        self,
-        shape: PromptShape,
-        trace: Sequence[TraceRequest],
-        seed: int,
-        vocab_size: int,
-        block_size: int = BLOCK_SIZE,
-    ) -> None:
-        """`trace` is empty for conversations; `block_size`: tokens per trace block."""
-        self._shape = shape
-        self._trace = trace
-        self._seed = seed
-        self._block_size = block_size
-        self.vocab_size = vocab_size
-
-    def tokens(self, index: int) -> "array[int]":
-        """A request's prompt."""
-        shape = self._shape
-        if self._trace:
-            return self._trace[index].tokens(self.vocab_size, self._block_size)[: shape.prompt_tokens or None]
-        shared = self._random(shape.shared_tokens, "conversation", index % shape.conversations)
-        return shared + self._random(shape.prompt_tokens - shape.shared_tokens, "turn", index)
-
-    def output_tokens(self, index: int) -> int:
-        """Tokens in the request's answer."""
-        most = self._shape.output_tokens
-        if not self._trace:
-            return most
-        wanted = self._trace[index].output_length
-        return max(1, min(most or wanted, wanted))
-
-    def _random(self, count: int, *name: object) -> "array[int]":
-        generator = random.Random(f"{self._seed}/{name}")
-        return array("i", generator.choices(range(ORDINARY_TOKENS, self.vocab_size), k=max(0, count)))
-
-
-LINE_BYTES = 1 << 22
-"""A stream's longest event, bytes."""
-ERROR_BYTES = 1 << 16
-
-
-@contextlib.asynccontextmanager
-async def sdk_target(addresses: Sequence[str], prompts: PromptSource, ttft_slo_s: float) -> AsyncIterator[SendRequest]:
-    """Requests through the SDK; a request that is predicted to miss the TTFT limit is refused."""
-    slo = Slo(ttft_s=ttft_slo_s if math.isfinite(ttft_slo_s) else None)
-    async with AsyncClient(addresses) as client:
-
-        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-            sampling = SamplingParams(max_tokens=prompts.output_tokens(index), temperature=0.0, ignore_eos=True)
-            async for event in client.stream(token_ids=prompts.tokens(index).tolist(), sampling=sampling, slo=slo):
-                outcome.note(len(event.token_ids), clock())
-
-        yield send
-
-
-@contextlib.asynccontextmanager
-async def http_target(
-    urls: Sequence[str], prompts: PromptSource, ttft_slo_s: float, api_key: str
-) -> AsyncIterator[SendRequest]:
-    """Requests over HTTP, each on a separate connection, to each URL in turn. Tokens count when their text comes.
-
-    Raises:
-        ConfigError: naming `address`: one is no http URL.
-    """
-    places = [_split_url(url) for url in urls]
-    limits = {"slo": {"ttft_s": ttft_slo_s}} if math.isfinite(ttft_slo_s) else {}
-
-    async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-        host, port, path = places[index % len(places)]
-        body = {
-            "prompt": prompts.tokens(index).tolist(),
-            "max_tokens": prompts.output_tokens(index),
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **limits,
-        }
-        try:
-            reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
-            try:
-                writer.write(_http_request(f"{host}:{port}", path, json.dumps(body).encode(), api_key))
-                await _read_head(reader)
-                await _read_events(reader, outcome, clock)
-            finally:
-                writer.close()
-        except OSError as error:
-            raise Unavailable(str(error)) from error
-
-    yield send
-
-
-def _split_url(url: str) -> tuple[str, int, str]:
-    """Host, port and the path before `/v1`."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 80
-    except ValueError as error:
-        raise ConfigError("address", f"{url}: {error}") from None
-    if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError("address", f"must be HOST:PORT of a conductor or http://HOST:PORT of a gateway, is {url!r}")
-    return parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1")
-
-
-def _http_request(host: str, path: str, body: bytes, api_key: str) -> bytes:
-    """HTTP/1.0: the answer comes as produced, and ends with the connection."""
-    head = f"POST {path}/v1/completions HTTP/1.0\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    if api_key:
-        head += f"authorization: Bearer {api_key}\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
-
-
-async def _read_head(reader: asyncio.StreamReader) -> None:
-    """Read an answer's head.
-
-    Raises:
-        MoonpoolError: the answer is a refusal.
-    """
-    words = (await reader.readline()).split()
-    while (await reader.readline()).strip():
-        pass
-    if len(words) < 2 or not words[1].isdigit():
-        raise StreamBroken("the server has closed the connection, or does not speak HTTP")
-    status = int(words[1])
-    if status == 200:
-        return
-    told = (await reader.read(ERROR_BYTES)).decode(errors="replace")
-    if status == 429:
-        raise Overloaded(told, reason="http_429", retry_after_s=0.0)
-    if status in (400, 401, 404, 413):
-        raise InvalidRequest("", told)
-    raise Unavailable(told) if status == 503 else Internal(f"HTTP {status}: {told}")
-
-
-async def _read_events(reader: asyncio.StreamReader, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-    """Read an event stream to the end; the usage tells how many tokens the texts were.
-
-    Raises:
-        StreamBroken: the stream ends too early, or with an error.
-    """
-    while line := await reader.readline():
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            return
-        event = json.loads(line.removeprefix(b"data: "))
-        if "error" in event:
-            raise StreamBroken(str(event["error"]))
-        if any(choice.get("text") for choice in event.get("choices", ())):
-            outcome.note(1, clock())
-        if event.get("usage"):
-            outcome.tokens = event["usage"]["completion_tokens"]
-    raise StreamBroken("the stream ended before the answer did")
-
+from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace
 
 SHOWN_LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
 
@@ -259,27 +71,36 @@ class BenchPlan:
 
 
 async def send_load(plan: BenchPlan) -> list[RequestOutcome]:
-    """Sends each request when due: of a trace also after those that the request waits for."""
+    """Send each request when due: of a trace also after those that the request waits for."""
     vocabulary = load_config(plan.model).vocab_size
     if plan.trace is None:
         arrivals = poisson_arrivals(plan.rate, plan.requests, plan.seed)
-        async with _target(plan, PromptSource(plan.shape, (), plan.seed, vocabulary)) as send:
+        async with _sender(plan, PromptSource(plan.shape, (), plan.seed, vocabulary)) as send:
             return await open_loop(arrivals, send)
     source = Trace(plan.trace, plan.requests)
     wanted = list(source)
     prompts = PromptSource(plan.shape, wanted, plan.seed, vocabulary, source.block_size or BLOCK_SIZE)
-    async with _target(plan, prompts) as send:
+    async with _sender(plan, prompts) as send:
         return await trace_loop(wanted, plan.time_scale, send)
 
 
-def _target(plan: BenchPlan, prompts: PromptSource) -> contextlib.AbstractAsyncContextManager[SendRequest]:
+@contextlib.asynccontextmanager
+async def _sender(plan: BenchPlan, prompts: PromptSource) -> AsyncIterator[SendRequest]:
+    """What sends a request: over HTTP if an address is a URL, else through the SDK."""
+    slo = Slo(ttft_s=plan.ttft_slo_s if math.isfinite(plan.ttft_slo_s) else None)
     if any("://" in address for address in plan.addresses):
-        return http_target(plan.addresses, prompts, plan.ttft_slo_s, plan.api_key)
-    return sdk_target(plan.addresses, prompts, plan.ttft_slo_s)
+
+        def body(index: int) -> Mapping[str, Any]:
+            return completion_body(prompts.tokens(index), prompts.output_tokens(index), slo)
+
+        yield http_sender(plan.addresses, body, plan.api_key)
+        return
+    async with AsyncClient(plan.addresses) as client:
+        yield sdk_sender(client, prompt_arguments(prompts, slo))
 
 
 def json_report(plan: BenchPlan, summary: LoadSummary) -> dict[str, object]:
-    """The JSON object for one run, without the key."""
+    """Return the JSON object of a run, without the key."""
     given = dataclasses.asdict(plan) | {"model": plan.model.name, "trace": plan.trace.name if plan.trace else None}
     del given["api_key"]
     flags = {name: None if value == math.inf else value for name, value in given.items()}
@@ -287,7 +108,7 @@ def json_report(plan: BenchPlan, summary: LoadSummary) -> dict[str, object]:
 
 
 def summary_table(summary: LoadSummary) -> str:
-    """The summary for people."""
+    """Write the summary for people."""
     lines = [
         f"{summary.requests} requests in {summary.duration_s:.2f} s, errors: {summary.errors or 'none'}",
         f"{summary.requests_per_s:.2f} requests/s, {summary.goodput_per_s:.2f} within the limits, "
@@ -302,12 +123,12 @@ def summary_table(summary: LoadSummary) -> str:
 
 
 def exit_status(outcomes: Sequence[RequestOutcome]) -> int:
-    """0 = every request was answered or refused for overload, 1 = a request failed otherwise."""
+    """Return 0 if every request was answered or refused for overload, 1 if a request failed otherwise."""
     return int(any(outcome.error not in ("", "Overloaded") for outcome in outcomes))
 
 
 def run_serve(plan: BenchPlan, *, as_json: bool, out: Path | None, picture_file: Path | None) -> int:
-    """Sends the load, prints the summary, writes the files; returns the exit status.
+    """Send the load, print the summary, write the files; return the exit status.
 
     Raises:
         ConfigError: names the flag that is wrong.

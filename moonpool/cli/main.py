@@ -131,7 +131,8 @@ def bench_serve(options: BenchServeOptions) -> None:
     Exit status: 0 when every request was answered or refused for overload, 1 when not.
     """
     from moonpool.base.checkpoint import resolve
-    from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
+    from moonpool.cli.bench_serve import BenchPlan, run_serve
+    from moonpool.cli.load_generator.prompts import PromptShape
     from moonpool.cli.models import chosen_model
     from moonpool.cli.options import addresses
 

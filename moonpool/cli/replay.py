@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.base.checkpoint import load_config, resolve
-from moonpool.base.errors import ConfigError, MoonpoolError
-from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.load_generator import TraceSchedule
-from moonpool.client import AsyncClient, Slo
+from moonpool.base.errors import ConfigError
+from moonpool.cli.load_generator.loops import trace_loop
+from moonpool.cli.load_generator.senders import greedy, sdk_sender
+from moonpool.client import AsyncClient, GenerateArguments, GenerateResult, Slo, TokenEvent
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.simulator.clock import PS
 from moonpool.simulator.cluster.config import ClusterConfig, SloTargets
@@ -46,15 +46,15 @@ class TraceReplay:
     limits: Slo | None = None
 
     def told(self) -> Slo | None:
-        """The limits, in seconds on the stack's clock."""
+        """Return the limits in seconds on the stack's clock."""
         if self.limits is None:
             return None
-        ttft_s, tbt_s = (it and it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
+        ttft_s, tbt_s = (limit and limit / self.time_scale for limit in (self.limits.ttft_s, self.limits.tbt_s))
         return Slo(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
 def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_size: int) -> TraceRequest:
-    """A request with at most so many tokens; 0 = as many as there are."""
+    """Cut a request to so many tokens; 0 = as many as there are."""
     tokens = min(request.input_length, prompt_tokens or request.input_length)
     ids = request.hash_ids[: -(-tokens // block_size)]
     answer = min(request.output_length, output_tokens or request.output_length)
@@ -78,16 +78,16 @@ class FittedSimulation:
 
     @property
     def times(self) -> Times:
-        """Of all simulations together."""
+        """The times of all simulations together."""
         return Times.of([request for requests in self.simulated for request in requests])
 
     @property
     def lines(self) -> list[Line]:
-        """Quantile by quantile."""
+        """The comparison, quantile by quantile."""
         return compare(Times.of(self.measured), self.times)
 
     def to_json(self) -> dict[str, object]:
-        """What was fitted, and the lines."""
+        """Return what was fitted, and the lines."""
         return {
             "extras": self.extras.to_json(),
             "near": self.near,
@@ -96,42 +96,41 @@ class FittedSimulation:
 
 
 async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[Request]:
-    """Sends each request when due, or after the requests waited for; returns them in the trace's order."""
-    loop = asyncio.get_running_loop()
-    begin, slo = loop.time(), replay.told()
+    """Send each request when due, or after the requests waited for; return the requests in the trace's order."""
+    slo = replay.told()
+    sent = [
+        Request(number, 0, wanted.input_length, wanted.output_length, (), choices=wanted.choices, tenant=wanted.tenant)
+        for number, wanted in enumerate(replay.requests)
+    ]
 
-    def now() -> int:
-        return round((loop.time() - begin) * replay.time_scale * PS)
+    def on_trace_clock(seconds: float) -> int:
+        return round(seconds * replay.time_scale * PS)
 
-    schedule = TraceSchedule(replay.requests, replay.time_scale, lambda: loop.time() - begin)
-
-    async def one(client: AsyncClient, number: int, wanted: TraceRequest) -> Request:
-        due_s, lengths = await schedule.due(wanted), (wanted.input_length, wanted.output_length)
-        arrived = round(due_s * replay.time_scale * PS)
-        request = Request(number, arrived, *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
+    def arguments(index: int) -> GenerateArguments:
+        wanted = replay.requests[index]
         prompt = wanted.tokens(replay.vocab_size, replay.block_size).tolist()
-        sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True, n=wanted.choices)
-        stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant, slo=slo)
-        try:
-            async for event in stream:
-                note_tokens(request.answers[event.choice], len(event.token_ids), now())
-        except MoonpoolError as error:
-            request.outcome = type(error).__name__
-        else:
-            result = stream.result
-            assert result is not None, "the stream has ended"
-            request.outcome, request.reused = DONE, result.usage.cached_tokens
-            request.predicted_ttft_s = result.placement.predicted_ttft_s * replay.time_scale
-        request.ended_at = now()
-        schedule.ended(wanted)
-        return request
+        sampling = replace(greedy(wanted.output_length), n=wanted.choices)
+        return {"token_ids": prompt, "sampling": sampling, "tenant": wanted.tenant, "slo": slo}
+
+    def on_event(index: int, event: TokenEvent, now: float) -> None:
+        note_tokens(sent[index].answers[event.choice], len(event.token_ids), on_trace_clock(now))
+
+    def on_result(index: int, result: GenerateResult) -> None:
+        request = sent[index]
+        request.outcome, request.reused = DONE, result.usage.cached_tokens
+        request.predicted_ttft_s = result.placement.predicted_ttft_s * replay.time_scale
 
     async with AsyncClient(address) as client:
-        return await asyncio.gather(*(one(client, number, wanted) for number, wanted in enumerate(replay.requests)))
+        send = sdk_sender(client, arguments, on_event=on_event, on_result=on_result)
+        outcomes = await trace_loop(replay.requests, replay.time_scale, send)
+    for request, outcome in zip(sent, outcomes, strict=True):
+        request.arrived, request.ended_at = on_trace_clock(outcome.due), on_trace_clock(outcome.ended)
+        request.outcome = outcome.error or request.outcome
+    return sent
 
 
 def summary_of(requests: Sequence[Request], slo: SloTargets) -> Summary:
-    """The report on some ended requests."""
+    """Sum up ended requests."""
     collector = Collector(slo)
     for request in requests:
         collector.add(request)
@@ -139,11 +138,11 @@ def summary_of(requests: Sequence[Request], slo: SloTargets) -> Summary:
 
 
 async def cluster_like(address: str | Sequence[str], config: ClusterConfig) -> ClusterConfig:
-    """A simulated cluster with as many instances, and pools as large, as the running cluster."""
+    """Describe a simulated cluster with as many instances, and pools as large, as the running cluster."""
     async with AsyncClient(address) as client:
         state = await client.cluster_state()
     count = Counter(instance.kind for instance in state.instances)
-    tokens = min(it.total_blocks for it in state.instances if it.total_blocks) * state.block_size
+    tokens = min(instance.total_blocks for instance in state.instances if instance.total_blocks) * state.block_size
     return replace(
         config, prefill=count["prefill"], decode=count["decode"], kvstore=count["kvstore"],
         pool_blocks=max(1, tokens // config.block_size),
@@ -157,9 +156,9 @@ def fit_and_compare(
     first: int,
     simulations: int = SIMULATIONS,
 ) -> FittedSimulation:
-    """Fits the cluster to the first measured requests, and simulates all: the other requests show how good the fit is.
+    """Fit the cluster to the first measured requests, and simulate all: the other requests show how good the fit is.
 
-    Simulates them `DRAWS` times, with what chance adds drawn anew.
+    Simulate them `DRAWS` times, with what chance adds drawn anew.
     """
     extras, near = fit(config, requests[:first], Times.of(measured[:first]), simulations=simulations)
     fitted = extras.applied(config)
@@ -168,14 +167,14 @@ def fit_and_compare(
 
 
 def note_tokens(answer: Answer, tokens: int, now: int) -> None:
-    """Notes tokens that came together: they share the time since the last token."""
+    """Note tokens that came together: they share the time since the last token."""
     if tokens:
         gap = (now - answer.last_at) // tokens if answer.made else 0
         answer.take(TokenTimes(answer.last_at + gap if answer.made else now, [gap] * (tokens - 1), now))
 
 
 def print_summaries(columns: dict[str, Summary]) -> None:
-    """The summaries side by side."""
+    """Print the summaries side by side."""
     lines = [("", *columns)]
     for name in ("requests", "outcomes", "goodput_share", "reused_share", "tokens_per_s"):
         lines.append((name, *(str(getattr(summary, name)) for summary in columns.values())))
@@ -187,7 +186,7 @@ def print_summaries(columns: dict[str, Summary]) -> None:
 
 
 def print_fit(found: FittedSimulation) -> None:
-    """What was fitted, and how far the simulation is from what was measured after that."""
+    """Print what was fitted, and how far the simulation is from what was measured after that."""
     print(
         "\nfitted to the first requests:",
         ", ".join(f"{name} {value:.4g}" for name, value in found.extras.to_json().items()),
@@ -236,7 +235,7 @@ class ReplayPlan:
 
 
 def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
-    """Replays, and simulates the same when a profile is given. Returns 1 when a request failed.
+    """Replay, and simulate the same when a profile is given. Return 1 when a request failed.
 
     Raises:
         TraceError: the trace is wrong.

@@ -26,19 +26,19 @@ from moonpool.gateway.endpoints import (
     models,
     openai_chat,
     openai_completions,
-    openai_responses,
     prefetch,
     scores,
     server,
     sessions,
-    stored_responses,
     tokenization,
 )
-from moonpool.gateway.endpoints.base import Endpoint, GatewayContext, openai_error_body
+from moonpool.gateway.endpoints.base import Endpoint, openai_error_body
+from moonpool.gateway.responses import conversations
+from moonpool.gateway.responses import handlers as responses
+from moonpool.gateway.responses.context import ResponsesContext
 from moonpool.gateway.serving.envelope import AllowedHosts, RequestEnvelope
 from moonpool.gateway.serving.errors import ErrorResponse, HttpError, error_response
-from moonpool.gateway.serving.generation import JSON_MEDIA_TYPE
-from moonpool.gateway.serving.json_body import to_json_bytes
+from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
@@ -53,20 +53,20 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/unload_lora_adapter", lora_adapters.unload_lora_adapter),
     Endpoint("POST", "/v1/chat/completions", openai_chat.chat_completions),
     Endpoint("POST", "/v1/completions", openai_completions.completions),
-    Endpoint("POST", "/v1/responses", openai_responses.responses),
-    Endpoint("POST", "/v1/responses/input_tokens", openai_responses.count_input_tokens),
-    Endpoint("GET", "/v1/responses/{name}", stored_responses.get_response),
-    Endpoint("POST", "/v1/responses/{name}/cancel", stored_responses.cancel_response),
-    Endpoint("DELETE", "/v1/responses/{name}", stored_responses.delete_response),
-    Endpoint("GET", "/v1/responses/{name}/input_items", stored_responses.list_input_items),
-    Endpoint("POST", "/v1/conversations", stored_responses.create_conversation),
-    Endpoint("GET", "/v1/conversations/{name}", stored_responses.get_conversation),
-    Endpoint("POST", "/v1/conversations/{name}", stored_responses.update_conversation),
-    Endpoint("DELETE", "/v1/conversations/{name}", stored_responses.delete_conversation),
-    Endpoint("GET", "/v1/conversations/{name}/items", stored_responses.list_items),
-    Endpoint("POST", "/v1/conversations/{name}/items", stored_responses.add_items),
-    Endpoint("GET", "/v1/conversations/{name}/items/{item}", stored_responses.get_item),
-    Endpoint("DELETE", "/v1/conversations/{name}/items/{item}", stored_responses.delete_item),
+    Endpoint("POST", "/v1/responses", responses.create_response),
+    Endpoint("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
+    Endpoint("GET", "/v1/responses/{name}", responses.get_response),
+    Endpoint("POST", "/v1/responses/{name}/cancel", responses.cancel_response),
+    Endpoint("DELETE", "/v1/responses/{name}", responses.delete_response),
+    Endpoint("GET", "/v1/responses/{name}/input_items", responses.list_input_items),
+    Endpoint("POST", "/v1/conversations", conversations.create_conversation),
+    Endpoint("GET", "/v1/conversations/{name}", conversations.get_conversation),
+    Endpoint("POST", "/v1/conversations/{name}", conversations.update_conversation),
+    Endpoint("DELETE", "/v1/conversations/{name}", conversations.delete_conversation),
+    Endpoint("GET", "/v1/conversations/{name}/items", conversations.list_items),
+    Endpoint("POST", "/v1/conversations/{name}/items", conversations.add_items),
+    Endpoint("GET", "/v1/conversations/{name}/items/{item}", conversations.get_item),
+    Endpoint("DELETE", "/v1/conversations/{name}/items/{item}", conversations.delete_item),
     Endpoint("POST", "/v1/embeddings", embeddings.embeddings),
     *(Endpoint("POST", path, scores.scores) for path in ("/score", "/v1/score")),
     *(Endpoint("POST", path, scores.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
@@ -104,7 +104,7 @@ EXPOSED_HEADERS = ("x-request-id", "warning", "retry-after", "retry-after-ms")
 """Headers that a page of another origin may read."""
 
 
-def make_app(gateway: GatewayContext, hosts: AllowedHosts, allowed_origins: Sequence[str] = ()) -> Starlette:
+def make_app(gateway: ResponsesContext, hosts: AllowedHosts, allowed_origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application with every route, for requests to `hosts`.
 
     Web pages from `allowed_origins` may use the application; "*" stands for all.
@@ -166,6 +166,4 @@ class ErrorHandlers:
     def _respond(self, request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None) -> Response:
         self._count(error.status, error.code or "")
         body = self._error_bodies.get(request.url.path, openai_error_body)(error)
-        return Response(
-            to_json_bytes(body), error.status, {**(headers or {}), **error.headers}, media_type=JSON_MEDIA_TYPE
-        )
+        return Response(to_json_bytes(body), error.status, {**(headers or {}), **error.headers}, media_type=JSON_TYPE)

@@ -22,18 +22,18 @@ from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
 from moonpool.client import AsyncClient, ClusterState
 from moonpool.gateway.config import GatewayConfig
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.http_server import HttpServer, http_serving
+from moonpool.gateway.responses.background import BackgroundResponses
+from moonpool.gateway.responses.context import ResponsesContext
+from moonpool.gateway.responses.pins import ResponsePins
+from moonpool.gateway.responses.store import ResponseStore, StoreLimits
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.serving.auth import Authenticator
-from moonpool.gateway.serving.background_responses import BackgroundResponses
+from moonpool.gateway.serving.body_reader import BodyMemory, BodyPace, BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
-from moonpool.gateway.serving.generation import RequestBuilder
-from moonpool.gateway.serving.json_body import BodyMemory, BodyPace, BodyReader
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
-from moonpool.gateway.serving.response_pins import ResponsePins
-from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits
+from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
@@ -154,7 +154,7 @@ def gateway_context(
     responses: ResponseStore,
     bodies: BodyReader,
     keys: ApiKeys | None = None,
-) -> GatewayContext:
+) -> ResponsesContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
 
     Raises:
@@ -163,7 +163,7 @@ def gateway_context(
     if keys is None and config.api_keys is not None:
         keys = ApiKeys(config.api_keys)
     request_metrics = GatewayMetrics(metrics, world.monotonic)
-    context = GatewayContext(
+    context = ResponsesContext(
         client=client,
         auth=Authenticator(
             keys,

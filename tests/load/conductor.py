@@ -10,12 +10,12 @@ import contextlib
 import math
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from moonpool.base.bundled import model_dir
-from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.load_generator import RequestOutcome, SendRequest
+from moonpool.cli.load_generator.loops import SendRequest
+from moonpool.cli.load_generator.senders import prompt_arguments, sdk_sender
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, Slo
 from moonpool.simulator.traces.mooncake import TraceRequest
@@ -66,13 +66,7 @@ async def sending(
     source = prompts.of(options, trace)
     slo = Slo(ttft_s=options.ttft_slo_s if math.isfinite(options.ttft_slo_s) else None)
     async with AsyncClient(address) as client:
-
-        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-            sampling = SamplingParams(max_tokens=source.output_tokens(index), temperature=0.0, ignore_eos=True)
-            async for event in client.stream(token_ids=source.tokens(index).tolist(), sampling=sampling, slo=slo):
-                outcome.note(len(event.token_ids), clock())
-
-        yield send
+        yield sdk_sender(client, prompt_arguments(source, slo))
 
 
 PROGRAM = Program("conductor", __doc__ or "", flags, target, sending)

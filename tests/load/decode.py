@@ -19,7 +19,7 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.rpc.channels import Channels
-from moonpool.cli.load_generator import RequestOutcome, SendRequest
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest
 from moonpool.conductor.decode_streams import NewTokens, StepsPool
 from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import decode_pb2, kv_pb2

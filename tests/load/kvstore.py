@@ -21,7 +21,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader
 from moonpool.base.kv_transfer.store_writer import StoreWriter
 from moonpool.base.rpc.channels import Channels
-from moonpool.cli.load_generator import RequestOutcome, SendRequest
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest
 from moonpool.cli.stack import ServiceProcess
 from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import kv_pb2

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from moonpool.base.errors import TransferFailed
 from moonpool.base.rpc.channels import Channels
-from moonpool.cli.load_generator import RequestOutcome, SendRequest
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest
 from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import prefill_pb2
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub

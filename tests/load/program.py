@@ -13,17 +13,16 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 
 from benchmarks.frame import machine, today, versions
-from moonpool.cli.load_generator import (
-    LoadSummary,
+from moonpool.cli.load_generator.chart import latency_chart
+from moonpool.cli.load_generator.loops import (
     RequestOutcome,
     SendRequest,
     closed_loop,
-    latency_chart,
     open_loop,
     poisson_arrivals,
-    summarize,
     trace_loop,
 )
+from moonpool.cli.load_generator.summary import LoadSummary, summarize
 from moonpool.simulator.traces.mooncake import TraceRequest, read_trace
 
 
@@ -80,7 +79,7 @@ async def load(program: Program, options: argparse.Namespace, address: str) -> l
             return await trace_loop(trace, options.time_scale, send)
         if options.request_rate > 0:
             return await open_loop(poisson_arrivals(options.request_rate, options.requests, options.seed), send)
-        return await closed_loop(options.max_concurrency, options.requests, send)
+        return await closed_loop(options.max_concurrency, range(options.requests), send)
 
 
 def report(program: Program, options: argparse.Namespace, summary: LoadSummary) -> dict[str, object]:

@@ -8,7 +8,7 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import load_config
 from moonpool.base.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.kv.keys import chain_root as root_of
-from moonpool.cli.bench_serve import PromptShape, PromptSource
+from moonpool.cli.load_generator.prompts import PromptShape, PromptSource
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import kv_pb2

@@ -90,8 +90,8 @@ def _verdict(transfer: InboundTransfer) -> decode_pb2.ReceiveKVResponse:
 @contextlib.asynccontextmanager
 async def sink(plan: EngineSetup) -> AsyncIterator[Sink]:
     """A sink that listens."""
-    it = Sink(plan)
-    contract = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], it
+    decode = Sink(plan)
+    contract = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], decode
     async with serving("127.0.0.1:0", [contract], grace_s=1.0) as server:
-        it.instance.address = server.address
-        yield it
+        decode.instance.address = server.address
+        yield decode

@@ -28,6 +28,8 @@ import torch
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest, closed_loop, numbers_until
+from moonpool.cli.load_generator.senders import greedy
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
@@ -84,7 +86,7 @@ class Plain:
             done += len(chunk)
             if done < len(tokens):
                 continue
-            (best, second), (token, _) = (its[0].tolist() for its in logits.topk(2))
+            (best, second), (token, _) = (found[0].tolist() for found in logits.topk(2))
             if best - second < TIE or len(tokens) == len(prompt) + ANSWER:
                 return Known(prompt, tokens[len(prompt) :])
             tokens.append(token)
@@ -220,9 +222,14 @@ class Soak:
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    async def worker(self, client: AsyncClient) -> None:
-        """Asks one request after the other until the time is over."""
-        while time.monotonic() < self.until and len(self.wrong) < 10:
+    def ended(self) -> bool:
+        """Whether no further request is wanted: the time is over, or too much is wrong."""
+        return time.monotonic() >= self.until or len(self.wrong) >= 10
+
+    def sender(self, client: AsyncClient) -> SendRequest:
+        """Asks a request, and checks its answer."""
+
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             try:
                 if self.draws.random() < KNOWN_SHARE:
                     await self._ask_known(client, self.draws.choice(self.known))
@@ -234,14 +241,15 @@ class Soak:
             except MoonpoolError as error:
                 self.fault(f"a request failed: {error}")
 
+        return send
+
     def fault(self, text: str) -> None:
         """Something is wrong: it is said at once, and again at the end."""
         self.wrong.append(text)
         say(text)
 
     async def _ask_known(self, client: AsyncClient, known: Known) -> None:
-        how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        result = await client.generate(token_ids=known.prompt, sampling=how)
+        result = await client.generate(token_ids=known.prompt, sampling=greedy(ANSWER))
         self.checked += 1
         if list(result.token_ids)[: len(known.answer)] != known.answer or len(result.token_ids) != ANSWER:
             self.fault(f"wrong answer to a prompt of {len(known.prompt)} tokens: {list(result.token_ids)}")
@@ -261,20 +269,20 @@ class Soak:
     async def run(self, stack: LocalStack, processes: Sequence[Watched], begin: float) -> None:
         """Loads the stack, samples memory, says how far it is."""
         async with AsyncClient(stack.address) as client:
-            tasks = [asyncio.create_task(self.worker(client)) for _ in range(CONCURRENCY)]
+            load = asyncio.create_task(closed_loop(CONCURRENCY, numbers_until(self.ended), self.sender(client)))
             said = begin
-            while not all(task.done() for task in tasks):
-                await asyncio.wait(tasks, timeout=SAMPLE_S)
+            while not load.done():
+                await asyncio.wait([load], timeout=SAMPLE_S)
                 for process in processes:
                     process.look()
                 if time.monotonic() - said > SAY_S:
                     said = time.monotonic()
                     say(self.progress(processes, said - begin))
-            await asyncio.gather(*tasks)
+            await load
 
     def progress(self, processes: Sequence[Watched], passed: float) -> str:
         """A line."""
-        sizes = ", ".join(f"{it.name} {it.sizes[-1] >> 20}" for it in processes)
+        sizes = ", ".join(f"{process.name} {process.sizes[-1] >> 20}" for process in processes)
         asked = f"{self.checked} checked, {self.others} others, {self.refused} refused, {len(self.wrong)} wrong"
         return f"{passed:.0f} s: {asked}; MiB: {sizes}"
 
@@ -286,12 +294,12 @@ def say(text: str) -> None:
 
 def verdict(soak: Soak, processes: Sequence[Watched]) -> list[str]:
     """All faults; prints a line for each process."""
-    for it in processes:
-        before, after = quarters(it.sizes)
-        bound = f"; at most {it.most >> 20} of its bound of {it.bound >> 20}" if it.bound else ""
-        say(f"{it.name}: {before >> 20} MiB in the second quarter, {after >> 20} in the last{bound}")
-    faults = [*soak.wrong, *(fault for it in processes for fault in it.faults())]
-    if not any(it.bound and it.level for it in processes):
+    for process in processes:
+        before, after = quarters(process.sizes)
+        bound = f"; at most {process.most >> 20} of its bound of {process.bound >> 20}" if process.bound else ""
+        say(f"{process.name}: {before >> 20} MiB in the second quarter, {after >> 20} in the last{bound}")
+    faults = [*soak.wrong, *(fault for process in processes for fault in process.faults())]
+    if not any(process.bound and process.level for process in processes):
         faults.append("no engine has told its bound")
     if soak.refused > REFUSED_SHARE * (soak.refused + soak.checked + soak.others):
         faults.append(f"{soak.refused} requests were refused for lack of room")
@@ -313,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = Plain(path)
     known = [plain.known(prompt) for prompt in prompts(path)]
     del plain
-    say(f"{len(known)} answers known, of {sum(len(it.answer) for it in known)} tokens")
+    say(f"{len(known)} answers known, of {sum(len(each.answer) for each in known)} tokens")
     with tempfile.TemporaryDirectory(prefix="moonpool-soak-") as folder:
         plan = StackPlan(
             model=str(path), data_dir=Path(folder), dtype="float32", kv_cache_dtype=options.kv_dtype,

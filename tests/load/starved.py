@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.sampling_params import SamplingParams
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest, closed_loop, numbers_until
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
 
@@ -65,17 +66,20 @@ async def asking(address: str, until: float) -> tuple[int, int]:
     """Ask until a time. Returns how many requests were answered, and how many failed."""
     answered = failed = 0
 
-    async def ask(client: AsyncClient, number: int) -> None:
-        nonlocal answered, failed
+    def sender(client: AsyncClient) -> SendRequest:
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        while time.monotonic() < until:
-            number += CONCURRENCY
+
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
+            nonlocal answered, failed
+            prompt = f"{index + CONCURRENCY} is a number"
             try:
-                await client.generate(prompt=f"{number} is a number", sampling=sampling, timeout_s=TIMEOUT_S)
+                await client.generate(prompt=prompt, sampling=sampling, timeout_s=TIMEOUT_S)
                 answered += 1
             except MoonpoolError as error:
                 failed += 1
                 print(f"failed: {error}", flush=True)
+
+        return send
 
     async def say() -> None:
         while time.monotonic() < until:
@@ -83,7 +87,8 @@ async def asking(address: str, until: float) -> tuple[int, int]:
             print(f"{answered} answered, {failed} failed", flush=True)
 
     async with AsyncClient(address, timeout_s=TIMEOUT_S) as client:
-        await asyncio.gather(say(), *(ask(client, number) for number in range(CONCURRENCY)))
+        numbers = numbers_until(lambda: time.monotonic() >= until)
+        await asyncio.gather(say(), closed_loop(CONCURRENCY, numbers, sender(client)))
     return answered, failed
 
 

@@ -14,18 +14,19 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import Unavailable
-from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import GaugeReading, wait_at_rest
-from moonpool.cli.load_generator import LoadSummary, RequestOutcome, SendRequest, closed_loop, summarize, trace_loop
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest, closed_loop, trace_loop
+from moonpool.cli.load_generator.senders import greedy, sdk_sender
+from moonpool.cli.load_generator.summary import LoadSummary, summarize
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, GenerateResult, Slo
+from moonpool.client import AsyncClient, GenerateArguments, GenerateResult, Slo
 from moonpool.engine.emulated.kv import continuation
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
@@ -124,19 +125,18 @@ def sender(client: AsyncClient, trace: Sequence[TraceRequest], answers: Answers,
     """Sends a request of the trace and checks its answer."""
     model = load_config(model_dir())
 
-    async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-        request = trace[index]
-        prompt = request.tokens(model.vocab_size).tolist()
-        sampling = SamplingParams(max_tokens=request.output_length, temperature=0.0, ignore_eos=True)
-        stream = client.stream(token_ids=prompt, sampling=sampling, slo=slo, request_id=f"trace-{index}")
-        async for event in stream:
-            outcome.note(len(event.token_ids), clock())
-        result = stream.result
-        assert result is not None, "the stream has ended"
-        expected = continuation(prompt, request.output_length, model.vocab_size, model.eos_token_ids)
-        answers.take(result, expected)
+    def prompt(index: int) -> list[int]:
+        return trace[index].tokens(model.vocab_size).tolist()
 
-    return send
+    def arguments(index: int) -> GenerateArguments:
+        sampling = greedy(trace[index].output_length)
+        return {"token_ids": prompt(index), "sampling": sampling, "slo": slo, "request_id": f"trace-{index}"}
+
+    def check(index: int, result: GenerateResult) -> None:
+        length = trace[index].output_length
+        answers.take(result, continuation(prompt(index), length, model.vocab_size, model.eos_token_ids))
+
+    return sdk_sender(client, arguments, on_result=check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,9 @@ async def load(
     answers = Answers()
     async with AsyncClient(address) as client:
         send = sender(client, trace, answers, slo)
-        return await (closed_loop(at_once, len(trace), send) if at_once else trace_loop(trace, scale, send)), answers
+        if at_once:
+            return await closed_loop(at_once, range(len(trace)), send), answers
+        return await trace_loop(trace, scale, send), answers
 
 
 def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRequest], source: str) -> Report:

@@ -17,24 +17,22 @@ from moonpool.base.checkpoint.past_calls import call_arguments
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
 from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import (
-    ContentPart,
-    joined_text,
-    part_text,
-    sdk_tool_call,
-    strict_parameters,
-)
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.body import Body, FailFastList, Integer
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
-from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter
-from moonpool.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.json_response import json_response, to_json_bytes
 from moonpool.gateway.serving.known_fields import (
     ANTHROPIC_IGNORED,
     ANTHROPIC_MESSAGE_IGNORED,
     ANTHROPIC_REFUSED,
     BLOCK_IGNORED,
 )
+from moonpool.gateway.serving.messages import ContentPart, joined_text, part_text, sdk_tool_call
+from moonpool.gateway.serving.offered_tools import strict_parameters
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.structured_outputs import OutputFormatBody
 from moonpool.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,

@@ -18,10 +18,11 @@ from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest, NotFound
 from moonpool.client import Context, GenerateResult
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import ConversationBody
-from moonpool.gateway.serving.generation import GenerationJob
-from moonpool.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
+from moonpool.gateway.serving.body import Body, FailFastList, SmallObject
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.generation_job import GenerationJob
+from moonpool.gateway.serving.json_response import json_response
+from moonpool.gateway.serving.messages import ConversationBody
 from moonpool.gateway.serving.tool_calls import ToolSet
 
 CACHE_OBJECT = "context_cache_object"

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.serving.json_body import Body, json_response
+from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.json_response import json_response
 
 INDEX_FILE = "index.html"
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -13,10 +13,13 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateResult, TokenEvent
-from moonpool.gateway.endpoints.base import GatewayContext
+from moonpool.gateway.serving.body import FailFastList
+from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
-from moonpool.gateway.serving.generation import GenerationResponse, ResponseFormatter, results_of
-from moonpool.gateway.serving.json_body import FailFastList, GenerateBody
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.merged_stream import results_of
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 
 MAX_INPUTS = 2048
 """Inputs per request, as OpenAI's limit."""

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.serving.json_body import Body
+from moonpool.gateway.serving.body import Body
+from moonpool.gateway.serving.context import GatewayContext
 
 
 class LoadLoraBody(Body):

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from moonpool.base.errors import NotFound
 from moonpool.client import ClusterState
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.serving.json_body import json_response
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.json_response import json_response
 
 ANTHROPIC_HEADER = "anthropic-version"
 """Clients of Anthropic's API send the header with each request."""

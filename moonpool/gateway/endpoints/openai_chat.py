@@ -12,25 +12,20 @@ from starlette.requests import Request
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.client import GenerateArguments, GenerateResult
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.context_caching import (
     CacheReference,
     apply_cache,
     cache_reference_of_headers,
     parse_cache_reference,
 )
-from moonpool.gateway.endpoints.openai_protocol import (
-    ChatOptionsBody,
-    CompletionOptions,
-    ConversationBody,
-    LogprobsFormatter,
-    OpenAIFormatter,
-    OpenAISamplingBody,
-    sse_event,
-)
+from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
-from moonpool.gateway.serving.generation import GenerationResponse
-from moonpool.gateway.serving.json_body import Integer
+from moonpool.gateway.serving.body import Integer
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.logprobs import LogprobsFormatter
+from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
+from moonpool.gateway.serving.openai_sampling import OpenAISamplingBody
 from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 
@@ -102,7 +97,7 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
     if reference := body.cache or cache_reference_of_headers(request.headers):
         known_tools = await apply_cache(gateway, job, reference, body.tool_set(), repeated=body.cache is None)
     parser = gateway.builder.offer_tools(job, body.tool_set(), known_tools)
-    logprobs = LogprobsFormatter.of(gateway, body, state)
+    logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = CompletionOptions.of(body)
     for name in ("return_token_ids", "add_special_tokens"):
         if getattr(body, name) and "context" in job.prompts[0]:

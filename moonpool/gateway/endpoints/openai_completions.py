@@ -13,16 +13,13 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import GenerateArguments, GenerateResult, TokenEvent
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import (
-    CompletionOptions,
-    LogprobsFormatter,
-    OpenAIFormatter,
-    OpenAISamplingBody,
-    sse_event,
-)
-from moonpool.gateway.serving.generation import GenerationResponse, results_of
-from moonpool.gateway.serving.json_body import FailFastList, Integer
+from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
+from moonpool.gateway.serving.body import FailFastList, Integer
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.logprobs import LogprobsFormatter
+from moonpool.gateway.serving.merged_stream import results_of
+from moonpool.gateway.serving.openai_sampling import OpenAISamplingBody
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""
@@ -88,7 +85,7 @@ async def completions(gateway: GatewayContext, request: Request) -> GenerationRe
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     job = gateway.builder.prepare(checked, state, limit or 1)  # engines compute at least one token
     job.prompts = body.sdk_prompts()
-    logprobs = LogprobsFormatter.of(gateway, body, state)
+    logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = CompletionOptions.of(body)
     echo: list[EchoedPrompt] | None = None
     if body.return_token_ids or body.echo or body.add_special_tokens is False:

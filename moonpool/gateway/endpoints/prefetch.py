@@ -14,13 +14,16 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import ClusterState, GenerateArguments
 from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import MAX_PROMPTS, CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody, ResponsesTurn
+from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.responses.context import ResponsesContext
+from moonpool.gateway.responses.turn import ResponsesTurn
 from moonpool.gateway.serving.auth import AuthenticatedCaller, CheckedRequest
+from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.errors import HttpError
-from moonpool.gateway.serving.json_body import Body, FailFastList, GenerateBody, json_response
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.json_response import json_response
 
 BodyT = TypeVar("BodyT", bound=GenerateBody)
 
@@ -88,7 +91,7 @@ class PrefetchBody(Body):
             yield (f"{place}.body", one.body) if isinstance(one, BatchLine) else (place, one)
 
 
-async def prefetch(gateway: GatewayContext, request: Request) -> Response:
+async def prefetch(gateway: ResponsesContext, request: Request) -> Response:
     """Say within how many seconds prompts will come, or that they will not come after all.
 
     Raises:
@@ -108,7 +111,7 @@ async def prefetch(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def _prompts(
-    gateway: GatewayContext, caller: AuthenticatedCaller, body: GenerateBody, state: ClusterState
+    gateway: ResponsesContext, caller: AuthenticatedCaller, body: GenerateBody, state: ClusterState
 ) -> list[GenerateArguments]:
     """A request's prompts, with what their KV depends on besides."""
     job = gateway.builder.prepare(CheckedRequest(caller, body, {}, "", "", "", ""), state, max_tokens=1)

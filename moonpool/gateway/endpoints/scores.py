@@ -15,11 +15,12 @@ from starlette.requests import Request
 from moonpool.base import world
 from moonpool.base.errors import InvalidRequest
 from moonpool.client import GenerateResult
-from moonpool.gateway.endpoints.base import GatewayContext
 from moonpool.gateway.endpoints.embeddings import MAX_INPUTS, EmbeddingBody, EmbeddingFormatter
 from moonpool.gateway.serving.auth import CheckedRequest
-from moonpool.gateway.serving.generation import GenerationResponse, results_of
-from moonpool.gateway.serving.json_body import Body, FailFastList, Integer, TextOr
+from moonpool.gateway.serving.body import Body, FailFastList, Integer, TextOr
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.merged_stream import results_of
 
 Texts = str | FailFastList[str]
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.telemetry.prometheus import exposition
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.serving.json_body import json_response
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.json_response import json_response
 
 
 async def health(gateway: GatewayContext, request: Request) -> Response:

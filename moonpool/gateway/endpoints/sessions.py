@@ -9,8 +9,9 @@ from starlette.responses import Response
 
 from moonpool.base.errors import NotFound
 from moonpool.client import SessionTurn
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.serving.json_body import SessionBody, json_response
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.generate_body import SessionBody
+from moonpool.gateway.serving.json_response import json_response
 
 
 async def update_session(gateway: GatewayContext, request: Request) -> Response:

@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.base.errors import InvalidRequest
-from moonpool.gateway.endpoints.base import GatewayContext
-from moonpool.gateway.endpoints.openai_protocol import ChatOptionsBody, ConversationBody
-from moonpool.gateway.serving.json_body import Body, FailFastList, json_response
+from moonpool.gateway.serving.body import Body, FailFastList
+from moonpool.gateway.serving.context import GatewayContext
+from moonpool.gateway.serving.json_response import json_response
+from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
 
 
 class TokenizeBody(ChatOptionsBody, ConversationBody):

@@ -18,9 +18,10 @@ from moonpool.base.errors import PermissionDenied
 from moonpool.base.rpc.auth import ApiKeys, BudgetOwner
 from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
+from moonpool.gateway.serving.body import Body, BodyT
+from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.envelope import request_id_of
 from moonpool.gateway.serving.errors import BudgetSpentError
-from moonpool.gateway.serving.json_body import Body, BodyReader, BodyT
 
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
 """Headers that name a request's session, the general one and known clients' own. The first that is there counts."""

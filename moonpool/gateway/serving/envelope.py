@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moonpool.base import world
+from moonpool.gateway.serving.body_reader import CLEANUP
 from moonpool.gateway.serving.errors import HttpError, error_response
-from moonpool.gateway.serving.json_body import CLEANUP, JSON_TYPE, to_json_bytes
+from moonpool.gateway.serving.json_response import JSON_TYPE, to_json_bytes
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_HEAD_BYTES = 16 << 10

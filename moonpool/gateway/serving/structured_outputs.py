@@ -14,7 +14,7 @@ from pydantic import Field
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_schema import WHITESPACE, close_objects, ignored_words
-from moonpool.gateway.serving.json_body import Body, FailFastList, TextOr
+from moonpool.gateway.serving.body import Body, FailFastList, TextOr
 
 FormatAndGrammar = tuple[str, str]
 """`response_format` and `grammar` of `SamplingParams`."""

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
+from moonpool.cli.bench_serve import BenchPlan, run_serve
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.load_generator.prompts import PromptShape
 from moonpool.cli.serve import curl_line
 from moonpool.client import Client, Message
 from tests.integration.conftest import BLOCK, tokens, wait_busy

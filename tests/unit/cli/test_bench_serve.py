@@ -14,8 +14,10 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.errors import ConfigError, Internal, MoonpoolError, Overloaded
 from moonpool.base.rpc.auth import hash_key
 from moonpool.cli import bench_serve
-from moonpool.cli.bench_serve import BenchPlan, PromptShape, exit_status, json_report, send_load, summary_table
-from moonpool.cli.load_generator import RequestOutcome, summarize
+from moonpool.cli.bench_serve import BenchPlan, exit_status, json_report, send_load, summary_table
+from moonpool.cli.load_generator.loops import RequestOutcome
+from moonpool.cli.load_generator.prompts import PromptShape
+from moonpool.cli.load_generator.summary import summarize
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from tests.unit.gateway.fakes import ready

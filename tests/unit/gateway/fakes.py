@@ -19,9 +19,9 @@ from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
 from moonpool.gateway.config import GatewayConfig
+from moonpool.gateway.responses.store import ResponseStore, StoreLimits
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.service import allowed_hosts, body_reader, gateway_context
-from moonpool.gateway.serving.response_store import ResponseStore, StoreLimits
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.clocks import hurried

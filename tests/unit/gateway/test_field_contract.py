@@ -24,8 +24,8 @@ from moonpool.gateway.endpoints.anthropic_messages import CountTokensBody, Messa
 from moonpool.gateway.endpoints.embeddings import EmbeddingsBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
-from moonpool.gateway.serving.json_body import Body
+from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.serving.body import Body
 from moonpool.gateway.serving.known_fields import KEPT_BY_CLIENTS
 from moonpool.gateway.serving.structured_outputs import StructuredOutputsBody
 from tools.gen_fields import PAGE, page

@@ -9,8 +9,8 @@ from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
-from moonpool.gateway.serving.json_body import Body
+from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.serving.body import Body
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, PLAIN, TURNS, answering

@@ -1,5 +1,5 @@
 """Clients that mean harm, over real sockets: each is answered or closed, nothing of theirs comes back as a header, and
-others are served meanwhile. What is only malformed, too large or never read: `test_http_server`, `test_json_body`."""
+others are served meanwhile. What is only malformed, too large or never read: `test_http_server`, `test_body`."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import pytest
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.rpc.auth import hash_key
-from moonpool.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
+from moonpool.gateway.http_connection import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
 from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10

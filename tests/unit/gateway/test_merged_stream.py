@@ -8,7 +8,7 @@ import pytest
 from moonpool.base.errors import Overloaded
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.gateway.serving.generation import MergedStream
+from moonpool.gateway.serving.merged_stream import MergedStream
 from moonpool.v1 import conductor_pb2 as pb
 from tests.unit.gateway.test_client_disconnect import Holding
 from tests.unit.gateway.test_openai_completions import events

@@ -4,7 +4,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moonpool.cli.load_generator import HEIGHT, WIDTH, RequestOutcome, latency_chart, rounded_up
+from moonpool.cli.load_generator.chart import HEIGHT, WIDTH, latency_chart, rounded_up
+from moonpool.cli.load_generator.loops import RequestOutcome
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.cli.load_generator import RequestOutcome, closed_loop, open_loop, percentiles, poisson_arrivals, summarize
+from moonpool.cli.load_generator.loops import RequestOutcome, closed_loop, open_loop, poisson_arrivals
+from moonpool.cli.load_generator.summary import percentiles, summarize
 
 
 def test_percentiles_are_nearest_rank() -> None:
@@ -51,7 +52,7 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
         running -= 1
         outcome.first, outcome.tokens = clock(), 1
 
-    outcomes = await closed_loop(3, 10, send)
+    outcomes = await closed_loop(3, range(10), send)
     assert len(outcomes) == 10
     assert most == 3
 

@@ -12,7 +12,8 @@ import pytest
 
 from moonpool.base.errors import Overloaded, TransferFailed
 from moonpool.base.kv.layout import KVLayout
-from moonpool.cli.load_generator import RequestOutcome, SendRequest, summarize
+from moonpool.cli.load_generator.loops import RequestOutcome, SendRequest
+from moonpool.cli.load_generator.summary import summarize
 from moonpool.simulator.traces.mooncake import TraceRequest, write_trace
 from tests.load.kvstore import Chains, content
 from tests.load.program import Program, main

@@ -12,7 +12,8 @@ from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.load_generator import RequestOutcome, summarize
+from moonpool.cli.load_generator.loops import RequestOutcome
+from moonpool.cli.load_generator.summary import summarize
 from moonpool.client import AsyncClient
 from tools.gpu_check.serving import (
     ENDING_S,

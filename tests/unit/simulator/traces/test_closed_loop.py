@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.cli.load_generator import RequestOutcome, TraceSchedule, trace_loop
+from moonpool.cli.load_generator.loops import RequestOutcome, TraceSchedule, trace_loop
 from moonpool.simulator.clock import PS
 from moonpool.simulator.cluster.cluster import Cluster
 from moonpool.simulator.cluster.requests import DONE, Request

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unavailable
-from moonpool.gateway.serving.response_store import ResponseStore, StoredRecord, StoreLimits
+from moonpool.gateway.responses.store import ResponseStore, StoredRecord, StoreLimits
 
 TTL_S = 60.0
 

@@ -21,20 +21,19 @@ from moonpool.gateway.endpoints.anthropic_messages import MessagesBody
 from moonpool.gateway.endpoints.context_caching import CacheCreateBody
 from moonpool.gateway.endpoints.openai_chat import ChatBody
 from moonpool.gateway.endpoints.openai_completions import CompletionBody
-from moonpool.gateway.endpoints.openai_responses import ResponsesBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody
-from moonpool.gateway.serving.json_body import (
+from moonpool.gateway.responses.body import ResponsesBody
+from moonpool.gateway.serving.body import Body, validate_body
+from moonpool.gateway.serving.body_reader import (
     CLEANUP,
     MAX_PACED,
     UNCHECKED_BYTES,
-    Body,
     BodyMemory,
     BodyPace,
     BodyReader,
     JsonPartCounts,
     check_json_parts,
     count_json_parts,
-    validate_body,
 )
 from tests.examples import examples
 from tests.unit.gateway.test_client_disconnect import Holding

@@ -12,8 +12,7 @@ import pytest
 from moonpool.base.errors import Internal
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
-
-from .fakes import Answers, answering
+from tests.unit.gateway.fakes import Answers, answering
 
 
 def numbered() -> FakeConductor:

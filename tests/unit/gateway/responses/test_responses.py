@@ -11,8 +11,7 @@ from moonpool.base.errors import Internal, Overloaded
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
-
-from .fakes import Answers, answering
+from tests.unit.gateway.fakes import Answers, answering
 
 PATH = "/v1/responses"
 USAGE = {

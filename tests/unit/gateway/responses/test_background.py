@@ -18,11 +18,12 @@ from moonpool.base.errors import Internal
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.client.transport import GenerateCall
-from moonpool.gateway.serving import background_responses
-from moonpool.gateway.serving.background_responses import BackgroundResponses, EventLog
+from moonpool.gateway.responses import background
+from moonpool.gateway.responses.background import BackgroundResponses
+from moonpool.gateway.responses.event_log import EventLog
 from moonpool.v1 import conductor_pb2 as pb
+from tests.unit.gateway.fakes import answering, make_gateway, ready, scope, settings, tokenizer
 
-from .fakes import answering, make_gateway, ready, scope, settings, tokenizer
 from .test_stored_responses import client_of, numbered
 
 
@@ -279,7 +280,7 @@ async def test_a_stream_that_fails_says_so() -> None:
 
 
 async def test_old_events_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_responses, "MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(background, "MAX_LOG_BYTES", 10_000)
     async with answering(numbered()) as gateway:
         client, ask = client_of(gateway), {"input": "a", "background": True, "stream": True}
         names = [await completed(client, ask) for _ in range(8)]
@@ -290,7 +291,7 @@ async def test_old_events_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_events_of_a_response_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_responses, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(background, "MAX_LOG_BYTES", 100)
     responses, work = BackgroundResponses(4, 60.0), asyncio.Event()
     logs = [EventLog(), EventLog(), EventLog()]
     for name, (tenant, events) in enumerate(zip("aab", logs, strict=True)):

@@ -1,0 +1,1 @@
+"""OpenAI's Responses: requests, stored responses and conversations, background responses."""

@@ -1,0 +1,79 @@
+"""An HTTP response over ASGI, sent while the client is connected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.types import Message, Receive, Send
+
+from moonpool.gateway.serving.json_response import JSON_TYPE
+
+T = TypeVar("T")
+SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
+
+
+class AsgiReply:
+    """Sends one HTTP response over ASGI."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        """`headers` may be extended until the response starts."""
+        self._send = send
+        self.headers = dict(headers)
+        self.started = False
+
+    async def send_json(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send a whole JSON response."""
+        length = {"content-length": str(len(content))}
+        await self._start(status, {"content-type": JSON_TYPE, **length, **self.headers, **(headers or {})})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def send_events(self, content: bytes) -> None:
+        """Send server-sent events, and the head of the response before the first."""
+        if not self.started:
+            # Without the last header, a proxy that buffers responses holds back the first tokens.
+            plain = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            await self._start(200, {**plain, **self.headers})
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def end(self, content: bytes = b"") -> None:
+        """Send the last events and end the response."""
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+async def to_nobody(message: Message) -> None:
+    """Send a part of a response that has no client."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancels `work` if the client disconnects first.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _wait_disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

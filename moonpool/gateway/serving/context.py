@@ -1,0 +1,69 @@
+"""What every handler of the gateway works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from moonpool.client import AsyncClient, ClusterState
+from moonpool.gateway.serving.auth import Authenticator
+from moonpool.gateway.serving.cluster_state import ClusterStateCache
+from moonpool.gateway.serving.generation_job import GenerationJob
+from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.metrics import GatewayMetrics
+from moonpool.gateway.serving.request_builder import RequestBuilder
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """What every handler works with: one object for each gateway process.
+
+    Attributes:
+        client: the SDK's client of the conductor.
+        auth: checks API keys and budgets, and reads bodies.
+        cluster: the model that is served, and the instances.
+        tokenizer: tokenizer and chat template of the served model.
+        builder: builds generation jobs from bodies.
+        metrics: counters and timers of requests.
+        registry: the metrics that `/metrics` shows.
+        wall_clock: returns seconds since 1970.
+        aside: one thread, for work that would hold up answers.
+        started_at: when the gateway started, in seconds since 1970.
+        served_names: names under which clients know the model; none = the checkpoint's name.
+    """
+
+    client: AsyncClient
+    auth: Authenticator
+    cluster: ClusterStateCache
+    tokenizer: GatewayTokenizer
+    builder: RequestBuilder
+    metrics: GatewayMetrics
+    registry: CollectorRegistry
+    wall_clock: Callable[[], float]
+    aside: Executor
+    started_at: int
+    served_names: Sequence[str] = ()
+
+    def shown_name(self, state: ClusterState) -> str:
+        """The model's name in responses: the first in `served_names`, else the checkpoint's."""
+        return self.served_names[0] if self.served_names else state.model
+
+    async def max_model_len(self) -> int:
+        """Most tokens in a sequence for the served model.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+        """
+        state = await self.cluster.state()
+        self.tokenizer.check_model(state.model)
+        return state.max_tokens
+
+    def generate(self, job: GenerationJob, formatter: ResponseFormatter) -> GenerationResponse:
+        """A response that runs `job` and writes the answer with `formatter`."""
+        job.charge_request()
+        return GenerationResponse(self.client, self.metrics, job, formatter)

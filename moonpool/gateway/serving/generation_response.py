@@ -1,0 +1,157 @@
+"""Runs a generation job, and sends the SDK's events as a response.
+
+A generating endpoint reads a body, prepares a `GenerationJob` with `RequestBuilder`, and answers with a
+`GenerationResponse`, whose `ResponseFormatter` writes the API's own objects and events. A disconnecting client cancels
+all the client's requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from starlette.types import Receive, Scope, Send
+
+from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.client import (
+    AsyncClient,
+    AsyncTokenStream,
+    GenerateResult,
+)
+from moonpool.client.tracing import traceparent
+from moonpool.gateway.serving.asgi_reply import AsgiReply, ClientGoneError, to_nobody, while_connected
+from moonpool.gateway.serving.errors import ErrorResponse, error_response
+from moonpool.gateway.serving.generation_job import GenerationJob
+from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.merged_stream import MergedStream
+from moonpool.gateway.serving.metrics import GatewayMetrics, RequestMetrics
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
+
+
+class GenerationResponse:
+    """Runs a job and sends the answer. Starlette calls the object like a `Response`."""
+
+    def __init__(
+        self, client: AsyncClient, metrics: GatewayMetrics, job: GenerationJob, formatter: ResponseFormatter
+    ) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._job = job
+        self._formatter = formatter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
+        except ClientGoneError:
+            return
+
+    async def complete(self, send: Send = to_nobody) -> ErrorResponse | None:
+        """Run the job without a client; the formatter keeps the answer. Returns why there is no answer, or None.
+
+        `send` takes the response.
+        """
+        return await self._attempt(AsgiReply(send, {}))
+
+    async def _respond(self, reply: AsgiReply) -> None:
+        if (error := await self._attempt(reply)) is not None:
+            await self._fail(reply, error)
+
+    async def _attempt(self, reply: AsgiReply) -> ErrorResponse | None:
+        """Send the answer. Returns what went wrong, or None."""
+        traceparent.set(self._job.traceparent)  # in the context of this task only
+        with self._metrics.request(self._job.model_name) as request_metrics:
+            try:
+                await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
+            except MoonpoolError as error:
+                request_metrics.failed()
+                response = error_response(self._job.named_error(error))
+                self._metrics.refused(response.status, response.code or "")
+                return response
+        return None
+
+    async def _fail(self, reply: AsgiReply, error: ErrorResponse) -> None:
+        if reply.started:
+            await reply.end(self._formatter.error_event(error))
+        else:
+            await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
+
+    async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
+        async with self._token_stream(request_metrics.placed, whole=True) as tokens:
+            async for event in tokens:
+                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+        result = _completed_result(tokens)
+        request_metrics.finished(result)
+        self._start(reply, tokens)
+        reply.headers.update(self._job.result_headers(result))
+        content = self._formatter.full_response(result)
+        await self._formatter.keep()
+        await reply.send_json(200, to_json_bytes(content))
+
+    async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
+        async with aclosing(self._events(reply, request_metrics)) as events:
+            async for event in events:
+                await reply.send_events(event)
+        await reply.end()
+
+    async def _events(self, reply: AsgiReply, request_metrics: RequestMetrics) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; events that are ready at the same time are one item."""
+        formatter, started = self._formatter, False
+        async with self._token_stream(lambda: None, whole=False) as tokens:
+            async for event in tokens:
+                request_metrics.tokens()
+                formatter.add_tokens(event)
+                formatter.count_tokens(tokens.prompt_tokens, len(event.token_ids))
+                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+                first = b""
+                if not started:
+                    started = True
+                    self._start(reply, tokens)
+                    first = b"".join(formatter.first_events())
+                if event.finish_reason is not None:
+                    content = first + formatter.last_text_event(event.text, event.choice, event.finish_reason)
+                else:
+                    content = first + (formatter.text_event(event.text, event.choice) if event.text else b"")
+                if content:
+                    yield content
+        result = _completed_result(tokens)
+        request_metrics.finished(result)
+        if not started:
+            self._start(reply, tokens)
+            yield b"".join(formatter.first_events())
+        last = b"".join(formatter.last_events(result))
+        await formatter.keep()
+        yield last
+
+    def _token_stream(self, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream | MergedStream:
+        def placed() -> None:
+            """Charge the prompt as soon as placed, whether the request succeeds or not."""
+            self._job.budget.charge(tokens.prompt_tokens, 0)
+            self._job.on_placed()
+            on_placed()
+
+        job = self._job
+        streams = [
+            self._client.stream(
+                on_placed=placed, whole=whole, **(job.arguments | prompt | {"request_id": job.request_id_of(index)})
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+        tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)
+        return tokens
+
+    def _start(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
+        reply.headers["x-request-id"] = self._job.client_id or tokens.request_id
+        placement = tokens.placement
+        self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
+
+
+def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:
+    """Result of a stream that has ended.
+
+    Raises:
+        Unavailable: the cluster has cancelled the request.
+    """
+    result = tokens.result
+    if result is None or any(choice.finish_reason == "cancelled" for choice in result.choices):
+        raise Unavailable("the cluster is stopping and has ended this request")
+    return result

@@ -1,0 +1,118 @@
+"""Several prompts of one HTTP request as one token stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+from typing import Self
+
+from moonpool.client import (
+    AsyncTokenStream,
+    GenerateResult,
+    Placement,
+    TokenEvent,
+    Usage,
+)
+
+MAX_QUEUED_EVENTS = 64
+"""Events that wait for the response. If the queue is full, the requests wait."""
+MAX_RUNNING_PROMPTS = 64
+"""Prompts in one HTTP request that run at the same time; further prompts wait."""
+
+
+class MergedStream:
+    """Several token streams as one. The second stream's choices are numbered after the first's.
+
+    The first error ends every stream.
+    """
+
+    def __init__(self, streams: Sequence[AsyncTokenStream], choices_each: int) -> None:
+        self._streams = streams
+        self._choices_each = choices_each
+        self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
+        self.result: GenerateResult | None = None
+        """The result with the choices of all streams, after the iteration. The timing is the first stream's."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the first request that is placed; "" before."""
+        return next((stream.request_id for stream in self._streams if stream.request_id), "")
+
+    @property
+    def placement(self) -> Placement | None:
+        """Placement of the first request that is placed."""
+        return next((stream.placement for stream in self._streams if stream.placement), None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of the requests that are placed."""
+        return sum(stream.prompt_tokens for stream in self._streams)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.ensure_future(self._forward(index, stream)) for index, stream in enumerate(self._streams)
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Iterate over all streams' events, in arrival order.
+
+        Raises:
+            MoonpoolError: a request failed.
+        """
+        running = len(self._streams)
+        while running:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                running -= 1
+            else:
+                yield event
+        self.result = _merged_result([stream.result for stream in self._streams if stream.result is not None])
+
+    async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
+        first = index * self._choices_each
+        try:
+            async with self._places, stream:
+                async for event in stream:
+                    await self._events.put(replace(event, choice=first + event.choice))
+            await self._events.put(None)
+        except Exception as error:
+            await self._events.put(error)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult(GenerateResult):
+    """Several prompts' answers as one result: all choices and usage, and each prompt's result."""
+
+    results: tuple[GenerateResult, ...] = ()
+
+
+def results_of(result: GenerateResult) -> Sequence[GenerateResult]:
+    """The result of each prompt."""
+    return result.results if isinstance(result, BatchResult) else (result,)
+
+
+def _merged_result(results: Sequence[GenerateResult]) -> BatchResult:
+    """One result with all choices and usage."""
+    usages = [result.usage for result in results]
+    total = Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+    )
+    first = {each.name: getattr(results[0], each.name) for each in fields(GenerateResult)}
+    first |= {"usage": total, "choices": tuple(choice for result in results for choice in result.choices)}
+    return BatchResult(**first, results=tuple(results))

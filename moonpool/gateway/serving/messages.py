@@ -1,0 +1,207 @@
+"""Messages of a conversation in OpenAI's form, and the body that has messages and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Any, ClassVar, Literal, TypeVar
+
+from moonpool.base.checkpoint import ChatOptions
+from moonpool.base.errors import InvalidRequest
+from moonpool.client import Message, ToolCall
+from moonpool.gateway.serving.body import Body, FailFastList
+from moonpool.gateway.serving.known_fields import (
+    CALL_IGNORED,
+    MESSAGE_IGNORED,
+    MESSAGE_REFUSED,
+    PART_IGNORED,
+)
+from moonpool.gateway.serving.offered_tools import ToolBody, ToolChoice, chosen_tools
+from moonpool.gateway.serving.tool_calls import ToolSet
+
+TEXT_PARTS = ("text", "refusal")
+"""Types of parts that are message text."""
+DROPPED_PARTS = ("thinking", "reasoning", "redacted_thinking")
+"""Types of parts in an assistant's message that are left out of the prompt, because they do not belong to the
+answer.
+"""
+
+
+class ContentPart(Body):
+    """A part of a message's content."""
+
+    ignored: ClassVar[Collection[str]] = PART_IGNORED
+    kinds: ClassVar[Collection[str]] = (*TEXT_PARTS, *DROPPED_PARTS)
+    """Values of `type` that are accepted; others are refused when the text of the part is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        if self.type in DROPPED_PARTS:
+            return iter((place.removesuffix("."),))
+        return super().ignored_fields(place) if self.type in self.kinds else iter(())  # others are refused as a whole
+
+
+class FunctionCallBody(Body):
+    """A called function. `arguments` is a JSON object as text; models and clients also write something else."""
+
+    ignored = CALL_IGNORED
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCallBody(Body):
+    """A tool call in an assistant's message."""
+
+    ignored = CALL_IGNORED
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCallBody
+
+    def to_tool_call(self) -> ToolCall:
+        """The call for the SDK."""
+        return sdk_tool_call(self.id, self.function.name, self.function.arguments)
+
+
+class ChatMessageBody(Body):
+    """One message in a conversation."""
+
+    ignored = MESSAGE_IGNORED
+    refused = MESSAGE_REFUSED
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | FailFastList[ContentPart] | None = None
+    refusal: str | None = None
+    tool_calls: FailFastList[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def to_message(self, field: str) -> Message:
+        """The message for the SDK. A developer's message becomes a system's.
+
+        Args:
+            field: name of the message in errors, for example "messages.0".
+
+        Raises:
+            InvalidRequest: a part is not text, or the role cannot have tool calls; names the field.
+        """
+        self._check_fields(field)
+        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": role, "content": self._text(field)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_tool_call() for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = reasoning
+        return message
+
+    def _check_fields(self, field: str) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"{field}.tool_calls", "only an assistant's message may have tool calls")
+        if bool(self.tool_call_id) != (self.role == "tool"):
+            raise InvalidRequest(f"{field}.tool_call_id", "must be in each message of a tool, and in no other")
+
+    def _text(self, field: str) -> str:
+        if self.content is None and self.role == "assistant":
+            return self.refusal or ""
+        if self.content is None:
+            raise InvalidRequest(f"{field}.content", "must be text")
+        dropped = DROPPED_PARTS if self.role == "assistant" else ()
+        return joined_text(self.content, f"{field}.content", dropped=dropped)
+
+
+def sdk_tool_call(id: str, name: str, arguments: Any) -> ToolCall:  # noqa: A002
+    """A past tool call for the SDK.
+
+    A conversation must continue whatever the call's arguments are; the conductor reads them.
+    """
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+PartT = TypeVar("PartT", bound=ContentPart)
+
+
+def joined_text(
+    content: str | list[PartT], field: str, types: Collection[str] = TEXT_PARTS, dropped: Collection[str] = ()
+) -> str:
+    """Text of a message's content. Line breaks join the parts; parts of the types `dropped` are left out.
+
+    Raises:
+        InvalidRequest: a part is not text; names the part below `field`.
+    """
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        part_text(part, f"{field}.{index}", types) for index, part in enumerate(content) if part.type not in dropped
+    )
+
+
+def part_text(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS) -> str:
+    """A part's text if the part's type is in `types`.
+
+    Raises:
+        InvalidRequest: the part has another type; names `field`.
+    """
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in types or text is None:
+        raise InvalidRequest(field, f"must be a text, not {part.type!r}")
+    return text
+
+
+class ChatOptionsBody(Body):
+    """How messages become a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("continue_final_message", "conflicts with add_generation_prompt")
+        return ChatOptions(
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
+            self.chat_template_kwargs or {},
+        )
+
+
+class ConversationBody(Body):
+    """A body with messages for the chat template, and tools."""
+
+    unknown_ignored = True
+
+    messages: FailFastList[ChatMessageBody] | None = None
+    tools: FailFastList[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def to_messages(self) -> list[Message]:
+        """The messages for the SDK.
+
+        Raises:
+            InvalidRequest: a message is wrong; names the field.
+        """
+        return [message.to_message(f"messages.{index}") for index, message in enumerate(self.messages or ())]
+
+    def tool_set(self) -> ToolSet | None:
+        """Functions that the model may call; None without tools, or if `tool_choice` is "none".
+
+        Raises:
+            InvalidRequest: a tool is wrong or not supported; names the field.
+        """
+        definitions = [
+            tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(self.tools or ())
+        ]
+        return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)

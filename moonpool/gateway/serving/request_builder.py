@@ -1,0 +1,154 @@
+"""From the body of a request to a `GenerationJob`: the steps that every API shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from moonpool.base.checkpoint import ChatOptions
+from moonpool.base.errors import InvalidRequest
+from moonpool.base.grammar import AnswerGrammar, Thinking
+from moonpool.client import (
+    ClusterState,
+    GenerateArguments,
+)
+from moonpool.gateway.serving.auth import CheckedRequest
+from moonpool.gateway.serving.generate_body import GenerateBody
+from moonpool.gateway.serving.generation_job import GenerationJob
+from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.tokenizer import GatewayTokenizer
+from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerReading, ToolSet
+
+
+class RequestBuilder:
+    """Builds generation jobs: the steps between body and SDK that every API shares."""
+
+    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer, served_names: Sequence[str] = ()) -> None:
+        """Build jobs.
+
+        Args:
+            timeout_s: time limit of each request.
+            tokenizer: tokenizer and chat template of the served model.
+            served_names: names under which clients know the model; none = the checkpoint's name.
+        """
+        self._timeout_s = timeout_s
+        self._tokenizer = tokenizer
+        self._served_names = served_names
+
+    def _model_of(self, given: str, state: ClusterState) -> tuple[str, str]:
+        """The model or LoRA adapter that the conductor knows, and the name in the response; "" for the served model.
+
+        Raises:
+            InvalidRequest: clients know the model under other names; names `model`.
+        """
+        shown = self._served_names[0] if self._served_names else state.model
+        if any(given == lora.name for lora in state.loras):
+            return given, given
+        if not self._served_names or not given:
+            return given, shown
+        if given not in self._served_names:
+            names = [*self._served_names, *(lora.name for lora in state.loras)]
+            raise InvalidRequest("model", f"only {', '.join(map(repr, names))} is served, not {given!r}")
+        return "", shown
+
+    def prepare(self, checked: CheckedRequest[GenerateBody], state: ClusterState, max_tokens: int) -> GenerationJob:
+        """A job without prompts, from the fields that every body has.
+
+        Raises:
+            InvalidRequest: a sampling parameter cannot be translated; names the field.
+        """
+        body = checked.body
+        model, shown = self._model_of(body.model or "", state)
+        arguments: GenerateArguments = {
+            "sampling": body.to_sampling_params(max_tokens),
+            "slo": body.to_slo(),
+            "priority": body.priority or 0,
+            "tenant": checked.caller.tenant,
+            "model": model,
+            "cache_salt": body.cache_salt or "",
+            "session": body.to_session(checked.session_id),
+            "timeout_s": self._timeout_s,
+        }
+        headers = dict(checked.warning_headers)
+        return GenerationJob(
+            state,
+            shown,
+            arguments,
+            bool(body.stream),
+            checked.caller.budget,
+            headers,
+            checked.traceparent,
+            request_id=checked.request_id,
+            client_id=checked.client_id,
+            format_field=body.format_field,
+        )
+
+    def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
+        """Let the model call `tools`. Returns the parser that finds thinking and calls in the answers.
+
+        `known` are tools that the prompt has already; they count if `tools` is None.
+
+        Raises:
+            InvalidRequest: the format of tool calls is unknown, or a forced call conflicts with a response format.
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+        """
+        offered = tools or known
+        if tools is not None:
+            job.arguments["tools"] = tools.definitions
+        if offered is not None and offered.tool_choice is not None:
+            if job.sampling.response_format:
+                raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
+            schema = to_json_bytes(offered.schema()).decode()
+            job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
+            job.format_field = "tools"
+            return AnswerParser(AnswerReading(offered))
+        family = None if offered is None else self._tokenizer.tool_parser(job.state.model)
+        # An answer that is held to a format has no place for thinking.
+        reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
+        special_id = self._tokenizer.special_id
+        if family is not None or (reasoning is not None and special_id(reasoning.end) is not None):
+            # Some models mark calls and thinking with special tokens.
+            job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
+        if offered is not None and family is not None and not job.sampling.response_format:
+            thinking = None
+            if reasoning is not None:
+                thinking = Thinking(reasoning.begin, reasoning.end, self._is_thinking(job))
+            if grammar := offered.grammar(family, AnswerGrammar(special_id, thinking)):
+                job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
+        if reasoning is None:
+            return AnswerParser(AnswerReading(offered, family))
+        count = partial(self._tokenizer.tokens_through, reasoning.end)
+        return AnswerParser(AnswerReading(offered, family, reasoning, self._is_thinking(job), count))
+
+    def _is_thinking(self, job: GenerationJob) -> bool:
+        """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
+        arguments = job.arguments
+        if arguments.get("continue_final_message") or "messages" not in job.prompts[0]:
+            return False
+        return self._tokenizer.thinks_at_once(arguments.get("chat_template_kwargs") or {})
+
+    async def prompt_token_ids(self, job: GenerationJob, *, special: bool) -> list[Sequence[int]]:
+        """Tokens of each prompt.
+
+        `special`: with the tokenizer's special tokens. The conductor adds special tokens to a text and adds none to
+        messages, because the chat template writes them.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+            InvalidRequest: a prompt is too long, or the chat template refuses the messages.
+        """
+        return [await self._encode(job.arguments | prompt, job.state, special=special) for prompt in job.prompts]
+
+    async def _encode(self, arguments: GenerateArguments, state: ClusterState, *, special: bool) -> Sequence[int]:
+        if (token_ids := arguments.get("token_ids")) is not None:
+            return token_ids
+        self._tokenizer.check_model(state.model)
+        if (prompt := arguments.get("prompt")) is not None:
+            return await self._tokenizer.encode(prompt, state.max_tokens, special=special)
+        messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
+        options = ChatOptions(
+            continue_final_message=arguments.get("continue_final_message", False),
+            template_kwargs=arguments.get("chat_template_kwargs") or {},
+        )
+        return await self._tokenizer.encode_chat(messages, tools, state.max_tokens, options, special=special)
