@@ -30,7 +30,7 @@ _ARRANGED_BYTES = 48 << 20
 _WIDENED_ROWS, _PANEL = 448, 32
 """Rows that native products widen at a time at most, and outputs that one task has (`kernels/engine/multiply.cpp`)."""
 _DEQUANTISED_OUTPUTS = 4096
-"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.engine.models.layers`)."""
+"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.engine.models.linear`)."""
 _SPLIT_TOKENS = 512
 """Context part whose result native decode attention holds separately (`kernels/engine/decode.cpp`)."""
 _PROCESSORS = 256

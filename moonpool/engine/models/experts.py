@@ -17,7 +17,8 @@ from moonpool.base.families.spec import ExpertsSpec
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.choice import choose
 from moonpool.engine.kernels.experts import ExpertMatrices, rows_by_expert
-from moonpool.engine.models.layers import FeedForward, Linear, Norm, activate, elementwise, gated
+from moonpool.engine.models.layers import FeedForward, Norm, activate
+from moonpool.engine.models.linear import Linear, elementwise, gated
 
 
 @dataclass(slots=True)

@@ -47,7 +47,8 @@ from moonpool.engine.kernels.weight_file import WeightFile
 from moonpool.engine.models.dequantise import dequantise
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, expert_matrices
 from moonpool.engine.models.imatrix import read_imatrix
-from moonpool.engine.models.layers import FeedForward, Linear, Norm, fused_gate
+from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
+from moonpool.engine.models.linear import Linear
 from moonpool.engine.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.engine.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.engine.models.recurrent import RecurrentWeights

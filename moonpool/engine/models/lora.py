@@ -26,7 +26,7 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.models.batch import BatchLoras
-from moonpool.engine.models.layers import Linear, gated
+from moonpool.engine.models.linear import Linear, gated
 from moonpool.engine.models.tensors import Slots, Stored, layer_tensors, outer_tensors, projections
 from moonpool.engine.models.weights import LayerWeights
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moonpool.engine.kernels import kv_quantization
-from moonpool.engine.models.layers import Linear, elementwise
+from moonpool.engine.models.linear import Linear, elementwise
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.test_families import CASES, reference
 

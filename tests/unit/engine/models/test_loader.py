@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moonpool.base.checkpoint import Tokenizer, inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, ConfigError, UnsupportedModel
-from moonpool.engine.models.layers import Linear
+from moonpool.engine.models.linear import Linear
 from moonpool.engine.models.loader import KeptWeights, load_stage, torch_dtype
 from moonpool.engine.models.random_checkpoint import SHAPES, create
 
