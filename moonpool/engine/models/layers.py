@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from moonpool.base.families.spec import FeedForwardSpec, NormSpec
 from moonpool.engine.kernels import ops
-from moonpool.engine.models.linear import Linear, elementwise
+from moonpool.engine.kernels.deterministic import elementwise
+from moonpool.engine.weights.linear import Linear
 
 
 class Norm:

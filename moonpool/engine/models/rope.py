@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moonpool.base.families.spec import RopeScaling, RopeSpec
-from moonpool.engine.models.linear import elementwise
+from moonpool.engine.kernels.deterministic import elementwise
 
 TABLE = 8192
 """Leading positions with kept angles: a step's look-up takes a fifth of the time."""

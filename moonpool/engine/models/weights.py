@@ -11,8 +11,8 @@ from torch import Tensor
 from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts
 from moonpool.engine.models.layers import FeedForward, Norm
-from moonpool.engine.models.linear import Linear
 from moonpool.engine.models.recurrent import RecurrentWeights
+from moonpool.engine.weights.linear import Linear
 
 
 @dataclass(slots=True)
