@@ -26,10 +26,11 @@ from moonpool.base.checkpoint.formats import tensor_index
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.experts import MixtureOfExperts
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.native_step import NativeRun
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.models.tensor_reader import KeptWeights
 
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 ALL: tuple[Quantization, ...] = ("none", *KINDS)
@@ -179,7 +180,7 @@ def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Ro
     plain = [predict(dense, tokens, "auto") for tokens in texts]
     before = perplexity(plain)
     progress(f"{path.name}: perplexity {before:.4f} over {len(texts)} windows with bfloat16 weights")
-    quantised = any(info.is_quantised for info in tensor_index(path).values())
+    quantised = any(info.format is not None for info in tensor_index(path).values())
     for kind in (*(("file",) if quantised else ()), *KINDS):
         packed = stage(kind)
         if kind == "file":

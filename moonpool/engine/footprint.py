@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonpool.base.checkpoint import ModelConfig
+from moonpool.base.checkpoint.weight_formats import DEQUANTISED_OUTPUTS
 from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.calibration import LONG_TOKENS
 from moonpool.engine.messages import DeviceFootprint, EngineSpec
@@ -29,8 +30,6 @@ _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/engine/prefill.cpp`)."""
 _WIDENED_ROWS, _PANEL = 448, 32
 """Rows that native products widen at a time at most, and outputs that one task has (`kernels/engine/multiply.cpp`)."""
-_DEQUANTISED_OUTPUTS = 4096
-"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.engine.models.layers`)."""
 _SPLIT_TOKENS = 512
 """Context part whose result native decode attention holds separately (`kernels/engine/decode.cpp`)."""
 _PROCESSORS = 256
@@ -195,7 +194,7 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
 def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
     """Rows of the widest product (`kernels/engine/packed_floats.cpp`); in torch also what is dequantised."""
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-    return rows * widest * 4 if native else (rows + 3 * _DEQUANTISED_OUTPUTS) * widest * 4
+    return rows * widest * 4 if native else (rows + 3 * DEQUANTISED_OUTPUTS) * widest * 4
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:

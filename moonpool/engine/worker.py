@@ -208,7 +208,8 @@ class StageLoader:
 
     def _load_weights(self) -> "StageModel":
         from moonpool.engine.footprint import release_memory
-        from moonpool.engine.models.loader import KeptWeights, load_stage, torch_dtype
+        from moonpool.engine.models.loader import load_stage, torch_dtype
+        from moonpool.engine.models.tensor_reader import KeptWeights
 
         engine, spec = self.engine, self.spec
         file = Path(engine.weights_file) if engine.weights_file and self.device is None else None

@@ -41,7 +41,8 @@ from moonpool.engine.messages import (
     WorkerFailed,
 )
 from moonpool.engine.model_runner import StageRunner
-from moonpool.engine.models.loader import KeptWeights, load_stage, torch_dtype
+from moonpool.engine.models.loader import load_stage, torch_dtype
+from moonpool.engine.models.tensor_reader import KeptWeights
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.structured_output import MaskBuilder
 

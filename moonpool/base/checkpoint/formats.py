@@ -14,6 +14,7 @@ from moonpool.base.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, i
 from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.base.checkpoint.model_cards import card_sampling
 from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo
+from moonpool.base.checkpoint.weight_formats import PACKED_BYTES
 from moonpool.base.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from moonpool.base.families import names_of
 from moonpool.base.families.spec import described_ways
@@ -184,10 +185,6 @@ def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> in
     return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))
 
 
-_PACKED: Mapping[str, float] = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
-"""Bytes of an element with its part of the scales (and offsets), float16 for each 32."""
-
-
 def _held_bytes(
     config: ModelConfig, tensors: Mapping[str, TensorInfo], element: int, quantization: Quantization
 ) -> int:
@@ -202,10 +199,10 @@ def _held_bytes(
             size = 4
         elif info.keeps_codes and quantization in ("auto", "file"):
             size = info.stored_bytes / info.elements
-        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in _PACKED:
-            size = _PACKED[quantization]
+        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in PACKED_BYTES:
+            size = PACKED_BYTES[quantization]
             if is_head or is_embedding:
-                size = _PACKED["int8"] if is_head or config.tie_word_embeddings else element
+                size = PACKED_BYTES["int8"] if is_head or config.tie_word_embeddings else element
         total += info.elements * size
     return int(total)
 

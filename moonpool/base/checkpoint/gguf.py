@@ -29,6 +29,7 @@ from moonpool.base.checkpoint.config import (
 )
 from moonpool.base.checkpoint.folder_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 from moonpool.base.checkpoint.tensor_info import TensorInfo
+from moonpool.base.checkpoint.weight_formats import GGUF_TYPES, GgufType
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES, gguf_family
 from moonpool.base.families.base import ModelFamily
@@ -48,49 +49,10 @@ _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32
 
 
-class TensorType(NamedTuple):
-    """How elements are stored: the elements and the bytes per block, all blocks in one row."""
-
-    name: str
-    elements: int
-    bytes: int
-
-
-#: Types that can be read, by their number in files.
-TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    10: TensorType("Q2_K", 256, 84),
-    11: TensorType("Q3_K", 256, 110),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    16: TensorType("IQ2_XXS", 256, 66),
-    17: TensorType("IQ2_XS", 256, 74),
-    18: TensorType("IQ3_XXS", 256, 98),
-    19: TensorType("IQ1_S", 256, 50),
-    20: TensorType("IQ4_NL", 32, 18),
-    21: TensorType("IQ3_S", 256, 110),
-    22: TensorType("IQ2_S", 256, 82),
-    23: TensorType("IQ4_XS", 256, 136),
-    29: TensorType("IQ1_M", 256, 56),
-    30: TensorType("BF16", 1, 2),
-    34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66),
-    39: TensorType("MXFP4", 32, 17),
-    40: TensorType("NVFP4", 64, 36),
-}
-
-
 class GgufTensor(NamedTuple):
     """One tensor: type, shape with rows first, the byte at which the data begins, and file."""
 
-    type: TensorType
+    type: GgufType
     shape: tuple[int, ...]
     begin: int
     file: Path
@@ -265,12 +227,12 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, kind, offset
 
 
-def _checked_type(name: str, shape: tuple[int, ...], number: int, begin: int, size: int) -> TensorType:
+def _checked_type(name: str, shape: tuple[int, ...], number: int, begin: int, size: int) -> GgufType:
     """Return a tensor's type; refuse an unreadable type, and data past the file's end."""
-    if number not in TENSOR_TYPES:
-        known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
+    if number not in GGUF_TYPES:
+        known = ", ".join(kind.name for kind in GGUF_TYPES.values())
         raise UnsupportedModel(name, f"is stored as type {number}, which is none of {known}")
-    kind = TENSOR_TYPES[number]
+    kind = GGUF_TYPES[number]
     if shape and shape[-1] % kind.elements:
         raise ValueError(f"tensor {name} has rows of {shape[-1]} elements, {kind.name} stores {kind.elements} together")
     if begin + _product(shape) // kind.elements * kind.bytes > size:
@@ -547,6 +509,7 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
             (1, prod(tensor.shape)) if row else _shape(tensor.shape, family.gguf.recurrent.get(leaf, "")),
             begin=tensor.begin,
             paired_rows=paired if leaf in _PAIRED else 0,
+            format=tensor.type if tensor.type.elements > 1 else None,
         )
         index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
     return index
@@ -563,7 +526,7 @@ def _layer(name: str) -> int:
     return -1 if match is None else int(match[1])
 
 
-def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, TensorInfo]:
+def _by_expert(name: str, info: TensorInfo, kind: GgufType) -> dict[str, TensorInfo]:
     """Return each expert's part of a tensor that holds all experts, [experts, outputs, inputs]."""
     count, *shape = info.shape
     size = prod(shape) // kind.elements * kind.bytes

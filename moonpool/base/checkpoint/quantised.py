@@ -1,82 +1,38 @@
 """Weights that a Hugging Face folder stores quantised: which tensors belong together, and by which method.
 
-Methods are those that `quantization_config` names. Modules that a folder leaves dense (`modules_to_not_convert`,
-`ignore`) are known by their tensors. Activations stay in the weights' type, even if a folder quantises activations. No
-tensor data is read here but the shapes that bitsandbytes and compressed-tensors store as tensors.
+`QUANT_METHODS` has the methods that `quantization_config` names. Modules that a folder leaves dense
+(`modules_to_not_convert`, `ignore`) are known by their tensors. Activations stay in the weights' type, even if a folder
+quantises activations.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moonpool.base.checkpoint.tensor_info import QuantisedFormat, QuantisedTensor, TensorInfo
+from moonpool.base.checkpoint.tensor_info import TensorInfo
+from moonpool.base.checkpoint.weight_formats import (
+    AwqFormat,
+    Bnb4BitFormat,
+    BnbInt8Format,
+    CompressedFormat,
+    FolderFormat,
+    Fp4Format,
+    GptqFormat,
+    Mxfp4Format,
+    Parts,
+    ScaledFormat,
+    Shape,
+)
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families.fields import JsonFields
 
-Formats = tuple[QuantisedFormat, ...]
+Formats = tuple[FolderFormat, ...]
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json that say how weights are stored; the second key is from compressed-tensors' first years."""
 
-_FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
-_SCALED = QuantisedFormat(
-    method="scaled",
-    values=(".weight",),
-    dtypes=_FLOAT8 | {"I8"},
-    parts={"scales": (".weight_scale_inv", ".weight_scale"), "zeros": (".weight_zero_point",)},
-    optional=frozenset({"zeros"}),
-)
-_GPTQ = QuantisedFormat(
-    method="gptq",
-    values=(".qweight",),
-    dtypes=frozenset({"I32"}),
-    parts={"scales": (".scales",), "zeros": (".qzeros",), "groups": (".g_idx",)},
-    optional=frozenset({"groups"}),
-    bits=0,
-)
-_AWQ = replace(_GPTQ, method="awq", parts={"scales": (".scales",), "zeros": (".qzeros",)}, bits=4)
-_PACKED = QuantisedFormat(
-    method="packed",
-    values=(".weight_packed",),
-    dtypes=frozenset({"I32"}),
-    parts={
-        "scales": (".weight_scale",),
-        "zeros": (".weight_zero_point",),
-        "groups": (".weight_g_idx",),
-        "shape": (".weight_shape",),
-    },
-    optional=frozenset({"zeros", "groups"}),
-)
-_FP4 = QuantisedFormat(
-    method="fp4",
-    values=(".weight_packed", ".weight"),
-    dtypes=frozenset({"U8"}),
-    parts={"scales": (".weight_scale",), "whole": (".weight_global_scale", ".weight_scale_2")},
-    bits=4,
-)
-_MXFP4 = QuantisedFormat(
-    method="mxfp4", values=("_blocks",), dtypes=frozenset({"U8"}), parts={"scales": ("_scales",)}, bits=4
-)
-_BNB_INT8 = QuantisedFormat(
-    method="bnb_int8", values=(".weight",), dtypes=frozenset({"I8"}), parts={"scales": (".SCB", ".weight.SCB")}
-)
-_BNB_4BIT = QuantisedFormat(
-    method="bnb_4bit",
-    values=(".weight",),
-    dtypes=frozenset({"U8"}),
-    parts={
-        "scales": (".weight.absmax",),
-        "table": (".weight.quant_map",),
-        "state": (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
-        "nested_scales": (".weight.nested_absmax",),
-        "nested_table": (".weight.nested_quant_map",),
-    },
-    optional=frozenset({"nested_scales", "nested_table"}),
-    bits=4,
-)
 _BESIDE = re.compile(
     r"(_input_scale|\.(weight_shape|weight_format|input_scale(_ub)?|input_zero_point|input_global_scale|output_scale"
     r"|activation_scale|[kv]_scale))$"
@@ -112,13 +68,13 @@ def _formats(settings: JsonFields, key: str) -> Formats:
     method = settings.get("quant_method")
     if method is None and any(settings.get(f"load_in_{bits}bit") for bits in (4, 8)):
         method = "bitsandbytes"  # folders from its first years
-    if method not in _READERS:
-        raise UnsupportedModel(f"{key}.quant_method", f"{method!r} is none of {', '.join(_READERS)}")
-    return _READERS[method](settings, key)
+    if method not in QUANT_METHODS:
+        raise UnsupportedModel(f"{key}.quant_method", f"{method!r} is none of {', '.join(QUANT_METHODS)}")
+    return QUANT_METHODS[method](settings, key)
 
 
 def _fp8(settings: JsonFields, key: str) -> Formats:
-    return (replace(_SCALED, block=_block(settings, "weight_block_size")),)
+    return (ScaledFormat(block=_block(settings, "weight_block_size")),)
 
 
 def _block(settings: JsonFields, key: str) -> tuple[int, int] | None:
@@ -141,7 +97,7 @@ def _gptq(settings: JsonFields, key: str) -> Formats:
     version = settings.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise UnsupportedModel(f"{key}.checkpoint_format", f"{version!r} is none of gptq, gptq_v2")
-    return (replace(_GPTQ, v1=version == "gptq", group=_group(settings)),)
+    return (GptqFormat(v1=version == "gptq", group=_group(settings)),)
 
 
 def _awq(settings: JsonFields, key: str) -> Formats:
@@ -149,20 +105,20 @@ def _awq(settings: JsonFields, key: str) -> Formats:
     version = settings.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise UnsupportedModel(f"{key}.version", f"{version!r} is not gemm")
-    return (replace(_AWQ, group=_group(settings)),)
+    return (AwqFormat(group=_group(settings)),)
 
 
 def _auto_round(settings: JsonFields, key: str) -> Formats:
     packing = _one_of(settings, key, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
-    form = _AWQ if packing == "auto_round:auto_awq" else replace(_GPTQ, v1=True)
-    return (replace(form, group=_group(settings)),)
+    group = _group(settings)
+    return (AwqFormat(group=group) if packing == "auto_round:auto_awq" else GptqFormat(v1=True, group=group),)
 
 
 def _bitsandbytes(settings: JsonFields, key: str) -> Formats:
     if not settings.flag("load_in_4bit", False):
-        return (_BNB_INT8,)
+        return (BnbInt8Format(),)
     _one_of(settings, key, "bnb_4bit_quant_storage", (None, "uint8"))
-    return (_BNB_4BIT,)
+    return (Bnb4BitFormat(),)
 
 
 def _modelopt(settings: JsonFields, key: str) -> Formats:
@@ -174,7 +130,7 @@ def _modelopt(settings: JsonFields, key: str) -> Formats:
             )
     else:
         _one_of(settings, key, "quant_algo", _ALGORITHMS)
-    return _SCALED, _FP4
+    return ScaledFormat(), Fp4Format()
 
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
@@ -199,12 +155,12 @@ def _compressed(settings: JsonFields, key: str) -> Formats:
     return tuple(sorted(found, key=_means_a_class))  # patterns and names come before a class, which means all others
 
 
-def _means_a_class(form: QuantisedFormat) -> bool:
+def _means_a_class(form: FolderFormat) -> bool:
     """Tell whether the targets name a class of modules, for example Linear."""
     return any(target[:1].isupper() for target in form.targets)
 
 
-def _compressed_group(group: JsonFields, whole: Any, key: str) -> QuantisedFormat:
+def _compressed_group(group: JsonFields, whole: Any, key: str) -> FolderFormat:
     stored, targets = group.get("format") or whole, group.get("targets") or ["Linear"]
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{group.source}.targets must be a list of names, not {targets!r}")
@@ -215,9 +171,9 @@ def _compressed_group(group: JsonFields, whole: Any, key: str) -> QuantisedForma
     if stored not in _COMPRESSED:
         raise UnsupportedModel(f"{key}.format", f"{stored!r} is none of {', '.join(_COMPRESSED)}")
     form = replace(_COMPRESSED[stored], targets=tuple(targets))
-    if form.method == "scaled":
+    if isinstance(form, ScaledFormat):
         return replace(form, block=_block(scheme, "block_structure"))
-    if form.method == "packed":
+    if isinstance(form, CompressedFormat):
         return replace(
             form, bits=_one_of(scheme, f"{key}.config_groups", "num_bits", range(1, 9)), group=_group(scheme)
         )
@@ -230,15 +186,14 @@ def _group(settings: JsonFields) -> int:
     return size if type(size) is int and size > 0 else 0
 
 
-_MXFP4_PACKED = replace(_FP4, parts={"scales": (".weight_scale",)})
-_COMPRESSED: Mapping[str, QuantisedFormat] = {
-    "float-quantized": _SCALED,
-    "int-quantized": _SCALED,
-    "naive-quantized": _SCALED,
-    "mxfp8-quantized": _SCALED,
-    "pack-quantized": _PACKED,
-    "nvfp4-pack-quantized": replace(_FP4, divided=True),
-    "mxfp4-pack-quantized": _MXFP4_PACKED,
+_COMPRESSED: Mapping[str, FolderFormat] = {
+    "float-quantized": ScaledFormat(),
+    "int-quantized": ScaledFormat(),
+    "naive-quantized": ScaledFormat(),
+    "mxfp8-quantized": ScaledFormat(),
+    "pack-quantized": CompressedFormat(),
+    "nvfp4-pack-quantized": Fp4Format(divided=True),
+    "mxfp4-pack-quantized": Fp4Format(parts={"scales": (".weight_scale",)}),
 }
 
 
@@ -254,11 +209,11 @@ def _one_of(settings: JsonFields, key: str, name: str, known: Collection[Any]) -
     return value
 
 
-_READERS: Mapping[Any, Callable[[JsonFields, str], Formats]] = {
+QUANT_METHODS: dict[str, Callable[[JsonFields, str], Formats]] = {
     "fp8": _fp8,
     "mxfp8": _fp8,
     "fbgemm_fp8": _fp8,
-    "mxfp4": lambda _settings, _key: (_MXFP4,),
+    "mxfp4": lambda _settings, _key: (Mxfp4Format(),),
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
@@ -283,18 +238,17 @@ def dense_index(tensors: Mapping[str, TensorInfo], formats: Formats) -> dict[str
         form, stem = found
         parts = {"values": (name, info)}
         for role, ends in form.parts.items():
-            its = next((f"{stem}{end}" for end in ends if f"{stem}{end}" in tensors), None)
-            if its is not None:
-                parts[role] = its, tensors[its]
+            part = next((f"{stem}{end}" for end in ends if f"{stem}{end}" in tensors), None)
+            if part is not None:
+                parts[role] = part, tensors[part]
             elif role not in form.optional:
                 raise CheckpointError(f"{info.file}: tensor {name} has no {role} ({' or '.join(ends)})")
-        used.update(its for its, _ in parts.values())
-        dense = stem if form.method == "mxfp4" else f"{stem}.weight"
-        index[dense] = replace(info, shape=_dense_shape(form, parts), quantised=QuantisedTensor(form, parts))
+        used.update(part for part, _ in parts.values())
+        index[form.dense_name(stem)] = replace(info, shape=_dense_shape(form, parts), format=form, parts=parts)
     return index | {name: info for name, info in tensors.items() if name not in used and not _BESIDE.search(name)}
 
 
-def _format_of(name: str, info: TensorInfo, formats: Formats) -> tuple[QuantisedFormat, str] | None:
+def _format_of(name: str, info: TensorInfo, formats: Formats) -> tuple[FolderFormat, str] | None:
     """Return how a tensor's values are stored, and their module's name; None: the tensor has no such values."""
     for form in formats:
         end = next((end for end in form.values if name.endswith(end)), None)
@@ -316,48 +270,14 @@ def _is_target(module: str, targets: tuple[str, ...]) -> bool:
     )
 
 
-def _dense_shape(form: QuantisedFormat, parts: Mapping[str, tuple[str, TensorInfo]]) -> tuple[int, ...]:
-    """Return [outputs, inputs].
+def _dense_shape(form: FolderFormat, parts: Parts) -> Shape:
+    """Return the weight's shape.
 
     Raises:
         CheckpointError: a stored shape is malformed.
     """
-    shape, scales = parts["values"][1].shape, parts["scales"][1].shape
     try:
-        if form.method == "gptq":
-            bits = 32 * parts["zeros"][1].shape[1] // scales[1]
-            return shape[1], shape[0] * 32 // bits
-        if form.method == "awq":
-            return shape[1] * 8, shape[0]
-        if form.method == "packed":
-            whole = scales[1] * form.group == shape[1] * 32 // form.bits
-            return (shape[0], scales[1] * form.group) if whole else _stored_shape(parts["shape"][1])
-        if form.method == "fp4":
-            return shape[0], shape[1] * 2
-        if form.method == "mxfp4":  # [experts, outputs, inputs / 32, 16 bytes]; the dense form has the inputs first
-            return shape[0], shape[2] * 32, shape[1]
-        if form.method == "bnb_4bit":
-            return _state_shape(parts["state"][1])
+        return form.dense_shape(parts)
     except (IndexError, ZeroDivisionError, ValueError, KeyError, TypeError, OSError) as error:
         name, info = parts["values"]
         raise CheckpointError(f"{info.file}: the shape of tensor {name} cannot be told: {error}") from None
-    return shape
-
-
-def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
-    """Return the whole numbers that a tensor of I32 or I64 holds."""
-    size = {"I32": 4, "I64": 8}[info.dtype]
-    data = _read(info, size)
-    return tuple(int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size))
-
-
-def _state_shape(info: TensorInfo) -> tuple[int, ...]:
-    """Return the shape that bitsandbytes writes into a tensor as JSON."""
-    state = json.loads(_read(info, 1))
-    return tuple(int(size) for size in state["shape"])
-
-
-def _read(info: TensorInfo, element_bytes: int) -> bytes:
-    with info.file.open("rb") as stream:
-        stream.seek(info.begin)
-        return stream.read(info.elements * element_bytes)

@@ -12,7 +12,7 @@ CHUNK = 32
 
 
 class PackedTensor(Protocol):
-    """A packed weight [outputs, inputs]: `moonpool.engine.models.packed.PackedWeight` says what the fields are."""
+    """A packed weight [outputs, inputs]: `moonpool.engine.weights.packed.PackedWeight` says what the fields are."""
 
     @property
     def shape(self) -> torch.Size:

@@ -16,8 +16,10 @@ from torch import Tensor
 from moonpool.base.families.spec import ExpertsSpec
 from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.deterministic import elementwise
 from moonpool.engine.kernels.experts import ExpertMatrices, rows_by_expert
-from moonpool.engine.models.layers import FeedForward, Linear, Norm, activate, elementwise, gated
+from moonpool.engine.models.layers import FeedForward, Norm, activate
+from moonpool.engine.weights.linear import Linear, gated
 
 
 @dataclass(slots=True)

@@ -26,9 +26,9 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.models.batch import BatchLoras
-from moonpool.engine.models.layers import Linear, gated
 from moonpool.engine.models.tensors import Slots, Stored, layer_tensors, outer_tensors, projections
 from moonpool.engine.models.weights import LayerWeights
+from moonpool.engine.weights.linear import Linear, gated
 
 _RANKS = 8
 """Ranks of a pair are filled up with zeros to a multiple of this: products take pairs of inputs in bfloat16."""

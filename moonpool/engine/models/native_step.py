@@ -24,9 +24,10 @@ from moonpool.engine.kernels.native.library import TYPES, Library
 from moonpool.engine.kernels.plan import AttentionPlan
 from moonpool.engine.models.batch import BatchLoras, PackedBatch, logits_rows
 from moonpool.engine.models.experts import MixtureOfExperts
-from moonpool.engine.models.layers import FeedForward, Linear
+from moonpool.engine.models.layers import FeedForward
 from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.weights import AttentionWeights, LayerWeights
+from moonpool.engine.weights.linear import Linear
 
 
 class StepSignals(Protocol):

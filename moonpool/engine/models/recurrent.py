@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from moonpool.base.families.spec import RecurrentSpec
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.layers import Linear
+from moonpool.engine.weights.linear import Linear
 
 _FINE = 16
 """Tokens computed together where decays differ within a key: their products with each other are not one matrix."""

@@ -22,11 +22,12 @@ from moonpool.base.families.spec import AttentionSpec, LayerSpec
 from moonpool.engine.kernels import choice, ops
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight
 from moonpool.engine.kernels.attention import AttentionKind, paged_attention, write_kv
+from moonpool.engine.kernels.deterministic import elementwise, in_tiles
 from moonpool.engine.kernels.int8_head import Int8Head
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.experts import DenseAndExperts
-from moonpool.engine.models.layers import Linear, Norm, RopeTable, activate, elementwise, in_tiles
+from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_step import (
     NativeLayers,
@@ -39,7 +40,9 @@ from moonpool.engine.models.native_step import (
     native_layers,
 )
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
+from moonpool.engine.models.rope import RopeTable
 from moonpool.engine.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
+from moonpool.engine.weights.linear import Linear
 
 InferenceParameters = ParamSpec("InferenceParameters")
 InferenceResult = TypeVar("InferenceResult")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts
-from moonpool.engine.models.layers import FeedForward, Linear, Norm
+from moonpool.engine.models.layers import FeedForward, Norm
 from moonpool.engine.models.recurrent import RecurrentWeights
+from moonpool.engine.weights.linear import Linear
 
 
 @dataclass(slots=True)

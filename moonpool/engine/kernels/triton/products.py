@@ -29,7 +29,7 @@ _CHUNK = tl.constexpr(CHUNK)
 
 def packed_linear(
     x: Tensor,  # [M, K], rows dense, stride(0) free
-    weight: Any,  # PackedTensor [N, K], as `moonpool.engine.models.packed.PackedWeight.for_products` gives it
+    weight: Any,  # PackedTensor [N, K], as `moonpool.engine.weights.packed.PackedWeight.for_products` gives it
     bias: Tensor | None,  # [N]
     out: Tensor,  # [M, N], contiguous
 ) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from moonpool.base.checkpoint import ModelConfig, kv_layout, load_config
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.engine.models.batch import LayersKV, LayersScales, PackedBatch
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.models.tensor_reader import KeptWeights
 
 BLOCK = 16
 

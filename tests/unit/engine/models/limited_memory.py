@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moonpool.base.checkpoint import kv_layout, load_config
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.models.tensor_reader import KeptWeights
 
 NO_ROOM, BLOCK = 3, 16
 

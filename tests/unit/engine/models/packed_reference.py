@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moonpool.engine.kernels.packed import bytes_of_rows
-from moonpool.engine.models.loader import PACKERS
-from moonpool.engine.models.packed import pack_int8
+from moonpool.engine.weights.packing import PACKERS, pack_int8
 
 GAP = 0.06
 """Of logits whose spread is 1 to 2.5: sums in another order let a number in ten thousand be rounded to another byte."""

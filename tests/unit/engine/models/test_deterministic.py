@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moonpool.engine.kernels import kv_quantization
-from moonpool.engine.models.layers import Linear, elementwise
+from moonpool.engine.kernels.deterministic import elementwise
+from moonpool.engine.weights.linear import Linear
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.test_families import CASES, reference
 

@@ -23,7 +23,7 @@ from moonpool.base.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.base.checkpoint.formats import tensor_index, weight_files
-from moonpool.base.checkpoint.gguf import TENSOR_TYPES
+from moonpool.base.checkpoint.weight_formats import GGUF_TYPES
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.weights import AttentionWeights
@@ -155,7 +155,7 @@ def test_rope_divisors_are_llama_3s_scaling(tmp_path: Path) -> None:
 
 
 def test_every_readable_type_is_the_packages() -> None:
-    for number, kind in TENSOR_TYPES.items():
+    for number, kind in GGUF_TYPES.items():
         theirs = gguf.GGMLQuantizationType(number)
         assert (theirs.name, gguf.GGML_QUANT_SIZES[theirs]) == (kind.name, (kind.elements, kind.bytes))
         row = np.zeros((1, kind.bytes), dtype=np.uint8)

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from moonpool.base.checkpoint import ModelConfig, load_config
 from moonpool.base.errors import CheckpointError
 from moonpool.engine.models.imatrix import read_imatrix
-from moonpool.engine.models.loader import KeptWeights, load_stage
-from moonpool.engine.models.packed import pack_int4
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.weights.packing import pack_int4
 from tests.unit.engine.models.test_families import CASES, reference
 
 Entries = Mapping[str, NDArray[np.float32]]

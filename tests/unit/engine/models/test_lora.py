@@ -17,10 +17,11 @@ from moonpool.base.checkpoint.lora import read_adapter
 from moonpool.base.checkpoint.tensor_info import Quantization
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.lora import StageLora, load_lora
 from moonpool.engine.models.random_checkpoint import create, create_lora
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.unit.engine.models.test_families import CASES
 from tests.unit.engine.models.test_families import reference as tiny
 from tests.unit.engine.models.test_native_step import kernels

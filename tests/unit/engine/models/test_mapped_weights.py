@@ -18,8 +18,9 @@ from moonpool.base.errors import ConfigError
 from moonpool.engine.footprint import release_memory
 from moonpool.engine.kernels.native import library
 from moonpool.engine.models import loader
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.unit.engine.models.limited_memory import NO_ROOM, logits_of
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}

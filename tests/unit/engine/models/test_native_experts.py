@@ -11,7 +11,8 @@ import torch
 from moonpool.base.checkpoint import load_config
 from moonpool.engine.kernels.native import library
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.unit.engine.models.test_families import CASES, reference
 from tests.unit.engine.models.test_native_step import BLOCK, Checked, draw
 

@@ -16,10 +16,11 @@ from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.layers import TABLE
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.rope import TABLE
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.models.tensor_reader import KeptWeights
 from moonpool.engine.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")

@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from moonpool.base.checkpoint import load_config
-from moonpool.engine.models.loader import KeptWeights, load_stage
+from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.tensor_reader import KeptWeights
 from tests.examples import pairs
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.packed_reference import GAP, pack

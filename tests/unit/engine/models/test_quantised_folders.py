@@ -18,7 +18,10 @@ from torch import Tensor
 from moonpool.base.checkpoint import inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.base.checkpoint.formats import tensor_index
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.engine.models.loader import KeptWeights, load_stage, stored_tensors
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.tensor_files import stored_tensors
+from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.weights.packed import PackedWeight
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.test_families import CASES, reference
 
@@ -190,10 +193,10 @@ def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path
     with ExitStack() as stack:
         reader = stored_tensors(folder, stack)
         packed = {name: reader.packed(name, info) for name, info in tensor_index(folder).items()}
-    held = {its.kind.partition("/")[0] for its in packed.values() if its is not None}
+    held = {weight.kind.partition("/")[0] for weight in packed.values() if isinstance(weight, PackedWeight)}
     assert held == ({kind} if kind else set())
-    for name, its in packed.items():
-        assert its is None or torch.equal(its.dequantise(), tensors[name]), name
+    for name, found in packed.items():
+        assert found is None or torch.equal(found.dequantise(), tensors[name]), name
     assert inspect_checkpoint(folder).parameters == inspect_checkpoint(tmp_path / "dense").parameters
 
 

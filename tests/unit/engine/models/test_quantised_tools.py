@@ -20,7 +20,10 @@ from transformers.utils.quantization_config import Mxfp4Config
 from moonpool.base.checkpoint import load_config
 from moonpool.base.checkpoint.formats import tensor_index
 from moonpool.engine.models.experts import MixtureOfExperts
-from moonpool.engine.models.loader import KeptWeights, load_stage, stored_tensors
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.tensor_files import stored_tensors
+from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.weights.packed import PackedWeight
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.test_families import CASES, reference
 from tests.unit.engine.models.test_parity import assert_greedy
@@ -61,6 +64,7 @@ def loaded(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
             found[name] = torch.empty(info.shape)
             reader.copy(name, info, found[name])
             if (packed := reader.packed(name, info)) is not None:
+                assert isinstance(packed, PackedWeight)
                 held.add(packed.kind)
                 unit = 2.0**-23 if info.dtype == "I8" else 0.0  # bitsandbytes divides by 127 later
                 dense = found[name] if found[name].dim() == 2 else found[name].transpose(1, 2).flatten(0, 1)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moonpool.base.checkpoint import load_config
-from moonpool.engine.models.layers import TABLE, RopeTable
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.models.rope import TABLE, RopeTable
 
 
 @pytest.mark.parametrize("longest", [TABLE, 100, 4 * TABLE])

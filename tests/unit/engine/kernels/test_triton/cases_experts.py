@@ -12,7 +12,8 @@ from moonpool.engine.kernels.choice import VARIABLE
 from moonpool.engine.kernels.experts import ExpertMatrices, rows_by_expert
 from moonpool.engine.kernels.triton import ops as triton_ops
 from moonpool.engine.models.experts import MixtureOfExperts, expert_matrices
-from moonpool.engine.models.layers import FeedForward, Linear, fused_gate
+from moonpool.engine.models.layers import FeedForward, fused_gate
+from moonpool.engine.weights.linear import Linear
 from tests.unit.engine.kernels.test_triton.pools import DEVICE, DTYPES, generator
 
 #: Sums differ by the order of additions, and the interpreter truncates to bfloat16.

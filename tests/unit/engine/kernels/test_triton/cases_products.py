@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moonpool.engine.kernels import ops, packed
 from moonpool.engine.kernels.triton import ops as triton_ops
-from moonpool.engine.models.packed import PackedWeight
+from moonpool.engine.weights.packed import PackedWeight
 from tests.unit.engine.kernels.test_packed_products import Kind, Packed
 from tests.unit.engine.kernels.test_packed_products import packed as random_weight
 from tests.unit.engine.kernels.test_triton.pools import DEVICE, DTYPES, generator, slowly

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moonpool.engine.kernels.experts import ExpertMatrices
-from moonpool.engine.models.packed import PackedWeight
+from moonpool.engine.weights.packed import PackedWeight
 
 
 def attend(

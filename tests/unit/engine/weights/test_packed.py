@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.kernels.packed import byte_codes, float8_table
-from moonpool.engine.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
+from moonpool.engine.weights.packed import PackedWeight, join_rows
+from moonpool.engine.weights.packing import pack_int4, pack_int8
 
 
 def weights(*shape: int, seed: int = 1) -> Tensor:

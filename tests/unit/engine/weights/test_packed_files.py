@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks.peers.gguf_files import write_gguf
 from moonpool.base.checkpoint import inspect_checkpoint, load_config
 from moonpool.base.checkpoint.tensor_info import TensorInfo
-from moonpool.engine.models.loader import KeptWeights, load_stage
-from moonpool.engine.models.packed import PackedWeight, join_rows
-from moonpool.engine.models.packed_files import packed_of_gguf
+from moonpool.base.checkpoint.weight_formats import GGUF_TYPES
+from moonpool.engine.models.loader import load_stage
+from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.weights.packed import PackedWeight, join_rows
+from moonpool.engine.weights.registry import weight_reader
 from tests.unit.engine.models.forward import Runner, Sequence_
 from tests.unit.engine.models.gguf_files import make_folder
 
@@ -41,6 +43,15 @@ TYPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+FORMATS = {kind.name: kind for kind in GGUF_TYPES.values()}
+
+
+def packed_of_gguf(name: str, stored: torch.Tensor) -> PackedWeight | None:
+    found = weight_reader(FORMATS[name]).packed({"values": stored})
+    assert found is None or isinstance(found, PackedWeight)
+    return found
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_blocks_of_gguf_are_held_exactly(name: str) -> None:
     """Blocks of random bytes, with every code and scale among them."""
@@ -61,7 +72,7 @@ def test_blocks_of_gguf_are_held_exactly(name: str) -> None:
     assert isinstance(found, PackedWeight)
     assert found.kind == form
     assert torch.equal(found.dequantise(), torch.from_numpy(gguf.dequantize(stored, kind)))
-    assert TensorInfo(Path("model.gguf"), name, (24, 512)).keeps_codes
+    assert TensorInfo(Path("model.gguf"), name, (24, 512), format=FORMATS[name]).keeps_codes
     assert found.for_products() is not None
 
 
@@ -89,7 +100,7 @@ def test_forms_are_of_the_types_that_products_take() -> None:
 
 
 def test_types_of_grids_become_dense() -> None:
-    assert not TensorInfo(Path("model.gguf"), "IQ2_XS", (1, 256)).keeps_codes
+    assert not TensorInfo(Path("model.gguf"), "IQ2_XS", (1, 256), format=FORMATS["IQ2_XS"]).keeps_codes
     assert packed_of_gguf("IQ2_XS", torch.zeros(1, 74, dtype=torch.uint8)) is None
 
 

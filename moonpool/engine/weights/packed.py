@@ -1,8 +1,8 @@
-"""Packed weights: codes with 4 or 8 bits and a scale for each group of inputs.
+"""Packed weights: codes with 4 to 8 bits and a scale for each group of inputs.
 
-A packed weight is what a file holds, or what `pack_int8` and `pack_int4` make of a dense weight. Kernels arrange packed
-weights as they need them (`moonpool.engine.kernels.arranged_weights`). `PackedWeight.dequantise` says which numbers a
-packed weight stands for.
+A packed weight is what a file holds, or what `moonpool.engine.weights.packing` makes of a dense weight. Kernels arrange
+packed weights as they need them (`moonpool.engine.kernels.arranged_weights`). `PackedWeight.dequantise` says which
+numbers a packed weight stands for.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moonpool.engine.kernels.packed import CHUNK, byte_codes, float8_of, in_units, reads_bytes
+from moonpool.base.checkpoint.weight_formats import DEQUANTISED_OUTPUTS
+from moonpool.engine.kernels import ops
+from moonpool.engine.kernels.arranged_weights import arrange_packed
+from moonpool.engine.kernels.choice import choose
+from moonpool.engine.kernels.memory import WeightArena
+from moonpool.engine.kernels.packed import CHUNK, byte_codes, bytes_of_rows, float8_of, in_units, reads_bytes
+from moonpool.engine.weights.linear import LinearMethod, LinearWeight, NativeMethod
 
-_PIECE_GROUPS = 1 << 12  # groups that are packed at a time stay in the cache
 _SCALE_TYPES = (torch.float16, torch.float32)
-_SHRUNK = tuple(1 - 0.025 * step for step in range(13))  # parts of a group's range that a search tries
-_LEAST = 1e-3  # what an input's error counts at least, of the mean
 _NOT_FINITE = {torch.float8_e4m3fn: 127, torch.float8_e5m2: 124}  # codes without a sign, from which on none is
-_REFINED = 2  # least squares and codes in turn, so many times for each start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
+class PackedWeight(LinearWeight):
     """A linear weight [outputs, inputs] as codes.
 
     The number that a code stands for is `scale * (code - zero) + offset`, computed in float32. With a table of values
@@ -187,6 +190,45 @@ class PackedWeight:
         codes = (whole.values + 128).to(torch.uint8)[byte_codes(self).long()]
         return replace(whole, codes=codes, bits=8, zero=128, values=None)
 
+    def join(self, others: Sequence[LinearWeight]) -> PackedWeight | None:
+        """Return the rows of `others` below this weight's; see `join_rows`."""
+        packed = [other for other in others if isinstance(other, PackedWeight)]
+        return join_rows([self, *packed]) if len(packed) == len(others) else None
+
+    def method(self, bias: Tensor | None, dtype: torch.dtype, *, gated: bool, arena: WeightArena) -> LinearMethod:
+        """Return native products, or elsewhere torch's and Triton's."""
+        panels = arrange_packed(self, bias, dtype, gated=gated, arena=arena)
+        return PackedMethod(self, bias, dtype) if panels is None else NativeMethod(panels, panels.memory.nbytes)
+
+
+class PackedMethod(LinearMethod):
+    """Products with a packed weight by Triton, or by torch, which dequantises some outputs at a time.
+
+    Rows multiply in bytes, or as they are if codes stand for floats (`moonpool.engine.kernels.packed`).
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(dtype, weight.codes.device, weight.nbytes)
+        self._weight, self._bias = weight, bias
+
+    def product(self, x: Tensor) -> Tensor:
+        weight = self._weight
+        if choose("linear", x.device, x.dtype) == "triton":
+            return ops.packed_linear(x, weight, self._bias)
+        rows = x.float()
+        if not weight.floats:
+            numbers, scales = bytes_of_rows(x)
+            rows = numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
+        parts = []
+        for begin in range(0, weight.outputs, DEQUANTISED_OUTPUTS):
+            outputs = slice(begin, begin + DEQUANTISED_OUTPUTS)
+            bias = None if self._bias is None else self._bias[outputs].float()
+            parts.append(functional.linear(rows, weight.select(outputs).dequantise(), bias).to(self.dtype))
+        return torch.cat(parts, dim=1)
+
+    def dense(self) -> Tensor:
+        return self._weight.dequantise().to(self.dtype)
+
 
 def _divided(weight: PackedWeight, by: int) -> PackedWeight:
     """Return the weight with scales divided by a power of two."""
@@ -276,117 +318,3 @@ def _joined_offsets(
         if like is not None
     ]
     return _joined(found, repeats or [1] * len(found))
-
-
-def pack_int8(weight: Tensor, group: int = 32) -> PackedWeight:
-    """Return a dense `weight` [outputs, inputs] in bytes, each the nearest multiple of the group's scale.
-
-    Raises:
-        ValueError: `group` does not divide the inputs, or a weight is not finite.
-    """
-    groups = _groups(weight, group)
-    codes = torch.empty(groups.shape, dtype=torch.uint8)
-    scales = torch.empty(groups.shape[0])
-    for begin in range(0, len(groups), _PIECE_GROUPS):
-        piece = groups[begin : begin + _PIECE_GROUPS].float()
-        scale = _storable(piece.abs().amax(1) / 127)
-        nearest = (piece / scale.masked_fill(scale == 0, 1)[:, None]).round().clamp(-127, 127)
-        codes[begin : begin + len(piece)] = (nearest + 128).to(torch.uint8)
-        scales[begin : begin + len(piece)] = scale
-    return PackedWeight(codes.view(weight.shape), 8, group, _stored(scales, weight), zero=128)
-
-
-def pack_int4(weight: Tensor, group: int = 32, importance: Tensor | None = None) -> PackedWeight:
-    """Return a dense `weight` [outputs, inputs] in nibbles.
-
-    Each group has the scale and the offset of the least squared error that a search finds. Errors of large weights
-    count more, and an input's as `importance` [inputs] says, float32.
-
-    Raises:
-        ValueError: `group` does not divide the inputs, or a weight is not finite; `importance` has another shape.
-    """
-    groups = _groups(weight, group)
-    counts = None if importance is None else _counts(importance, weight.shape[1]).view(-1, group)
-    codes = torch.empty((groups.shape[0], group // 2), dtype=torch.uint8)
-    scales, offsets = torch.empty(groups.shape[0]), torch.empty(groups.shape[0])
-    for begin in range(0, len(groups), _PIECE_GROUPS):
-        its = slice(begin, begin + _PIECE_GROUPS)
-        piece = groups[its].float()
-        counted = torch.ones(()) if counts is None else counts[torch.arange(begin, begin + len(piece)) % len(counts)]
-        scales[its], offsets[its], nibbles = _searched(piece, counted)
-        pairs = nibbles.to(torch.uint8).view(len(nibbles), -1, 2)
-        codes[its] = pairs[..., 0] | pairs[..., 1] << 4
-    return PackedWeight(codes.view(weight.shape[0], -1), 4, group, _stored(scales, weight), 0, _stored(offsets, weight))
-
-
-def _groups(weight: Tensor, group: int) -> Tensor:
-    """Return `weight` as [groups of all outputs, group]."""
-    if weight.dim() != 2 or group < 16 or group % 16 or weight.shape[1] % group:
-        raise ValueError(f"group: must be a multiple of 16 that divides the inputs of {list(weight.shape)}: {group}")
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError("weight: a number is not finite")
-    return weight.contiguous().view(-1, group)
-
-
-def _counts(importance: Tensor, inputs: int) -> Tensor:
-    """Return what the inputs' errors count; none counts nothing, as other texts may use the input."""
-    if importance.shape != (inputs,) or not bool(torch.isfinite(importance).all()) or float(importance.min()) < 0:
-        raise ValueError(f"importance: must be {inputs} numbers of 0 or more, not {list(importance.shape)}")
-    mean = float(importance.mean())
-    return importance.float() / mean + _LEAST if mean > 0 else torch.ones(inputs)
-
-
-def _searched(groups: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales [n], offsets [n] and codes [n, group] of `groups` [n, group], all float32.
-
-    `counts`: of each number's error, [n, group] or [].
-    """
-    root = groups.square().mean(1, keepdim=True).sqrt().clamp(min=1e-30)
-    counts = counts * (1 + groups.abs() / root)  # as llama.cpp weighs them
-    low, high = groups.amin(1), groups.amax(1)
-    middle, reach = (low + high) / 2, (high - low) / 2
-    best: tuple[Tensor, ...] | None = None
-    for part in _SHRUNK:
-        scale, offset = _storable(reach * part * 2 / 15), _storable(middle - reach * part)
-        for _ in range(_REFINED):
-            codes = _nearest(groups, scale, offset)
-            scale, offset = _least_squares(groups, codes, counts)
-        codes = _nearest(groups, scale, offset)
-        error = ((codes * scale[:, None] + offset[:, None] - groups).square() * counts).sum(1)
-        if best is None:
-            best = error, scale, offset, codes
-        else:
-            better = error < best[0]
-            kept = (better, better, better, better[:, None])
-            its = (error, scale, offset, codes)
-            best = tuple(torch.where(where, new, old) for where, new, old in zip(kept, its, best, strict=True))
-    assert best is not None
-    return best[1], best[2], best[3]
-
-
-def _nearest(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    return ((groups - offset[:, None]) / scale.masked_fill(scale == 0, 1)[:, None]).round().clamp(0, 15)
-
-
-def _least_squares(groups: Tensor, codes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and the offset that bring `codes` nearest to `groups`."""
-    whole = counts.sum(1)
-    mean, mid = (groups * counts).sum(1) / whole, (codes * counts).sum(1) / whole
-    apart = codes - mid[:, None]
-    counted = apart * counts
-    spread = (counted * apart).sum(1)
-    scale = _storable((counted * groups).sum(1) / spread.masked_fill(spread == 0, 1))
-    return scale, _storable(mean - scale * mid)
-
-
-def _storable(scale: Tensor) -> Tensor:
-    """Return float32 scales as float16 holds them, where float16 has all their digits' worth."""
-    half = scale.half().float()
-    magnitude = scale.abs()
-    return torch.where((magnitude < 2**-14) | (magnitude > 65504), scale, half)
-
-
-def _stored(scales: Tensor, weight: Tensor) -> Tensor:
-    """Return scales [n] as [outputs, groups], in float16 if float16 holds them."""
-    half = scales.half()
-    return (half if torch.equal(half.float(), scales) else scales).view(weight.shape[0], -1)

@@ -1,0 +1,164 @@
+"""The files of a checkpoint: tensors as numbers, or in their codes.
+
+Only safetensors and GGUF files are read: no data is unpickled or executed. Files are mapped; quantised rows are
+dequantised piece by piece, so that no second whole tensor exists in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from moonpool.base.checkpoint.gguf import is_gguf
+from moonpool.base.checkpoint.tensor_info import TensorInfo
+from moonpool.base.checkpoint.weight_formats import GGUF_TYPES, GgufType
+from moonpool.base.errors import CheckpointError
+from moonpool.engine.weights.linear import LinearWeight
+from moonpool.engine.weights.registry import weight_reader
+
+_UNPACKED_ELEMENTS = 1 << 20  # of packed weights, an element of a code
+_PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
+_GGUF_TYPES = {kind.name: kind for kind in GGUF_TYPES.values()}
+
+
+class StoredTensors(Protocol):
+    """One checkpoint's tensors."""
+
+    dtypes: frozenset[str]
+    """Types that can be copied."""
+
+    def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
+        """Copy a tensor into `out`, which has the same shape and may have another type.
+
+        Raises:
+            CheckpointError: the tensor cannot be read.
+        """
+        ...
+
+    def packed(self, name: str, info: TensorInfo) -> LinearWeight | None:
+        """Return a tensor in the codes of the checkpoint; None: no codes that products take hold the tensor.
+
+        Raises:
+            CheckpointError: the tensor cannot be read.
+        """
+        ...
+
+
+def stored_tensors(path: Path, stack: ExitStack) -> StoredTensors:
+    """Return what copies the tensors of the checkpoint `path`, until `stack` closes."""
+    return GgufTensors() if is_gguf(path) else SafetensorsFiles(stack)
+
+
+class SafetensorsFiles:
+    """Tensors in safetensors files, which stay open until the exit stack closes."""
+
+    dtypes = frozenset({"F32", "BF16", "F16"})
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._files: dict[Path, Any] = {}
+
+    def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
+        """See `StoredTensors.copy`."""
+        if info.format is None:
+            out.copy_(self._read(name, info))
+            return
+        with _named(name, info):
+            out.copy_(weight_reader(info.format).dense(self._parts(info)))
+
+    def packed(self, name: str, info: TensorInfo) -> LinearWeight | None:
+        """See `StoredTensors.packed`."""
+        if info.format is None:
+            return None
+        with _named(name, info):
+            return weight_reader(info.format).packed(self._parts(info))
+
+    def _parts(self, info: TensorInfo) -> dict[str, Tensor]:
+        return {role: self._read(name, where) for role, (name, where) in info.parts.items()}
+
+    def _read(self, name: str, info: TensorInfo) -> Tensor:
+        try:
+            if info.file not in self._files:
+                self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
+            tensor: Tensor = self._files[info.file].get_tensor(name)
+        except Exception as error:  # safetensors raises its own bare errors
+            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
+        return tensor
+
+
+@contextmanager
+def _named(name: str, info: TensorInfo) -> Iterator[None]:
+    """Turn what stored numbers that do not belong together raise into an error that names the tensor."""
+    try:
+        yield
+    except (RuntimeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{info.file}: tensor {name} cannot be dequantised: {error}") from None
+
+
+class GgufTensors:
+    """Tensors in one GGUF file."""
+
+    dtypes = frozenset(_GGUF_TYPES)
+
+    def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
+        """See `StoredTensors.copy`."""
+        kind, stored, width = self._stored(name, info)
+        reader = weight_reader(kind)
+        target = out.view(len(stored), width)
+        step = _piece_rows(width, info.paired_rows)
+        for begin in range(0, len(stored), step):
+            piece = reader.dense({"values": torch.from_numpy(stored[begin : begin + step])})
+            _copy_rows(piece, target[begin : begin + step], info.paired_rows)
+
+    def packed(self, name: str, info: TensorInfo) -> LinearWeight | None:
+        """See `StoredTensors.packed`. Rows are unpacked some at a time, as the steps in between take several bytes."""
+        kind, stored, width = self._stored(name, info)
+        reader, step = weight_reader(kind), max(1, _UNPACKED_ELEMENTS // width)
+        packed = joined([reader.packed({"values": rows}) for rows in torch.split(torch.from_numpy(stored), step)])
+        if packed is None or not info.paired_rows:
+            return packed
+        rows, order = torch.arange(packed.shape[0])[:, None], torch.empty(packed.shape[0], 1, dtype=torch.int64)
+        _copy_rows(rows, order, info.paired_rows)
+        return packed.select(order[:, 0])
+
+    def _stored(self, name: str, info: TensorInfo) -> tuple[GgufType, NDArray[np.uint8], int]:
+        """Return a tensor's type, bytes [rows, bytes per row] and elements per row."""
+        kind = _GGUF_TYPES[info.dtype]
+        width = info.shape[-1] if len(info.shape) > 1 else 1 if kind.elements == 1 else info.shape[0]
+        rows = info.elements // width
+        shape = (rows, width // kind.elements * kind.bytes)
+        try:
+            # Copied on write: torch wants memory that may be written to. A plain array is cut up faster.
+            stored = np.asarray(np.memmap(info.file, np.uint8, mode="c", offset=info.begin, shape=shape))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
+        return kind, stored, width
+
+
+def _piece_rows(width: int, paired_rows: int) -> int:
+    """Return the rows to convert at once: whole heads, where their rows change places."""
+    unit = paired_rows or 1
+    return max(unit, _PIECE_ELEMENTS // width // unit * unit)
+
+
+def _copy_rows(rows: Tensor, out: Tensor, paired_rows: int) -> None:
+    """Copy rows; in each head of `paired_rows`, rows 0, 2, 4, ... become the first half, the others the second."""
+    if not paired_rows:
+        out.copy_(rows)
+        return
+    width = rows.shape[1]
+    out.view(-1, 2, paired_rows // 2, width).copy_(rows.view(-1, paired_rows // 2, 2, width).transpose(1, 2))
+
+
+def joined(weights: Sequence[LinearWeight | None]) -> LinearWeight | None:
+    """Return weights as one weight, the rows one below the other; None: a weight is None, or no form holds all."""
+    found = [weight for weight in weights if weight is not None]
+    return found[0].join(found[1:]) if len(found) == len(weights) else None
