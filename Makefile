@@ -21,7 +21,7 @@ help:  ## list the verbs
 setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), at pinned versions
 
 # No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
-PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+PIP = $(BIN)/python -P -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 # Without Moonpool's own base, and without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
 lock:  ## write requirements.lock and requirements-light.lock (without engines): packages with hashes, by constraints.txt

@@ -19,6 +19,9 @@ from moonpool.base.rpc.tuning import tune_gc
 from moonpool.cli.forks import forked_services
 from tests.examples import examples
 
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Where started programs find the tests' modules: no program of the product imports from its working folder."""
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
 os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name

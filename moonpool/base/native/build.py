@@ -1,7 +1,7 @@
 """Builds the native kernels with the system's compiler, once, into a folder of this user's.
 
 The library's name is a hash over sources, flags and compiler: a change builds another library, and several can lie side
-by side. `python -m moonpool.base.native.build` builds ahead of first use and prints where the library lies. `--all
+by side. `python -P -m moonpool.base.native.build` builds ahead of first use and prints where the library lies. `--all
 FOLDER` builds for every processor with this architecture, for images, which have no compiler and run anywhere: such
 libraries are looked for in MOONPOOL_KERNELS_PREBUILT first, which is never written.
 """
@@ -342,7 +342,7 @@ def _follow(used: str, output: IO[bytes], count: int, report: Callable[[int], No
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build this machine's library, or those of all processors, and print where they lie."""
     parser = argparse.ArgumentParser(
-        prog="python -m moonpool.base.native.build", description="Builds the native kernels."
+        prog="python -P -m moonpool.base.native.build", description="Builds the native kernels."
     )
     parser.add_argument(
         "--all", type=Path, metavar="FOLDER", help="for every processor of this architecture, into FOLDER"

@@ -3,7 +3,7 @@
 Published figures from recorded coding agents that the default mix meets (`statistics` prints a trace's figures): 43
 turns a session (median), 142,000 prompt tokens and 444 answer tokens a request (medians), over 96 % of the prompt
 tokens in blocks that the session had before, 44 % of the sessions with sub-agents. Times of tools and people are not
-published; the mix says what is assumed. `python -m moonpool.simulator.traces.agentic --seed 1 --sessions 40 --out
+published; the mix says what is assumed. `python -P -m moonpool.simulator.traces.agentic --seed 1 --sessions 40 --out
 FILE`.
 """
 

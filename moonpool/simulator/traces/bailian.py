@@ -3,7 +3,7 @@
 A line has `chat_id`, `parent_chat_id` (-1 = a conversation begins), `timestamp` (seconds), `input_length` and
 `output_length` (tokens), and `hash_ids`: a hash of each block's own 16 tokens, the same after different prefixes.
 Requests come at their recorded times, and turns of one conversation have one `session_id`: when an answer had come is
-not recorded, so no turn waits for one. `python -m moonpool.simulator.traces.bailian FILE --out TRACE`.
+not recorded, so no turn waits for one. `python -P -m moonpool.simulator.traces.bailian FILE --out TRACE`.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 A file from Weka's kv-cache-tester is one JSON object a session: `block_size`, and `requests` in time order. A request
 (`type` "n" or "s") has `in` and `out` (tokens), `hash_ids`, `t` and `api_time` (seconds), at times `think_time`. An
 entry with `type` "subagent" has separate `requests`: the first waits for the parent's request before, the parent's next
-waits for the last. `python -m moonpool.simulator.traces.weka FILE ... --out TRACE`.
+waits for the last. `python -P -m moonpool.simulator.traces.weka FILE ... --out TRACE`.
 """
 
 import argparse
