@@ -413,7 +413,7 @@ Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 @_typing.final
 class TransportOpen(_message.Message):
     """On a transport each message stands behind two little-endian numbers of 4 bytes: its length, and how many bytes of payload
-    follow it. The first one is TransportOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order.
+    follow it. The first one is TransportOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order, if there are any.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -427,7 +427,7 @@ class TransportOpen(_message.Message):
     epoch: _builtins.int
     """The epoch that made the offer."""
     description: _builtins.bytes
-    """NIXL's description of the sender, by which the receiver reads the regions; without it, descriptors come with them."""
+    """The transport's description of the sender, for the receiver; only the transport knows what the bytes mean."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """Memory that the receiver reads or writes, numbered from 1."""
@@ -462,7 +462,7 @@ class Region(_message.Message):
     lent: _builtins.bool
     """The receiver of TransportOpen may write to it; else it reads."""
     address: _builtins.int
-    """Where it begins in its owner's memory, for NIXL."""
+    """First address in the owner's memory, for a receiver that reads by address; no descriptors come then."""
     def __init__(
         self,
         *,
@@ -485,16 +485,20 @@ class TransportOpened(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REFUSED_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
     refused: _builtins.str
     """Why not; empty when the transport is open."""
+    description: _builtins.bytes
+    """The transport's description of the receiver of TransportOpen, for the other side."""
     def __init__(
         self,
         *,
         refused: _builtins.str = ...,
+        description: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,10 +21,10 @@ from typing import Self
 
 from moonpool.base.errors import ConfigError, PermissionDenied
 from moonpool.base.rpc.tls import Tls
-from moonpool.base.transport.base import ListenOptions, OfferedRegions, TransportUnavailableError
+from moonpool.base.transport.base import AcceptedRegions, ListenOptions, OfferedRegions, TransportUnavailableError
 from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.connection import SocketTransport, connect_socket
-from moonpool.base.transport.regions import Mailbox, MappedRegion, SharedRegion, map_regions
+from moonpool.base.transport.regions import Mailbox, SharedRegion, map_regions
 from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107
@@ -88,11 +88,9 @@ class SharedMemoryTransport(SocketTransport):
         """Shows `share`, or a mailbox: payloads go one way on a stream."""
         return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
 
-    def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
-    ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-        """Maps all of them."""
-        return map_regions(fds, opening.regions)
+    def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
+        """Maps all regions."""
+        return AcceptedRegions(*map_regions(fds, opening.regions))
 
 
 def machine_id(folder: Path) -> str:
