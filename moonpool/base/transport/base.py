@@ -1,6 +1,6 @@
 """The contract for KV transports and connections: buffers, messages, regions.
 
-`Transport` finds a peer; `Connection` carries one stream's messages. Credits, sessions, reconnection and the choice of
+`Transport` finds a peer; `Connection` carries one stream's messages. Credits, channels, reconnection and the choice of
 a transport stand above both, once for all transports.
 """
 

@@ -88,7 +88,7 @@ class StoreLoads:
     @property
     def sessions(self) -> int:
         """Reads in flight."""
-        return self._stores.sessions
+        return self._stores.channels
 
     @property
     def traffic(self) -> StreamTraffic:

@@ -189,7 +189,7 @@ async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, sca
         keys = [KEYS[index] for index in table]
         read = lambda layer, index: pool.read(layer, table[index])  # noqa: E731
         putting = asyncio.ensure_future(writer.put(keys, PARENTS[:2], "", read, timeout_s=10))
-        await store.until("sessions_waiting_for_room", 1)
+        await store.until("transfers_waiting_for_room", 1)
         for index in table:
             pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes(0)
         others.cancel()
