@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0
 POLL_S = 0.005
-SETTLED = ("pending_writes", "durability_awaited_blocks", "put_sessions")
+SETTLED = ("pending_writes", "durability_awaited_blocks", "put_transfers")
 """Gauges that are 0 once everything visible is durable."""
 
 

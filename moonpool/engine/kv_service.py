@@ -13,7 +13,7 @@ from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, Un
 from moonpool.base.kv.delete_kv import DeletionLog, KVSelection, check_ttls
 from moonpool.base.kv.frames import Slice
 from moonpool.base.kv.keys import BlockKey, bind, slice_hash
-from moonpool.base.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
+from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream, check_hello
 from moonpool.base.kv_transfer.write_back import WriteBack, WriteBackJob
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.scheduling.block_manager import (
@@ -188,7 +188,7 @@ class PoolReadLease:
         self.windows_from = windows_from
 
 
-class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
+class ReadStream(ReadServerStream[kv_pb2.ReadKVRequest]):
     """One reading instance's stream."""
 
     def __init__(self, reads: PoolReads) -> None:
@@ -222,8 +222,8 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         reads, layers = self._reads, self._layers(message)
         lease = reads.lend(keys, message.windows_from)
         try:
-            work = self._serve(message.session, lease, layers, message.forgotten)
-            self.serve(message.session, work, lambda: reads.take_back(lease))
+            work = self._serve(message.transfer, lease, layers, message.forgotten)
+            self.serve(message.transfer, work, lambda: reads.take_back(lease))
         except BaseException:
             reads.take_back(lease)
             raise

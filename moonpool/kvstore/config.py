@@ -75,16 +75,20 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         64 << 20, gt=0, description="bytes that may be read from SSD before readers take them, all readers together"
     )
     window_bytes: ByteSize = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
-    max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
-    session_timeout_s: float = Field(60.0, gt=0, description="seconds after which a session without progress is ended")
-    room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
+    max_transfers: int = Field(4096, ge=1, description="writing transfers open at once, and as many reading ones")
+    transfer_timeout_s: float = Field(
+        60.0, gt=0, description="seconds after which a transfer without progress is ended"
+    )
+    room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing transfer may wait for room in DRAM")
     lease_timeout_s: float = Field(
-        600.0, gt=0, description="longest reading session in seconds; the session's blocks cannot be evicted meanwhile"
+        600.0,
+        gt=0,
+        description="longest reading transfer in seconds; the transfer's blocks cannot be evicted meanwhile",
     )
     lease_bytes: ByteSize | None = Field(
         None,
         gt=0,
-        description="bytes of DRAM that all reading sessions together may keep from eviction; default: three quarters "
+        description="bytes of DRAM that all reading transfers together may keep from eviction; default: three quarters "
         "of dram_bytes",
     )
     pin_bytes: ByteSize | None = Field(

@@ -1,6 +1,6 @@
 """Server halves of `Put` and `Get` streams.
 
-Put opens sessions when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
+Put opens transfers when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
 blocks waits, and so do the frame's credits. Get reads a lease layer by layer and sends the layers.
 """
 
@@ -32,7 +32,7 @@ from moonpool.base.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash, unpack_
 from moonpool.base.kv.layout import MAX_SLICE_BYTES, KVLayout
 from moonpool.base.kv.pool import BytesLike
 from moonpool.base.kv.values import check_owned
-from moonpool.base.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
+from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream, check_hello
 from moonpool.base.rpc.auth import check_tenant, own_tenant
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import WaiterQueue
@@ -52,11 +52,11 @@ from moonpool.base.transport.handshake import TransportListener
 from moonpool.base.transport.streams import ServerStream
 from moonpool.kvstore.core.store import ReadLease, ReadLeases
 from moonpool.kvstore.core.writes import (
-    MAX_SESSION_BLOCKS,
+    MAX_TRANSFER_BLOCKS,
     DeletedBlocksError,
-    PutSession,
     PutSpec,
-    WriteSessions,
+    PutTransfer,
+    PutTransfers,
     split_portions,
 )
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S
@@ -157,8 +157,8 @@ class GetResources:
     pool: Executor  # reads the SSD tier
     ahead: ByteCredits  # budget of the read-ahead
     instance: kv_pb2.Instance
-    session_timeout_s: float  # longest wait for a reader's credits
-    lease_timeout_s: float  # longest life of a session, during which the session's blocks cannot be evicted
+    transfer_timeout_s: float  # longest wait for a reader's credits
+    lease_timeout_s: float  # longest life of a transfer, during which the transfer's blocks cannot be evicted
     on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
     carried_out: Container[str]  # names of deletions that were carried out here
     together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
@@ -166,7 +166,7 @@ class GetResources:
 
 @dataclasses.dataclass(slots=True)
 class _RequestedPart:
-    """The part of each block that a session wants: layers, and shares of heads (None for all heads).
+    """The part of each block that a transfer wants: layers, and shares of heads (None for all heads).
 
     The deletions `forgotten` of such blocks were carried out before.
     """
@@ -210,7 +210,7 @@ def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPar
     return _RequestedPart(layers, None if len(heads) == layout.head_shares else heads, message.forgotten)
 
 
-class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
+class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
 
     one_shot_kind = GET
@@ -224,7 +224,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             response=kvstore_pb2.GetResponse,
             carried_out=resources.carried_out,
             suspect=self._suspect,
-            max_keys=MAX_SESSION_BLOCKS,
+            max_keys=MAX_TRANSFER_BLOCKS,
         )
         self._resources = resources
 
@@ -238,10 +238,10 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
         check_owned(keys, self.tenant)
         wanted = _requested_part(message, self.format.layout)
-        if message.takes_frame and self._sent_together(message.session, keys, wanted):
+        if message.takes_frame and self._sent_together(message.transfer, keys, wanted):
             return
         lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
-        self._begin(message.session, self._resources.reads.begin(lease), wanted)
+        self._begin(message.transfer, self._resources.reads.begin(lease), wanted)
 
     def _suspect(self, key: BlockKey) -> None:
         check_owned([key], self.tenant)
@@ -309,11 +309,11 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             async with asyncio.timeout(resources.lease_timeout_s):
                 async for group in reader.groups():
                     if isinstance(group, LostBlock):
-                        missing = kv_pb2.ReadMissing(session=number, block=group.block)
+                        missing = kv_pb2.ReadMissing(transfer=number, block=group.block)
                         self.post(kvstore_pb2.GetResponse(missing=missing))
                     else:
                         slices = wanted.slices(group, lease.keys, lease.format.layout)
-                        await self.frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
+                        await self.frames.send(number, 0, slices, timeout_s=resources.transfer_timeout_s)
             if lease.blocks:
                 resources.on_read(lease.cold, world.monotonic() - begin)
         except StreamBroken:
@@ -333,18 +333,18 @@ MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
 class PutResources:
     """What all Put streams of a store use."""
 
-    writes: WriteSessions
+    writes: PutTransfers
     rooms: MemoryWaitQueue
     instance: kv_pb2.Instance
     window_bytes: int  # how far a writer may be ahead
-    session_timeout_s: float  # longest time without progress
+    transfer_timeout_s: float  # longest time without progress
     room_timeout_s: float  # longest wait for DRAM
 
 
 class PutState(enum.Enum):
-    """A writing session's state on the stream.
+    """A writing transfer's state on the stream.
 
-    A session whose blocks come whole with the opening, and for which there is room, has no state: the session ends at
+    A transfer whose blocks come whole with the opening, and for which there is room, has no state: the transfer ends at
     once. `TRANSITIONS` has the changes that may happen.
     """
 
@@ -360,34 +360,34 @@ TRANSITIONS: Mapping[PutState, frozenset[PutState]] = {
     PutState.CLOSING: frozenset({PutState.CLOSING, PutState.ENDED}),
     PutState.ENDED: frozenset(),
 }
-"""For each state the ones that may follow. A session begins as WAITING."""
+"""For each state the ones that may follow. A transfer begins as WAITING."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _SessionEntry:
-    """One session on the stream.
+class _PutEntry:
+    """One transfer on the stream.
 
     Attributes:
         number: given by the writer.
-        progress_at: when something of the session came or became durable, on the event loop's clock.
+        progress_at: when something of the transfer came or became durable, on the event loop's clock.
         state: changes by `move` only.
-        session: the store's session; None in the state WAITING.
-        task: waits for room, to open the session or to write the backlog.
+        transfer: the store's transfer; None in the state WAITING.
+        task: waits for room, to open the transfer or to write the backlog.
         backlog: parts of opened frames that wait to be written, each with the payload bytes that are settled then.
-        timer: ends a session without progress.
+        timer: ends a transfer without progress.
     """
 
     number: int
     progress_at: float
     state: PutState = PutState.WAITING
-    session: PutSession | None = None
+    transfer: PutTransfer | None = None
     task: "asyncio.Task[None] | None" = None
     backlog: collections.deque[tuple[list[OpenedRun], int]] = dataclasses.field(default_factory=collections.deque)
     timer: asyncio.TimerHandle | None = None
 
     def move(self, state: PutState) -> None:
         """Changes the state."""
-        assert state in TRANSITIONS[self.state], f"session {self.number}: {self.state.name} to {state.name}"
+        assert state in TRANSITIONS[self.state], f"transfer {self.number}: {self.state.name} to {state.name}"
         self.state = state
 
 
@@ -404,7 +404,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._rooms = resources.rooms
         self._resources = resources
         self._credits = CreditReturn(resources.window_bytes)
-        self._entries: dict[int, _SessionEntry] = {}
+        self._entries: dict[int, _PutEntry] = {}
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
@@ -423,7 +423,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             case "frame":
                 self._frame(message.frame, payload)
             case "close":
-                if (entry := self._entries.get(message.close.session)) is not None:
+                if (entry := self._entries.get(message.close.transfer)) is not None:
                     self._close_requested(entry, message.close.aborted)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
@@ -439,11 +439,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
     def _open(self, message: kvstore_pb2.PutOpen, payload: BytesLike) -> None:
-        answer, entry = None, self._entries.get(message.session)
+        answer, entry = None, self._entries.get(message.transfer)
         if entry is not None:
-            self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
+            self._refuse(entry, InvalidRequest("transfer", f"{message.transfer} is open already"))
         else:
-            entry = _SessionEntry(message.session, self._loop.time())
+            entry = _PutEntry(message.transfer, self._loop.time())
             try:
                 answer = self._begin(entry, message, payload)
             except MoonpoolError as error:
@@ -451,26 +451,26 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._settle(payload.nbytes, answer)
 
     def _begin(
-        self, entry: _SessionEntry, message: kvstore_pb2.PutOpen, payload: BytesLike
+        self, entry: _PutEntry, message: kvstore_pb2.PutOpen, payload: BytesLike
     ) -> kvstore_pb2.PutResponse | None:
-        """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
+        """Takes a transfer that came whole; the answer then. Opens others, now or when there is room."""
         layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
         spec = self._spec(message, message.keys, message.parent_keys, layers, heads)
         waits = self._waits(spec)
         if message.HasField("frame"):
-            if message.frame.session != entry.number:
-                raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
+            if message.frame.transfer != entry.number:
+                raise InvalidRequest("frame.transfer", f"{message.frame.transfer} is not the transfer that is opened")
             hashes = _whole_block_hashes(spec, message.frame, payload)
             present = self._writes.put_whole(spec, payload, hashes, entry.progress_at) if hashes and not waits else None
             if present is not None:
-                opened = kvstore_pb2.PutOpened(session=entry.number, present=present, taken=True)
+                opened = kvstore_pb2.PutOpened(transfer=entry.number, present=present, taken=True)
                 return kvstore_pb2.PutResponse(opened=opened)
         self._entries[entry.number] = entry
-        session = None if waits else self._attempt_open(entry, spec)
-        if session is None:
+        transfer = None if waits else self._attempt_open(entry, spec)
+        if transfer is None:
             entry.task = self.spawn(self._when_room(entry, spec))
         else:
-            self._opened(entry, session)
+            self._opened(entry, transfer)
         return None
 
     def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
@@ -487,17 +487,17 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._writes.make_room(spec)
 
     def _spec(self, message: kvstore_pb2.PutOpen, of: bytes, before: bytes, layers: range, heads: range) -> PutSpec:
-        keys = unpack_keys(of, max_keys=MAX_SESSION_BLOCKS)
+        keys = unpack_keys(of, max_keys=MAX_TRANSFER_BLOCKS)
         check_owned(keys, self.tenant)
         tenant = check_tenant(message.tenant, self.tenant)
-        parents = unpack_keys(before, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
+        parents = unpack_keys(before, "parent_keys", max_keys=MAX_TRANSFER_BLOCKS)
         now, forgotten = int(world.unix_time()), frozenset(message.forgotten)
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.wait_group(spec.tenant))
 
-    def _attempt_open(self, entry: _SessionEntry, spec: PutSpec) -> PutSession | None:
+    def _attempt_open(self, entry: _PutEntry, spec: PutSpec) -> PutTransfer | None:
         return self._writes.open(
             spec,
             lambda blocks: self._visible(entry, blocks),
@@ -507,30 +507,30 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         )
 
     def _check_unfinished(self) -> None:
-        sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
-        if sum(session.opener.unfinished_bytes for session in sessions) > MAX_UNFINISHED_BYTES:
+        transfers = [entry.transfer for entry in self._entries.values() if entry.transfer is not None]
+        if sum(transfer.opener.unfinished_bytes for transfer in transfers) > MAX_UNFINISHED_BYTES:
             raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
 
-    async def _when_room(self, entry: _SessionEntry, spec: PutSpec) -> None:
-        """Opens an unopened session, then writes the backlog, as room appears."""
+    async def _when_room(self, entry: _PutEntry, spec: PutSpec) -> None:
+        """Opens an unopened transfer, then writes the backlog, as room appears."""
         timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
         try:
-            session = entry.session
-            if session is None:
-                session = await self._rooms.get(
+            transfer = entry.transfer
+            if transfer is None:
+                transfer = await self._rooms.get(
                     lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, group=group
                 )
-                self._opened(entry, session)
+                self._opened(entry, transfer)
             while entry.backlog:
                 await self._rooms.get(
-                    lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, group=group
+                    lambda: self._reserve_first(entry, transfer), lambda _: None, timeout_s, group=group
                 )
-                async with self._turn:  # one part of one session, so that others get their turn on the event loop
+                async with self._turn:  # one part of one transfer, so that others get their turn on the event loop
                     await asyncio.sleep(0)
                     runs, nbytes = entry.backlog.popleft()
                     entry.progress_at = self._loop.time()
                     self._settle(nbytes)
-                    written = self._writes.write(session, runs, now=entry.progress_at)
+                    written = self._writes.write(transfer, runs, now=entry.progress_at)
                     assert written  # the room is reserved
             entry.task = None
         except MoonpoolError as error:
@@ -539,93 +539,93 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if entry.state is PutState.CLOSING:
             self._close_requested(entry, aborted=False)
 
-    def _reserve_first(self, entry: _SessionEntry, session: PutSession) -> bool | None:
+    def _reserve_first(self, entry: _PutEntry, transfer: PutTransfer) -> bool | None:
         entry.progress_at = self._loop.time()
-        return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
+        return self._writes.reserve(transfer, entry.backlog[0][0], now=entry.progress_at) or None
 
-    def _opened(self, entry: _SessionEntry, session: PutSession) -> None:
-        entry.session = session
+    def _opened(self, entry: _PutEntry, transfer: PutTransfer) -> None:
+        entry.transfer = transfer
         entry.move(PutState.OPEN)
-        opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
+        opened = kvstore_pb2.PutOpened(transfer=entry.number, present=transfer.present)
         self.post(kvstore_pb2.PutResponse(opened=opened))
-        if durable := self._writes.durable_of(session, session.present):
+        if durable := self._writes.durable_of(transfer, transfer.present):
             self._durable(entry, durable)
         self._arm(entry)
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: BytesLike) -> None:
-        entry = self._entries.get(header.session)
+        entry = self._entries.get(header.transfer)
         try:
             if entry is not None and not self._take_frame(entry, header, payload):
-                return  # the credit comes back with the session
+                return  # the credit comes back with the transfer
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, error)
         self._settle(payload.nbytes)
 
-    def _take_frame(self, entry: _SessionEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
+    def _take_frame(self, entry: _PutEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
         """Writes a frame; False if the frame has to wait, for room or because the frame is large."""
-        session = entry.session
-        if session is None:
-            raise InvalidRequest("session", f"{header.session} is not open yet")
+        transfer = entry.transfer
+        if transfer is None:
+            raise InvalidRequest("transfer", f"{header.transfer} is not open yet")
         entry.progress_at = self._loop.time()
-        runs = session.opener.parse(header, payload)
-        if session.opener.unfinished_bytes:
+        runs = transfer.opener.parse(header, payload)
+        if transfer.opener.unfinished_bytes:
             self._check_unfinished()
         parts = split_portions(runs)  # nearly always one
         if not (len(parts) > 1 or entry.backlog):
-            waits = self._waits(session.spec) and session.unreserved_of(parts[0])
-            if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
+            waits = self._waits(transfer.spec) and transfer.unreserved_of(parts[0])
+            if not waits and self._writes.write(transfer, parts[0], now=entry.progress_at):
                 return True
         if self.borrowed:  # the writer has the memory back before this is written
             parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
         entry.backlog += [(part, 0) for part in parts[:-1]]
         entry.backlog.append((parts[-1], payload.nbytes))  # the credit is handed back with the last
         if entry.task is None:
-            entry.task = self.spawn(self._when_room(entry, session.spec))
+            entry.task = self.spawn(self._when_room(entry, transfer.spec))
         return False
 
-    def _visible(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
+    def _visible(self, entry: _PutEntry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
-        if entry.state is PutState.CLOSING and entry.session is not None and entry.session.complete:
+        if entry.state is PutState.CLOSING and entry.transfer is not None and entry.transfer.complete:
             self._remove(entry)
 
-    def _durable(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
+    def _durable(self, entry: _PutEntry, blocks: Sequence[int]) -> None:
         entry.progress_at = self._loop.time()
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_DURABLE)
 
-    def _ack(self, entry: _SessionEntry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
-        ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
+    def _ack(self, entry: _PutEntry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
+        ack = kvstore_pb2.PutAck(transfer=entry.number, blocks=blocks, durability=durability)
         self.post(kvstore_pb2.PutResponse(ack=ack))
 
-    def _close_requested(self, entry: _SessionEntry, aborted: bool) -> None:
-        session = entry.session
-        if session is None or aborted or session.complete:
+    def _close_requested(self, entry: _PutEntry, aborted: bool) -> None:
+        transfer = entry.transfer
+        if transfer is None or aborted or transfer.complete:
             self._remove(entry)
-        elif session.spec.whole_blocks and not entry.backlog:
+        elif transfer.spec.whole_blocks and not entry.backlog:
             self._refuse(entry, "closed before everything was sent")
         else:
             entry.move(PutState.CLOSING)
 
-    def _arm(self, entry: _SessionEntry) -> None:
-        entry.timer = self._loop.call_at(entry.progress_at + self._resources.session_timeout_s, self._expire, entry)
+    def _arm(self, entry: _PutEntry) -> None:
+        entry.timer = self._loop.call_at(entry.progress_at + self._resources.transfer_timeout_s, self._expire, entry)
 
-    def _expire(self, entry: _SessionEntry) -> None:
-        timeout_s = self._resources.session_timeout_s
-        assert entry.session is not None
+    def _expire(self, entry: _PutEntry) -> None:
+        timeout_s = self._resources.transfer_timeout_s
+        assert entry.transfer is not None
         if entry.backlog:  # waits for room, with a separate deadline
             entry.progress_at = self._loop.time()
         if self._loop.time() < entry.progress_at + timeout_s:
             self._arm(entry)
-        elif not entry.session.complete:
+        elif not entry.transfer.complete:
             self._refuse(entry, f"no progress for {timeout_s:g} s")
-        elif self._writes.awaits(entry.session):
+        elif self._writes.awaits(entry.transfer):
             self._refuse(entry, f"some blocks have not become durable within {timeout_s:g} s")
         else:
-            self._remove(entry)  # the writer forgot to close the session
+            self._remove(entry)  # the writer forgot to close the transfer
 
-    def _refuse(self, entry: _SessionEntry, reason: str | MoonpoolError) -> None:
+    def _refuse(self, entry: _PutEntry, reason: str | MoonpoolError) -> None:
         self._remove(entry)
-        refused = kvstore_pb2.PutRefused(session=entry.number, reason=str(reason))
+        refused = kvstore_pb2.PutRefused(transfer=entry.number, reason=str(reason))
         if isinstance(reason, Overloaded):
             refused.code = reason.reason
             refused.retry_after_s = reason.retry_after_s
@@ -634,7 +634,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             refused.code = next((code for kind, code in codes.items() if isinstance(reason, kind)), "")
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
-    def _remove(self, entry: _SessionEntry) -> None:
+    def _remove(self, entry: _PutEntry) -> None:
         if entry.state is not PutState.ENDED:
             entry.move(PutState.ENDED)
         if self._entries.get(entry.number) is entry:
@@ -645,8 +645,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             entry.task.cancel()
         unwritten = sum(nbytes for _, nbytes in entry.backlog)
         entry.backlog.clear()
-        if entry.session is not None:
-            self._writes.close(entry.session)
+        if entry.transfer is not None:
+            self._writes.close(entry.transfer)
         self._settle(unwritten)
 
     def end(self) -> None:
@@ -656,11 +656,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
-    """Hashes from a frame that holds all of a session's blocks whole; None if the frame needs a session.
+    """Hashes from a frame that holds all of a transfer's blocks whole; None if the frame needs a transfer.
 
     Raises:
         FrameError: the frame is bad.
-        InvalidRequest: the frame is not all of the session.
+        InvalidRequest: the frame is not all of the transfer.
     """
     layout, count = spec.format.layout, len(spec.keys)
     fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
@@ -668,5 +668,5 @@ def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: Byte
         return header.slice_hashes[:]
     runs = FrameOpener(layout, spec.heads, spec.keys).parse(header, payload)
     if spec.whole_blocks and sum(len(hashes) for _, _, hashes in runs) != layout.layers * count:
-        raise InvalidRequest("frame", "is not all of the session")
+        raise InvalidRequest("frame", "is not all of the transfer")
     return None

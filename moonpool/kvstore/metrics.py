@@ -29,9 +29,9 @@ class MeasuredStore:
     """The parts of a running store that the metrics read.
 
     Attributes:
-        store: both tiers, and the open sessions.
+        store: both tiers, and the open transfers.
         streams: open streams of clients.
-        rooms: sessions that wait for DRAM.
+        rooms: transfers that wait for DRAM.
         ahead: bounds the bytes that were read from SSD and not sent yet.
         journal: the watchers of KV events.
         writer: writes to the SSD tier; None = no SSD tier.
@@ -48,8 +48,8 @@ class MeasuredStore:
 
 
 STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
-    Metric("put_sessions", "Open writing sessions.", lambda it: len(it.store.writes.sessions), 0),
-    Metric("get_sessions", "Open reading sessions.", lambda it: it.store.reads.leases, 0),
+    Metric("put_transfers", "Open writing transfers.", lambda it: len(it.store.writes.transfers), 0),
+    Metric("get_transfers", "Open reading transfers.", lambda it: it.store.reads.leases, 0),
     Metric("unfinished_blocks", "Blocks that have not fully arrived.", lambda it: len(it.store.writes.unfinished), 0),
     Metric("pending_writes", "Blocks on the way to the SSD tier.", lambda it: len(it.store.writes.queue.states), 0),
     Metric(
@@ -63,7 +63,7 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     ),
     Metric(
         "dram_leased_bytes",
-        "Bytes of DRAM counted against the budget of reading sessions.",
+        "Bytes of DRAM counted against the budget of reading transfers.",
         lambda it: it.store.reads.leased_bytes,
         0,
     ),
@@ -88,7 +88,7 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
         0,
     ),
     Metric("streams", "Open streams of clients.", lambda it: len(it.streams)),
-    Metric("sessions_waiting_for_room", "Sessions that wait for free DRAM.", lambda it: len(it.rooms), 0),
+    Metric("transfers_waiting_for_room", "Transfers that wait for free DRAM.", lambda it: len(it.rooms), 0),
     Metric("read_ahead_bytes", "Bytes that were read from SSD and not sent yet.", lambda it: it.ahead.out, 0),
     Metric("watchers", "Clients that follow KV events.", lambda it: it.journal.watchers),
     counter(
@@ -258,7 +258,7 @@ class StoreObserver:
     ) -> None:
         self._clock = clock
         reads = metrics.histogram(
-            "read_seconds", "Seconds of a reading session, by the coldest tier.", SECONDS, ["tier"]
+            "read_seconds", "Seconds of a reading transfer, by the coldest tier.", SECONDS, ["tier"]
         )
         self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
         self.committed = metrics.histogram("commit_seconds", "Seconds until a batch was on SSD.", SECONDS).observe

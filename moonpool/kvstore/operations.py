@@ -87,7 +87,7 @@ class StoreOperations:
         """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts no block.
 
         Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up. Raises
-        Overloaded when too many reading sessions are open.
+        Overloaded when too many reading transfers are open.
         """
         async with self.turn:
             dram = self.store.tiers.dram
@@ -118,7 +118,7 @@ class StoreOperations:
     async def promote(self, keys: Sequence[BlockKey]) -> int:
         """Brings the leading blocks of one chain from the SSD tier into DRAM, evicting others if need be.
 
-        Returns the bytes read. Raises Overloaded when too many reading sessions are open, or leases keep all DRAM.
+        Returns the bytes read. Raises Overloaded when too many reading transfers are open, or leases keep all DRAM.
         """
         block_format = self.store.tiers.format_of(keys[0])
         if block_format is None:

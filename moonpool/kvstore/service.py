@@ -1,6 +1,6 @@
 """One kvstore process: recover, serve, join the conductor, drain; and the contract's servicer.
 
-The process ends in this order: no new work, running sessions finish, streams end, visible blocks become durable, files
+The process ends in this order: no new work, running transfers finish, streams end, visible blocks become durable, files
 close.
 """
 
@@ -39,7 +39,7 @@ from moonpool.base.transport.streams import OpenStreams
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.core.tiered_store import StoreListener, find_blocks
-from moonpool.kvstore.core.writes import MAX_SESSION_BLOCKS
+from moonpool.kvstore.core.writes import MAX_TRANSFER_BLOCKS
 from moonpool.kvstore.deletion import DeletionWorker, KeyWatch
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
@@ -105,7 +105,7 @@ class KVStoreServicer:
         return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
 
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
-        keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
+        keys = unpack_keys(request.keys, max_keys=MAX_TRANSFER_BLOCKS)
         outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
         limit, ttl_s = pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"), request.ttl_s if outcome.blocks else 0.0
         return pb.PinResponse(blocks=outcome.blocks, bytes=outcome.nbytes, ttl_s=ttl_s, limit=limit)
@@ -201,7 +201,7 @@ class KVStoreService(StoreListener):
     ) -> None:
         self.config = config
         self.rooms = MemoryWaitQueue(MAX_WAITING_FOR_ROOM)
-        self.idle = asyncio.Event()  # no session is open
+        self.idle = asyncio.Event()  # no transfer is open
         self.idle.set()
         self.streams = OpenStreams()
         self.listener = TransportListener(open_transports(config), instance.epoch)
@@ -212,8 +212,8 @@ class KVStoreService(StoreListener):
         self._pool = world.thread_pool(threads, "kvstore-read")
         self._observer = StoreObserver(self.metrics)
         self._records = records = records or RecordStore()
-        sessions, leases = config.max_sessions, config.lease_budget_bytes
-        self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=records.deletions)
+        transfers, leases = config.max_transfers, config.lease_budget_bytes
+        self.store = BlockStore(*tiers, self, max_transfers=transfers, lease_bytes=leases, deletions=records.deletions)
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._records.leave_out, rate)
@@ -243,11 +243,11 @@ class KVStoreService(StoreListener):
             )
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
-        config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
+        config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.transfer_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
-        deletions = DeletionWorker(operations, self._records, self.writer, config.session_timeout_s)
+        deletions = DeletionWorker(operations, self._records, self.writer, config.transfer_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
         return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.listener)
 
@@ -276,8 +276,8 @@ class KVStoreService(StoreListener):
         if self.writer is not None:
             self.writer.wake()
 
-    def sessions_changed(self) -> None:
-        if self.store.writes.sessions or self.store.reads.leases:
+    def transfers_changed(self) -> None:
+        if self.store.writes.transfers or self.store.reads.leases:
             self.idle.clear()
         else:
             self.idle.set()
@@ -289,7 +289,7 @@ class KVStoreService(StoreListener):
             tiers.append(("ssd", len(ssd.catalogue), ssd.used_bytes, ssd.capacity_bytes))
         told = [conductor_pb2.TierLoad(name=n, blocks=b, used_bytes=u, capacity_bytes=c) for n, b, u, c in tiers]
         return conductor_pb2.LoadReport(
-            running=self.store.reads.leases + len(self.store.writes.sessions),
+            running=self.store.reads.leases + len(self.store.writes.transfers),
             waiting=len(self.rooms),
             cached_blocks=len(dram),
             draining=self._draining,
@@ -330,7 +330,7 @@ class KVStoreService(StoreListener):
             log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:
-        """Reports that this store drains, waits for running sessions for a time, then ends all streams."""
+        """Reports that this store drains, waits for running transfers for a time, then ends all streams."""
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while draining

@@ -413,7 +413,7 @@ Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 @_typing.final
 class TransportOpen(_message.Message):
     """On a transport each message stands behind two little-endian numbers of 4 bytes: its length, and how many bytes of payload
-    follow it. The first one is TransportOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order.
+    follow it. The first one is TransportOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order, if there are any.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -427,7 +427,7 @@ class TransportOpen(_message.Message):
     epoch: _builtins.int
     """The epoch that made the offer."""
     description: _builtins.bytes
-    """NIXL's description of the sender, by which the receiver reads the regions; without it, descriptors come with them."""
+    """The transport's description of the sender, for the receiver; only the transport knows what the bytes mean."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """Memory that the receiver reads or writes, numbered from 1."""
@@ -462,7 +462,7 @@ class Region(_message.Message):
     lent: _builtins.bool
     """The receiver of TransportOpen may write to it; else it reads."""
     address: _builtins.int
-    """Where it begins in its owner's memory, for NIXL."""
+    """First address in the owner's memory, for a receiver that reads by address; no descriptors come then."""
     def __init__(
         self,
         *,
@@ -485,16 +485,20 @@ class TransportOpened(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REFUSED_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
     refused: _builtins.str
     """Why not; empty when the transport is open."""
+    description: _builtins.bytes
+    """The transport's description of the receiver of TransportOpen, for the other side."""
     def __init__(
         self,
         *,
         refused: _builtins.str = ...,
+        description: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -666,7 +670,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class SliceRun(_message.Message):
-    """Consecutive blocks of one layer in a frame's payload, in the order of the session's declared key list."""
+    """Consecutive blocks of one layer in a frame's payload, in the order of the transfer's declared key list."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -679,7 +683,7 @@ class SliceRun(_message.Message):
     layer: _builtins.int
     """Layer index in the model."""
     first_block: _builtins.int
-    """Index of the first block in the session's declared key list."""
+    """Index of the first block in the transfer's declared key list."""
     block_count: _builtins.int
     """Number of consecutive blocks."""
     head_begin: _builtins.int
@@ -712,15 +716,15 @@ class FrameHeader(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     SLICE_HASHES_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session this frame belongs to."""
+    transfer: _builtins.int
+    """The transfer this frame belongs to."""
     generation: _builtins.int
-    """Generation of the session; frames of another generation are dropped."""
+    """Generation of the transfer; frames of another generation are dropped."""
     checksum: _builtins.int
     """xxh3-64 of the header's other fields (moonpool/base/kv/frames.py)."""
     @_builtins.property
@@ -730,13 +734,13 @@ class FrameHeader(_message.Message):
     @_builtins.property
     def slice_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per block of each run the hash of the layer slice that the run's bytes are, or are a part of: made by the process
-        that computed the KV (slice_hash in moonpool/base/kv/keys.py), in sessions of some heads of those heads' bytes.
+        that computed the KV (slice_hash in moonpool/base/kv/keys.py), in transfers of some heads of those heads' bytes.
         """
 
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         generation: _builtins.int = ...,
         runs: _abc.Iterable[Global___SliceRun] | None = ...,
         checksum: _builtins.int = ...,
@@ -744,7 +748,7 @@ class FrameHeader(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "runs", b"runs", "session", b"session", "slice_hashes", b"slice_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "runs", b"runs", "slice_hashes", b"slice_hashes", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1558,11 +1562,11 @@ Global___KVEvents: _TypeAlias = KVEvents  # noqa: Y015
 
 @_typing.final
 class ReadOpen(_message.Message):
-    """Opens a reading session."""
+    """Opens a reading transfer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LAYER_BEGIN_FIELD_NUMBER: _builtins.int
     LAYER_END_FIELD_NUMBER: _builtins.int
@@ -1571,7 +1575,7 @@ class ReadOpen(_message.Message):
     TAKES_FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     WINDOWS_FROM_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
+    transfer: _builtins.int
     """Chosen by the reader, unique on the stream."""
     keys: _builtins.bytes
     """Concatenated 32-byte keys, in the order of their indices."""
@@ -1596,7 +1600,7 @@ class ReadOpen(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         keys: _builtins.bytes = ...,
         layer_begin: _builtins.int = ...,
         layer_end: _builtins.int = ...,
@@ -1608,7 +1612,7 @@ class ReadOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame", "windows_from", b"windows_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "takes_frame", b"takes_frame", "transfer", b"transfer", "windows_from", b"windows_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1616,21 +1620,21 @@ Global___ReadOpen: _TypeAlias = ReadOpen  # noqa: Y015
 
 @_typing.final
 class ReadOpened(_message.Message):
-    """A reading session is open."""
+    """A reading transfer is open."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     blocks: _builtins.int
     """Leading blocks that will be sent."""
     @_builtins.property
     def frame(self) -> Global___FrameHeader:
-        """Describes this message's payload, which is all of the session: nothing follows, ReadDone neither. Only for readers
+        """Describes this message's payload, which is all of the transfer: nothing follows, ReadDone neither. Only for readers
         that take it.
         """
 
@@ -1643,14 +1647,14 @@ class ReadOpened(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         blocks: _builtins.int = ...,
         frame: Global___FrameHeader | None = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "forgotten", b"forgotten", "frame", b"frame", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "forgotten", b"forgotten", "frame", b"frame", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1662,21 +1666,21 @@ class ReadMissing(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     block: _builtins.int
     """Index of the first block that will not come (again)."""
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1684,21 +1688,21 @@ Global___ReadMissing: _TypeAlias = ReadMissing  # noqa: Y015
 
 @_typing.final
 class ReadDone(_message.Message):
-    """Everything of a session has been sent."""
+    """Everything of a transfer has been sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    transfer: _builtins.int
+    """The transfer."""
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1710,10 +1714,10 @@ class ReadClose(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     DAMAGED_KEY_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     damaged_key: _builtins.bytes
     """Key of a block that came with bytes that do not match their hash; empty for none. Whoever sent it looks at its own
     copy.
@@ -1721,12 +1725,12 @@ class ReadClose(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         damaged_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_key", b"damaged_key", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_key", b"damaged_key", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

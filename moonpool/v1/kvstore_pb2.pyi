@@ -112,11 +112,11 @@ Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
 
 @_typing.final
 class PutOpen(_message.Message):
-    """Opens a writing session."""
+    """Opens a writing transfer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LAYER_BEGIN_FIELD_NUMBER: _builtins.int
     LAYER_END_FIELD_NUMBER: _builtins.int
@@ -127,7 +127,7 @@ class PutOpen(_message.Message):
     FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
+    transfer: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
     """Concatenated 32-byte keys, in the order of their indices."""
@@ -149,21 +149,21 @@ class PutOpen(_message.Message):
     """
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
-        """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
-        session has ended; else it is dropped, and frames are to be sent as if it had never been. So it is with a session
+        """Describes this message's payload, which is all of the transfer. A store that has room at once takes it, and the
+        transfer has ended; else it is dropped, and frames are to be sent as if it had never been. So it is with a transfer
         that brings only some layers or heads of its blocks, and with one of so many blocks that they would hold up others.
         """
 
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Deletions that concern this session, by the tenant, a key or the namespace, and that the writer has carried out: the
-        blocks are younger than those. A store that knows of one more refuses the session.
+        """Deletions that concern this transfer, by the tenant, a key or the namespace, and that the writer has carried out: the
+        blocks are younger than those. A store that knows of one more refuses the transfer.
         """
 
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         keys: _builtins.bytes = ...,
         layer_begin: _builtins.int = ...,
         layer_end: _builtins.int = ...,
@@ -177,7 +177,7 @@ class PutOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "tenant", b"tenant", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,21 +189,21 @@ class PutClose(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     aborted: _builtins.bool
     """True when not everything was sent."""
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         aborted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,17 +211,17 @@ Global___PutClose: _TypeAlias = PutClose  # noqa: Y015
 
 @_typing.final
 class PutOpened(_message.Message):
-    """A writing session is open."""
+    """A writing transfer is open."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     taken: _builtins.bool
-    """The frame that came with PutOpen was taken: all blocks are VISIBLE, and the session has ended, without acks."""
+    """The frame that came with PutOpen was taken: all blocks are VISIBLE, and the transfer has ended, without acks."""
     @_builtins.property
     def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of blocks that exist already and need not be sent."""
@@ -229,13 +229,13 @@ class PutOpened(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         present: _abc.Iterable[_builtins.int] | None = ...,
         taken: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["present", b"present", "session", b"session", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["present", b"present", "taken", b"taken", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,11 +247,11 @@ class PutAck(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     durability: Global___Durability.ValueType
     """The durability they reached."""
     @_builtins.property
@@ -261,13 +261,13 @@ class PutAck(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         durability: Global___Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "durability", b"durability", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "durability", b"durability", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,36 +275,36 @@ Global___PutAck: _TypeAlias = PutAck  # noqa: Y015
 
 @_typing.final
 class PutRefused(_message.Message):
-    """The store does not take a session, or the rest of it."""
+    """The store does not take a transfer, or the rest of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
-    """The session."""
+    transfer: _builtins.int
+    """The transfer."""
     reason: _builtins.str
     """Why, for a person."""
     code: _builtins.str
     """Why, for a program: "invalid_request" when another try will be refused too; "bad_frame" when a frame came damaged
     or was not what had been declared; "deleted" when there is a deletion that the writer has not carried out; for want
-    of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions", "kvstore_memory"; else empty.
+    of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_transfers", "kvstore_memory"; else empty.
     """
     retry_after_s: _builtins.float
     """Seconds after which another try may succeed; 0 when that is not known."""
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
+        transfer: _builtins.int = ...,
         reason: _builtins.str = ...,
         code: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "retry_after_s", b"retry_after_s", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "reason", b"reason", "retry_after_s", b"retry_after_s", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

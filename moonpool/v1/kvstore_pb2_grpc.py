@@ -113,14 +113,14 @@ class KVStoreServiceServicer:
     """
 
     def Put(self, request_iterator, context):
-        """Stores blocks; many sessions on one long-lived stream per pair of processes.
+        """Stores blocks; many transfers on one long-lived stream per pair of processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request_iterator, context):
-        """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes.
+        """Reads blocks layer by layer; many transfers on one long-lived stream per pair of processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

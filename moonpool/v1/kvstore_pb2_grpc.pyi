@@ -35,9 +35,9 @@ class KVStoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVStoreServiceAsyncStub: ...
     Put: _grpc.StreamStreamMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]
-    """Stores blocks; many sessions on one long-lived stream per pair of processes."""
+    """Stores blocks; many transfers on one long-lived stream per pair of processes."""
     Get: _grpc.StreamStreamMultiCallable[_kvstore_pb2.GetRequest, _kvstore_pb2.GetResponse]
-    """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes."""
+    """Reads blocks layer by layer; many transfers on one long-lived stream per pair of processes."""
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]
     """How many leading blocks of a chain are here."""
     Find: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.FindRequest, _kvstore_pb2.FindResponse]
@@ -73,9 +73,9 @@ class KVStoreServiceAsyncStub(KVStoreServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Put: _aio.StreamStreamMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]  # type: ignore[assignment]
-    """Stores blocks; many sessions on one long-lived stream per pair of processes."""
+    """Stores blocks; many transfers on one long-lived stream per pair of processes."""
     Get: _aio.StreamStreamMultiCallable[_kvstore_pb2.GetRequest, _kvstore_pb2.GetResponse]  # type: ignore[assignment]
-    """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes."""
+    """Reads blocks layer by layer; many transfers on one long-lived stream per pair of processes."""
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """How many leading blocks of a chain are here."""
     Find: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.FindRequest, _kvstore_pb2.FindResponse]  # type: ignore[assignment]
@@ -114,7 +114,7 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kvstore_pb2.PutRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.PutResponse], _abc.AsyncIterator[_kvstore_pb2.PutResponse]]:
-        """Stores blocks; many sessions on one long-lived stream per pair of processes."""
+        """Stores blocks; many transfers on one long-lived stream per pair of processes."""
 
     @_abc_1.abstractmethod
     def Get(
@@ -122,7 +122,7 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kvstore_pb2.GetRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.GetResponse], _abc.AsyncIterator[_kvstore_pb2.GetResponse]]:
-        """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes."""
+        """Reads blocks layer by layer; many transfers on one long-lived stream per pair of processes."""
 
     @_abc_1.abstractmethod
     def MatchPrefix(

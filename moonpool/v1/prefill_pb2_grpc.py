@@ -85,7 +85,7 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadKV(self, request_iterator, context):
-        """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+        """Reads blocks from this instance's pool, layer by layer; many transfers on one long-lived stream per pair of
         processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,7 @@ class PrefillServiceStub:
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes one prompt. The stream ends when the KV has arrived at decode. Cancelling the call cancels the prefill."""
     ReadKV: _grpc.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]
-    """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+    """Reads blocks from this instance's pool, layer by layer; many transfers on one long-lived stream per pair of
     processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]
@@ -59,7 +59,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes one prompt. The stream ends when the KV has arrived at decode. Cancelling the call cancels the prefill."""
     ReadKV: _aio.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]  # type: ignore[assignment]
-    """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+    """Reads blocks from this instance's pool, layer by layer; many transfers on one long-lived stream per pair of
     processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_pb2.ReadKVRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.ReadKVResponse], _abc.AsyncIterator[_kv_pb2.ReadKVResponse]]:
-        """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+        """Reads blocks from this instance's pool, layer by layer; many transfers on one long-lived stream per pair of
         processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
         """
 

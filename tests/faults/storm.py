@@ -59,7 +59,7 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
         "conductor": ["--set", f"heartbeat_s={HEARTBEAT_S:g}"],
         "prefill": ["--set", "verdict_timeout_s=8"],
         "decode": ["--set", "lease_s=6"],
-        "kvstore": ["--set", "session_timeout_s=10"],
+        "kvstore": ["--set", "transfer_timeout_s=10"],
     }.items():
         transports = [] if kind == "conductor" else ["--kv-transports", plan.transports]
         extra[kind] = [*extra.get(kind, []), *flags, *transports]

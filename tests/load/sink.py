@@ -61,7 +61,7 @@ class Sink:
                 if transfer is not None:
                     transfer.bind(range(transfer.num_blocks))
             case "frame":
-                transfer = self._transfers.get(message.frame.session)
+                transfer = self._transfers.get(message.frame.transfer)
                 if transfer is None or transfer.done:
                     return
                 try:

@@ -70,7 +70,7 @@ def state_of(machine: Any) -> object:
 
     match machine:
         case StoreMachine():
-            return machine.announced, machine.cold, [entry.visible for entry in machine.sessions]
+            return machine.announced, machine.cold, [entry.visible for entry in machine.transfers]
         case PolicyMachine():
             return list(machine.policy.candidates())
     return None

@@ -31,7 +31,7 @@ MAX_FRAME_SLICES = 1024
 class SliceRun(NamedTuple):
     """Consecutive blocks in one layer, heads `[head_begin, head_end)` in shares (`KVLayout.head_shares`).
 
-    Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
+    Blocks are indices in the transfer's key list. `valid_tokens` counts the last block's; all others are full.
     """
 
     layer: int
@@ -48,10 +48,10 @@ class Slice:
 
     Attributes:
         layer: layer in the model.
-        block: index in the session's key list.
+        block: index in the transfer's key list.
         data: `part_bytes(layer, heads, layout)` bytes, which must stay as they are until sent.
         valid_tokens: the block's valid tokens.
-        hash: `slice_hash` of the data with invalid token slots as zeros; bound where the session is a kvstore's.
+        hash: `slice_hash` of the data with invalid token slots as zeros; bound where the transfer is a kvstore's.
         heads: consecutive shares of heads that `data` holds; None for the whole slice.
     """
 
@@ -72,7 +72,7 @@ class DamagedSliceError(FrameError):
     """A slice's bytes do not match the slice's hash.
 
     Attributes:
-        block: index in the session's key list.
+        block: index in the transfer's key list.
     """
 
     def __init__(self, layer: int, block: int) -> None:
@@ -81,17 +81,17 @@ class DamagedSliceError(FrameError):
 
 
 def checksum(header: kv_pb2.FrameHeader) -> int:
-    """xxh3-64 of the header's other fields as little-endian integers: session, generation, runs, slice hashes."""
-    return _checksum(header.session, header.generation, list(map(_run_of, header.runs)), header.slice_hashes)
+    """xxh3-64 of the header's other fields as little-endian integers: transfer, generation, runs, slice hashes."""
+    return _checksum(header.transfer, header.generation, list(map(_run_of, header.runs)), header.slice_hashes)
 
 
-def _checksum(session: int, generation: int, runs: Sequence[Sequence[int]], hashes: Sequence[int]) -> int:
-    return checksum_of(session, generation, itertools.chain.from_iterable(runs), len(runs), hashes)
+def _checksum(transfer: int, generation: int, runs: Sequence[Sequence[int]], hashes: Sequence[int]) -> int:
+    return checksum_of(transfer, generation, itertools.chain.from_iterable(runs), len(runs), hashes)
 
 
-def checksum_of(session: int, generation: int, fields: Iterable[int], runs: int, hashes: Sequence[int]) -> int:
+def checksum_of(transfer: int, generation: int, fields: Iterable[int], runs: int, hashes: Sequence[int]) -> int:
     """As `checksum`, for a header with `runs` runs; `fields` are the runs' fields, run after run."""
-    return xxhash.xxh3_64_intdigest(_packing(runs, len(hashes)).pack(session, generation, *fields, *hashes))
+    return xxhash.xxh3_64_intdigest(_packing(runs, len(hashes)).pack(transfer, generation, *fields, *hashes))
 
 
 @functools.lru_cache
@@ -111,7 +111,7 @@ def _run_of(message: kv_pb2.SliceRun) -> SliceRun:
 
 
 def pack_frames(
-    session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
+    transfer: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
     """Packs slices into frames of at most `target_bytes`, in order; a layer's consecutive blocks form one run.
 
@@ -119,8 +119,8 @@ def pack_frames(
     slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
 
     Args:
-        session: The receiver's session.
-        generation: The session's generation.
+        transfer: The receiver's transfer.
+        generation: The transfer's generation.
         slices: What to send; taken lazily.
         layout: Arrangement of the slices.
         target_bytes: Payload size aimed at.
@@ -134,15 +134,15 @@ def pack_frames(
         pieces = ((heads.start, heads.stop, data),) if whole else _pieces(item.layer, data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
             if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or len(frame.hashes) == MAX_FRAME_SLICES):
-                yield frame.finish(session, generation)
+                yield frame.finish(transfer, generation)
                 frame = _Frame(layout)
             frame.add(item, head_begin, head_end, piece)
     if frame.nbytes:
-        yield frame.finish(session, generation)
+        yield frame.finish(transfer, generation)
 
 
 class OpenedRun(NamedTuple):
-    """A run as received: all the session's heads, block after block, and a received hash per block."""
+    """A run as received: all the transfer's heads, block after block, and a received hash per block."""
 
     run: SliceRun
     data: BytesLike
@@ -150,7 +150,7 @@ class OpenedRun(NamedTuple):
 
 
 class FrameOpener:
-    """Opens one session's frames, in order.
+    """Opens one transfer's frames, in order.
 
     A slice part larger than a frame comes in several consecutive pieces, and is handed out whole.
 
@@ -159,12 +159,12 @@ class FrameOpener:
     """
 
     def __init__(self, layout: KVLayout, heads: range | None = None, keys: Sequence[bytes] | None = None) -> None:
-        """Takes what both sides know of the session.
+        """Takes what both sides know of the transfer.
 
         Args:
             layout: Arrangement of the slices.
-            heads: Head shares that the session carries from each slice; None for all.
-            keys: The session's blocks, where hashes are bound to them.
+            heads: Head shares that the transfer carries from each slice; None for all.
+            keys: The transfer's blocks, where hashes are bound to them.
         """
         self._layout = layout
         self._heads = range(layout.head_shares) if heads is None else heads
@@ -192,15 +192,15 @@ class FrameOpener:
         Raises:
             FrameError: checksum, sizes or ranges are wrong; the frame must not be used.
         """
-        session, messages, hashes = header.session, header.runs, header.slice_hashes[:]
+        transfer, messages, hashes = header.transfer, header.runs, header.slice_hashes[:]
         if not 0 < len(messages) <= len(hashes) <= MAX_FRAME_SLICES:
-            raise FrameError(f"frame of session {session}: {len(messages)} runs, {len(hashes)} slices")
+            raise FrameError(f"frame of transfer {transfer}: {len(messages)} runs, {len(hashes)} slices")
         runs = list(map(_run_of, messages))
-        if _checksum(session, header.generation, runs, hashes) != header.checksum:
-            raise FrameError(f"frame of session {session}: wrong checksum")
+        if _checksum(transfer, header.generation, runs, hashes) != header.checksum:
+            raise FrameError(f"frame of transfer {transfer}: wrong checksum")
         sizes = [run_bytes(run, self._layout) for run in runs]
         if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
-            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
+            raise FrameError(f"frame of transfer {transfer}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         opened: list[OpenedRun] = []
         position = number = 0
         begin, end = self._heads.start, self._heads.stop
@@ -220,13 +220,13 @@ class FrameOpener:
         """Hashes of a run's own bytes, one per block, made from the received hashes.
 
         Raises:
-            FrameError: The session has no such blocks.
+            FrameError: The transfer has no such blocks.
         """
         bindings, first = self._bindings, run.first_block
         if bindings is None:
             return hashes
         if first + len(hashes) > len(bindings):
-            raise FrameError(f"{run}: the session has {len(bindings)} blocks")
+            raise FrameError(f"{run}: the transfer has {len(bindings)} blocks")
         layer = layer_binding(run.layer)
         return [
             value ^ layer ^ of_key for value, of_key in zip(hashes, bindings[first : first + len(hashes)], strict=True)
@@ -263,7 +263,7 @@ def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> lis
     heads = all((run.head_begin, run.head_end) == (0, layout.head_shares) for run in runs)
     if not heads or len(hashes) > MAX_FRAME_SLICES or sum(run.block_count for run in runs) != len(hashes):
         return None
-    if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
+    if _checksum(header.transfer, header.generation, runs, hashes) != header.checksum:
         return None
     if not runs or not all(0 <= run.layer < layout.layers for run in runs):
         return None
@@ -348,12 +348,12 @@ class _Frame:
         after = block + 1 if valid_tokens == self._block_size else -1
         self._last = (layer, after, head_begin, head_end)
 
-    def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
+    def finish(self, transfer: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
         header = kv_pb2.FrameHeader(
-            session=session,
+            transfer=transfer,
             generation=generation,
             slice_hashes=self.hashes,
-            checksum=_checksum(session, generation, self._runs, self.hashes),
+            checksum=_checksum(transfer, generation, self._runs, self.hashes),
         )
         for layer, first_block, block_count, head_begin, head_end, valid_tokens in self._runs:
             header.runs.add(
@@ -372,7 +372,7 @@ MAX_SHAPES = 64
 
 
 class FrameShape:
-    """Headers for frames with all a session's full blocks, and some consecutive layers and heads from each.
+    """Headers for frames with all a transfer's full blocks, and some consecutive layers and heads from each.
 
     Attributes:
         cells: each slice's (layer, block), in order.
@@ -388,21 +388,21 @@ class FrameShape:
         for run in runs:
             self._template.runs.add(**run._asdict())
 
-    def header(self, session: int, generation: int, hashes: Sequence[int]) -> kv_pb2.FrameHeader:
+    def header(self, transfer: int, generation: int, hashes: Sequence[int]) -> kv_pb2.FrameHeader:
         """A frame's header, with the slices' hashes in order."""
         header = kv_pb2.FrameHeader()
         header.CopyFrom(self._template)
-        header.session = session
+        header.transfer = transfer
         if generation:
             header.generation = generation
         header.slice_hashes.extend(hashes)
-        header.checksum = checksum_of(session, generation, self._fields, self._runs, hashes)
+        header.checksum = checksum_of(transfer, generation, self._fields, self._runs, hashes)
         return header
 
     def is_of(self, header: kv_pb2.FrameHeader) -> bool:
         """Whether a header has this shape."""
         return len(header.runs) == self._runs and header.checksum == checksum_of(
-            header.session, header.generation, self._fields, self._runs, header.slice_hashes
+            header.transfer, header.generation, self._fields, self._runs, header.slice_hashes
         )
 
     def bindings(self, keys: Sequence[bytes]) -> list[int]:

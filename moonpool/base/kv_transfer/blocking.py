@@ -56,9 +56,9 @@ class BlockingReader:
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
         """Reads the leading blocks of `keys`, at most `most`; returns the number that the store has.
 
-        Returns None if the read needs a session, which then says why: blocks are not in memory, or damaged. A read also
-        needs a session if another thread uses the connection, or the connection has ended or ends now. Arguments as for
-        `BlockReader.read`. Slices are handed out in order when all have arrived.
+        Returns None if the read needs a channel, where the store says why: blocks are not in memory, or damaged. A read
+        also needs a channel if another thread uses the connection, or the connection has ended or ends now. Arguments
+        as for `BlockReader.read`. Slices are handed out in order when all have arrived.
 
         Raises:
             TransferFailed: the read took longer than `timeout_s`.
@@ -143,7 +143,7 @@ class BlockingReader:
 
 
 MAX_PUT_BLOCKS = 128
-"""Most blocks in one exchange; a store takes more blocks in a session only."""
+"""Most blocks in one exchange; a store takes more blocks over a channel only."""
 SEND_BYTES = 512 << 10
 """Bytes of slices that are sent together, about, while the next slices are hashed."""
 
@@ -172,8 +172,8 @@ class BlockingWriter:
     def put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome | None:
         """Stores blocks, at most `most`; returns when all are VISIBLE.
 
-        Returns None, without storing a block, if the put needs a session. The session then gives the reason: no room, a
-        refusal, or too many deletions to name. A put also needs a session if another thread uses the connection, or the
+        Returns None, without storing a block, if the put needs a channel. There the store gives the reason: no room, a
+        refusal, or too many deletions to name. A put also needs a channel if another thread uses the connection, or the
         connection has ended.
 
         Raises:

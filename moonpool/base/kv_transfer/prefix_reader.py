@@ -29,7 +29,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.kv_transfer.receiver import SliceBitmap
 from moonpool.base.transport.async_utils import OneTimeEvent, ThreadOffload
 from moonpool.base.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
-from moonpool.base.transport.sessions import MuxSession, MuxStream, StreamClient
+from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
@@ -80,7 +80,7 @@ class ReadPlan:
 
 
 class PrefixRead:
-    """One reading session: hands out slices on arrival, and layers in order."""
+    """A read under way: hands out slices on arrival, and layers in order."""
 
     def __init__(self, layout: KVLayout, plan: ReadPlan, offload: ThreadOffload | None = None) -> None:
         self.finished = OneTimeEvent()
@@ -244,7 +244,7 @@ class PrefixRead:
 
     def _expected(self) -> SliceBitmap:
         if self._received is None:
-            raise FrameError("a frame came before its session was opened")
+            raise FrameError("a frame came before its transfer was opened")
         return self._received
 
     def _receive_buffer(self, runs: Sequence[tuple[SliceRun, Sequence[int]]]) -> ReceiveBuffer | None:
@@ -301,7 +301,7 @@ class PrefixRead:
 
     def _missing(self, block: int) -> None:
         if self._received is None:
-            raise FrameError("a block went missing before its session was opened")
+            raise FrameError("a block went missing before its transfer was opened")
         if block >= self.blocks:
             return
         self.blocks = block
@@ -340,16 +340,16 @@ FROM_PREFILL: ReadMethod = StreamMethod("PrefillService", "ReadKV", kv_pb2.ReadK
 FROM_DECODE: ReadMethod = StreamMethod("DecodeService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
 
 
-def _get_session(message: ReadResponse) -> Hashable:
+def _get_transfer(message: ReadResponse) -> Hashable:
     match message.WhichOneof("message"):
         case "frame":
-            return message.frame.session
+            return message.frame.transfer
         case "opened":
-            return message.opened.session
+            return message.opened.transfer
         case "missing":
-            return message.missing.session
+            return message.missing.transfer
         case "done":
-            return message.done.session
+            return message.done.transfer
     return None
 
 
@@ -383,7 +383,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         spec = source.spec(
             f"KV from {source.address}",
             method,
-            _get_session,
+            _get_transfer,
             window_bytes=window_bytes,
             credit=lambda credit: method.request(credit=credit),
         )
@@ -421,7 +421,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         Raises:
             InvalidRequest: the layout has no such heads.
             PrefixLost: a block went missing after a layer with this block had been handed out.
-            TransferFailed: the read took too long; or the source ended the session, or may have deleted blocks.
+            TransferFailed: the read took too long; or the source ended the transfer, or may have deleted blocks.
             DamagedSliceError: a slice did not match the hash. The source was told, and checks the source's block.
             FrameError: a frame was damaged, was not asked for, or came twice.
             StreamBroken: the stream has ended, or the source cannot be reached.
@@ -484,11 +484,11 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.head_shares}")
 
     async def _read(self, number: int, read: PrefixRead, plan: ReadPlan) -> None:
-        session = await self._stream.open(number, read, read.receive_into)
+        channel = await self._stream.open(number, read, read.receive_into)
         finished = False
         try:
             opening = kv_pb2.ReadOpen(
-                session=number,
+                transfer=number,
                 keys=pack_keys(plan.keys),
                 layer_begin=plan.layers.start,
                 layer_end=plan.layers.stop,
@@ -498,20 +498,20 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
                 forgotten=plan.forgotten,
                 windows_from=plan.windows_from,
             )
-            session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
+            channel.post(self._asked(open=opening, credit_bytes=channel.take_credit()))
             read.expect()
             await read.finished.wait()
             finished = True
         finally:
             read.leave()
-            session.close()
+            channel.close()
             if not finished:
-                self._report_closed(session, number, read.damaged_key)
+                self._report_closed(channel, number, read.damaged_key)
             await read.quiet()
 
-    def _report_closed(self, session: MuxSession[ReadRequest, ReadResponse], number: int, damaged_key: bytes) -> None:
-        close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)
+    def _report_closed(self, channel: MuxChannel[ReadRequest, ReadResponse], number: int, damaged_key: bytes) -> None:
+        close = kv_pb2.ReadClose(transfer=number, damaged_key=damaged_key)
         try:
-            session.post(self._asked(close=close))
+            channel.post(self._asked(close=close))
         except StreamBroken:
             return

@@ -1,4 +1,4 @@
-"""Server halves of KV streams: the handshake, credits for senders, frames for readers, and read sessions."""
+"""Server halves of KV streams: the handshake, credits for senders, frames for readers, and read transfers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_hello(
 class FrameReceiver:
     """The credits that a frame receiver gives on one stream.
 
-    `consumed` must be called for every frame, whatever its fate: an unknown session's frame or a corrupted frame has
+    `consumed` must be called for every frame, whatever its fate: an unknown transfer's frame or a corrupted frame has
     used up credits too.
     """
 
@@ -71,17 +71,17 @@ class FrameReceiver:
         return self._returns.pending
 
     def consumed(self, nbytes: int, *, idle: bool = False) -> kv_pb2.Credit | None:
-        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: no session is open."""
+        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: none is open."""
         returned = self._returns.consumed(nbytes, idle=idle)
         return kv_pb2.Credit(bytes=returned) if returned else None
 
     def idle(self) -> kv_pb2.Credit | None:
-        """The last open session has ended; the Credit to send now, if any."""
+        """The last open transfer has ended; the Credit to send now, if any."""
         return self.consumed(0, idle=True)
 
 
 class FrameWriter:
-    """Writes many sessions' frames to one reader, which gives the credits.
+    """Writes many transfers' frames to one reader, which gives the credits.
 
     The reader's first Credit is the window; until then, no frame is sent.
     """
@@ -109,14 +109,14 @@ class FrameWriter:
         """Takes a Credit from the reader."""
         self.credits.grant(credit.bytes)
 
-    async def send(self, session: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
+    async def send(self, transfer: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
         """Sends slices in frames; returns the payload bytes.
 
         When the call returns or raises, the slices' memory is free.
 
         Args:
-            session: The reader's session.
-            generation: The session's generation (0 for reads).
+            transfer: The reader's transfer.
+            generation: The transfer's generation (0 for reads).
             slices: What to send, in order; taken one frame at a time.
             timeout_s: Longest wait for credits, and for room, per frame.
 
@@ -125,7 +125,7 @@ class FrameWriter:
             TransferFailed: The reader gave no credits for `timeout_s`.
         """
         sent = 0
-        for header, pieces in frames_to_send(session, generation, slices, self._layout, self._target_bytes):
+        for header, pieces in frames_to_send(transfer, generation, slices, self._layout, self._target_bytes):
             nbytes = payload_bytes(pieces)
             await self.credits.acquire(nbytes, timeout_s=timeout_s)
             try:
@@ -176,7 +176,7 @@ Req = TypeVar("Req", bound=Message)
 log = get_logger(__name__)
 
 
-class ReadSessions(ServerStream[Req]):
+class ReadServerStream(ServerStream[Req]):
     """One reader's stream. `on_hello` must call `writes`, and `begin` may call `serve`."""
 
     def __init__(
@@ -197,7 +197,7 @@ class ReadSessions(ServerStream[Req]):
             response: the stream's answers.
             carried_out: names of deletions that were carried out here.
             suspect: told of blocks that a reader got damaged.
-            max_keys: per session.
+            max_keys: per transfer.
         """
         super().__init__(closing, listener=listener)
         self.frames: FrameWriter
@@ -206,7 +206,7 @@ class ReadSessions(ServerStream[Req]):
         self._suspect = suspect
         self._max_keys = max_keys
         self._credits = ByteCredits()  # those of `frames`, once there are some
-        self._sessions: dict[int, asyncio.Task[None]] = {}
+        self._transfers: dict[int, asyncio.Task[None]] = {}
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -214,31 +214,31 @@ class ReadSessions(ServerStream[Req]):
         return StreamTraffic(unsent=len(self.send_queue), credits_out=self._credits.out)
 
     def writes(self, frames: FrameWriter) -> None:
-        """The frames of all sessions leave through `frames`; the reader gives the credits."""
+        """The frames of all transfers leave through `frames`; the reader gives the credits."""
         self.frames, self._credits = frames, frames.credits
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        """Begins a session; a Moonpool error raised by the session makes a miss."""
+        """Begins a transfer; a Moonpool error raised by the transfer makes a miss."""
         raise NotImplementedError
 
     def serve(self, number: int, work: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
-        """Runs a session; `ended` is called at the session's end, also if cancelled before beginning.
+        """Runs a transfer; `ended` is called at the transfer's end, also if cancelled before beginning.
 
         Raises:
             Unavailable: too many run already.
         """
-        task = self._sessions[number] = self.spawn(work)
+        task = self._transfers[number] = self.spawn(work)
 
         def over(_: asyncio.Task[None]) -> None:
             ended()
-            if self._sessions.get(number) is task:
-                del self._sessions[number]
+            if self._transfers.get(number) is task:
+                del self._transfers[number]
 
         task.add_done_callback(over)
 
     def opened(self, number: int, blocks: int = 0, forgotten: Sequence[str] = ()) -> None:
         """Tells the reader how many blocks come, and which deletions of such blocks were carried out before."""
-        opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten)
+        opened = kv_pb2.ReadOpened(transfer=number, blocks=blocks, forgotten=forgotten)
         self.post(self._response(opened=opened))
 
     def opened_with(
@@ -247,17 +247,17 @@ class ReadSessions(ServerStream[Req]):
         """As `opened`, around the header of a frame that brings everything."""
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
-            opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten, frame=frame)
+            opened = kv_pb2.ReadOpened(transfer=number, blocks=blocks, forgotten=forgotten, frame=frame)
             return self._response(opened=opened)
 
         return wrap
 
     def done(self, number: int) -> None:
         """Tells the reader that no frame follows."""
-        self.post(self._response(done=kv_pb2.ReadDone(session=number)))
+        self.post(self._response(done=kv_pb2.ReadDone(transfer=number)))
 
     def on_message(self, message: Any, payload: memoryview) -> None:
-        """One message from the reader. What is wrong with a session ends that session only."""
+        """One message from the reader. What is wrong with a transfer ends that transfer only."""
         if message.credit_bytes:
             self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):
@@ -268,16 +268,16 @@ class ReadSessions(ServerStream[Req]):
             case "close":
                 for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
                     self._suspect(key)
-                self._close(message.close.session)
+                self._close(message.close.transfer)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _open(self, message: kv_pb2.ReadOpen) -> None:
-        number = message.session
+        number = message.transfer
         try:
-            if number in self._sessions:
+            if number in self._transfers:
                 self._close(number)
-                raise InvalidRequest("session", f"{number} was open already")
+                raise InvalidRequest("transfer", f"{number} was open already")
             keys = unpack_keys(message.keys, max_keys=self._max_keys)
             if message.forgotten and any(name not in self._carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")
@@ -289,11 +289,11 @@ class ReadSessions(ServerStream[Req]):
             self.done(number)
 
     def _close(self, number: int) -> None:
-        task = self._sessions.pop(number, None)
+        task = self._transfers.pop(number, None)
         if task is not None:
             task.cancel()
 
     def end(self) -> None:
         """The reader has gone."""
-        for task in list(self._sessions.values()):
+        for task in list(self._transfers.values()):
             task.cancel()

@@ -1,4 +1,4 @@
-"""Sends a request's KV to a decode instance: each transfer is one session on a stream."""
+"""Sends a request's KV to a decode instance: each transfer is one channel on a stream."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.rpc.messages import payload_bytes
 from moonpool.base.transport.fault_injection import frames_to_send
 from moonpool.base.transport.flow_control import TO_DECODE
-from moonpool.base.transport.sessions import MuxSession, MuxStream, StreamClient
+from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
 RECEIVE_KV = StreamMethod("DecodeService", "ReceiveKV", decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse)
-_Session = MuxSession[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
+_Session = MuxChannel[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
 
 
-def _session_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
+def _channel_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
     return message.verdict.transfer_id, message.verdict.generation
 
 
@@ -55,7 +55,7 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
         self._layout = decode.layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        spec = decode.spec(f"KV to {decode.address}", RECEIVE_KV, _session_of, priority=TO_DECODE)
+        spec = decode.spec(f"KV to {decode.address}", RECEIVE_KV, _channel_of, priority=TO_DECODE)
         super().__init__(MuxStream(spec))
 
     async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:
@@ -71,14 +71,14 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
             TransferFailed: the transfer is open already.
         """
         transfer = OutboundTransfer(target, self._layout, self._send_timeout_s, self._frame_bytes)
-        session = await self._stream.open((target.transfer_id, target.generation), transfer)
+        channel = await self._stream.open((target.transfer_id, target.generation), transfer)
         try:
-            epoch = session.welcome.receiver.epoch
+            epoch = channel.welcome.receiver.epoch
             if epoch != target.decode.epoch:
                 raise Mismatch("epoch", f"promised by {target.decode.epoch}, {epoch} answers")
-            transfer.begin(session, forgotten)
+            transfer.begin(channel, forgotten)
         except BaseException:
-            session.close()
+            channel.close()
             raise
         return transfer
 
@@ -97,7 +97,7 @@ class OutboundTransfer:
         self._layout = layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        self._session: _Session | None = None
+        self._channel: _Session | None = None
         self._closed = False
         self._complete = False
         self._error: Exception | None = None
@@ -112,9 +112,9 @@ class OutboundTransfer:
         self.close(aborted=True)
         self.release()
 
-    def begin(self, session: _Session, forgotten: Sequence[str]) -> None:
-        """Announces the transfer on the transfer's session; for the sender."""
-        self._session = session
+    def begin(self, channel: _Session, forgotten: Sequence[str]) -> None:
+        """Announces the transfer on the transfer's channel; for the sender."""
+        self._channel = channel
         target = self.target
         opened = decode_pb2.TransferOpen(
             transfer_id=target.transfer_id,
@@ -122,7 +122,7 @@ class OutboundTransfer:
             decode_epoch=target.decode.epoch,
             forgotten=forgotten,
         )
-        session.post(decode_pb2.ReceiveKVRequest(open=opened))
+        channel.post(decode_pb2.ReceiveKVRequest(open=opened))
 
     async def send(self, slices: Iterable[Slice]) -> int:
         """Sends whole layer slices; returns the payload bytes. The slices' memory is free afterwards, also on errors.
@@ -132,11 +132,11 @@ class OutboundTransfer:
             TransferFailed: the receiver gave the transfer up, or credits or the link came too late; or the transfer is
                 closed.
         """
-        session = self._session
-        if session is None or self._closed:
+        channel = self._channel
+        if channel is None or self._closed:
             raise TransferFailed(f"transfer {self.target.transfer_id} is closed")
         sent = self.sent_bytes
-        await session.send(self._frames(slices), timeout_s=self._send_timeout_s)
+        await channel.send(self._frames(slices), timeout_s=self._send_timeout_s)
         return self.sent_bytes - sent
 
     def _frames(self, slices: Iterable[Slice]) -> Iterator[tuple[decode_pb2.ReceiveKVRequest, list[memoryview]]]:
@@ -150,9 +150,9 @@ class OutboundTransfer:
             self.sent_bytes += payload_bytes(pieces)
 
     def close(self, aborted: bool) -> None:
-        """Tells the receiver that the transfer is over, without waiting. `aborted`: forgets the session. Idempotent."""
-        session = self._session
-        if self._closed or session is None:
+        """Tells the receiver that the transfer is over, without waiting. `aborted`: forgets the channel. Idempotent."""
+        channel = self._channel
+        if self._closed or channel is None:
             return
         self._closed = True
         if not self._done.is_set():
@@ -160,15 +160,15 @@ class OutboundTransfer:
                 transfer_id=self.target.transfer_id, generation=self.target.generation, aborted=aborted
             )
             try:
-                session.post(decode_pb2.ReceiveKVRequest(close=message))
+                channel.post(decode_pb2.ReceiveKVRequest(close=message))
             except StreamBroken as error:
                 self.on_broken(error)
         if aborted:
             self.on_broken(TransferFailed(f"transfer {self.target.transfer_id} was aborted"))
-            session.close()
+            channel.close()
 
     async def verdict(self, timeout_s: float) -> None:
-        """Waits until the receiver has every slice, intact. The session is over afterwards, also on errors.
+        """Waits until the receiver has every slice, intact. The channel is over afterwards, also on errors.
 
         Raises:
             TransferFailed: slices are missing or damaged, or no verdict came within `timeout_s`.
@@ -179,8 +179,8 @@ class OutboundTransfer:
             async with asyncio.timeout(timeout_s):
                 await self._done.wait()
         except TimeoutError:
-            if self._session is not None:
-                self._session.suspect(began)
+            if self._channel is not None:
+                self._channel.suspect(began)
             raise TransferFailed(f"transfer {self.target.transfer_id}: no verdict within {timeout_s:g} s") from None
         finally:
             self.release()
@@ -188,9 +188,9 @@ class OutboundTransfer:
             raise self._error
 
     def release(self) -> None:
-        """Forgets the session without waiting for the verdict. Idempotent."""
-        if self._session is not None:
-            self._session.close()
+        """Forgets the channel without waiting for the verdict. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
 
     def on_message(self, message: decode_pb2.ReceiveKVResponse, payload: memoryview) -> None:
         """The verdict; for the stream."""
@@ -207,7 +207,7 @@ class OutboundTransfer:
             raise TransferFailed(given_up)
 
     def on_broken(self, error: Exception) -> None:
-        """The session has failed; for the stream."""
+        """The channel has failed; for the stream."""
         if not self._complete and self._error is None:
             self._error = error
             self._done.set()

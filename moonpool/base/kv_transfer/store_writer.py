@@ -17,7 +17,7 @@ from moonpool.base.transport.async_utils import OneTimeEvent
 from moonpool.base.transport.base import PendingPayload
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_STORE
-from moonpool.base.transport.sessions import MuxSession, MuxStream, StreamClient
+from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
 from moonpool.v1 import kvstore_pb2
 
 PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)
@@ -51,14 +51,14 @@ class PutOutcome:
     stored: int
 
 
-def _put_session(message: kvstore_pb2.PutResponse) -> Hashable:
+def _put_transfer(message: kvstore_pb2.PutResponse) -> Hashable:
     match message.WhichOneof("message"):
         case "opened":
-            return message.opened.session
+            return message.opened.transfer
         case "ack":
-            return message.ack.session
+            return message.ack.transfer
         case "refused":
-            return message.refused.session
+            return message.refused.transfer
     return None
 
 
@@ -73,11 +73,11 @@ def _refusal(message: kvstore_pb2.PutRefused) -> MoonpoolError:
     return TransferFailed(text)
 
 
-class _PutSession:
-    """One writing session."""
+class _OpenPut:
+    """A put under way."""
 
-    def __init__(self, session: int, blocks: int) -> None:
-        self.session = session
+    def __init__(self, number: int, blocks: int) -> None:
+        self.number = number
         self.opened = OneTimeEvent()
         self.visible = OneTimeEvent()
         self.missing = set(range(blocks))
@@ -111,7 +111,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         self._layout = store.layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
-        super().__init__(MuxStream(store.spec(f"KV to store {store.address}", PUT, _put_session, priority=TO_STORE)))
+        super().__init__(MuxStream(store.spec(f"KV to store {store.address}", PUT, _put_transfer, priority=TO_STORE)))
 
     async def put(
         self,
@@ -132,7 +132,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
             InvalidRequest: the store will never take these blocks, for example because a deletion is younger.
             Overloaded: the store has no room; has the reason and the time to retry.
             FrameError: a frame arrived damaged, or was not as declared.
-            TransferFailed: the store gave the session up, or the put took too long.
+            TransferFailed: the store gave the transfer up, or the put took too long.
             StreamBroken: the stream has ended, or the store cannot be reached.
             Mismatch: the store does not take this KV.
         """
@@ -150,13 +150,13 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
 
     async def _put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
         keys, parents, tenant, read, forgotten = blocks
-        put = _PutSession(next(self._ids), len(keys))
-        session = await self._stream.open(put.session, put)
+        put = _OpenPut(next(self._ids), len(keys))
+        channel = await self._stream.open(put.number, put)
         aborted = True
         sent: PendingPayload | None = None
         try:
             opening = kvstore_pb2.PutOpen(
-                session=put.session,
+                transfer=put.number,
                 keys=pack_keys(keys),
                 parent_keys=pack_keys(parents),
                 layer_begin=0,
@@ -166,34 +166,34 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
                 tenant=tenant,
                 forgotten=forgotten,
             )
-            sent = await self._open(session, opening, keys, read, timeout_s)
+            sent = await self._open(channel, opening, keys, read, timeout_s)
             await put.opened.wait()
-            await session.done_with(sent, timeout_s)
+            await channel.done_with(sent, timeout_s)
             if not put.taken:
                 slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
-                frames = frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes)
+                frames = frames_to_send(put.number, 0, slices, self._layout, self._frame_bytes)
                 messages = ((kvstore_pb2.PutRequest(frame=header), pieces) for header, pieces in frames)
-                await session.send(messages, timeout_s=timeout_s)
-                self._end(session, put, aborted=False)
+                await channel.send(messages, timeout_s=timeout_s)
+                self._end(channel, put, aborted=False)
             aborted = False
             if put.missing and not put.taken:
                 await put.visible.wait()
             return PutOutcome(put.present, len(keys) - put.present)
         finally:
             if aborted:
-                self._end(session, put, aborted=True)
-            session.close()
-            await session.abandon(sent)
+                self._end(channel, put, aborted=True)
+            channel.close()
+            await channel.abandon(sent)
 
     async def _open(
         self,
-        session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
+        channel: MuxChannel[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
         opening: kvstore_pb2.PutOpen,
         keys: Sequence[bytes],
         read: ReadSlice,
         timeout_s: float,
     ) -> PendingPayload | None:
-        """Opens a session at the store.
+        """Opens a transfer at the store.
 
         A put that fits one frame travels with the opening: a round trip costs more than bytes that the store has
         already. Returns the payload under way then.
@@ -202,22 +202,22 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
             len(keys) * self._layout.block_bytes > self._frame_bytes
             or len(keys) * self._layout.layers > MAX_FRAME_SLICES
         ):
-            session.post(kvstore_pb2.PutRequest(open=opening))
+            channel.post(kvstore_pb2.PutRequest(open=opening))
             return None
         layout = self._layout
         shape = frame_shape(range(layout.layers), len(keys), range(layout.head_shares), layout.block_size)
         slices = [read(layer, index) for layer, index in shape.cells]
         hashes = bind_all([value for _, value in slices], shape.bindings(keys))
-        header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
+        header, pieces = frame_to_send((shape.header(opening.transfer, 0, hashes), [data for data, _ in slices]))
         opening.frame.CopyFrom(header)
-        return await session.begin(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s)
+        return await channel.begin(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s)
 
     @staticmethod
     def _end(
-        session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _PutSession, *, aborted: bool
+        channel: MuxChannel[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _OpenPut, *, aborted: bool
     ) -> None:
         try:
-            session.post(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=put.session, aborted=aborted)))
+            channel.post(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=put.number, aborted=aborted)))
         except StreamBroken as error:
             put.on_broken(error)
 

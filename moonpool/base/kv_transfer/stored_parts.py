@@ -66,14 +66,14 @@ class _Parted(Generic[Client]):
     """One client for each part that the kvstore holds apart."""
 
     def __init__(self, store: KVEndpoint, open_client: Callable[[KVEndpoint], Client]) -> None:
-        """Connects when the first session begins. `open_client` makes a part's client."""
+        """Connects when the first transfer begins. `open_client` makes a part's client."""
         parts = store.layout.stored_parts
         self._parts: list[tuple[LayoutPart, Client]] = [(it, open_client(endpoint_of(it, store))) for it in parts]
 
     @property
-    def sessions(self) -> int:
-        """Open sessions."""
-        return sum(client.sessions for _, client in self._parts)
+    def channels(self) -> int:
+        """Open channels."""
+        return sum(client.channels for _, client in self._parts)
 
     @property
     def traffic(self) -> StreamTraffic:

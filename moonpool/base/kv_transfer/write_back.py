@@ -121,9 +121,9 @@ class WriteBack:
         self.blocks_dropped = 0
 
     @property
-    def sessions(self) -> int:
+    def transfers(self) -> int:
         """Jobs under way at stores."""
-        return self._stores.sessions
+        return self._stores.channels
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -293,7 +293,7 @@ def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
 
 WRITE_BACK_METRICS: tuple[Metric[WriteBack], ...] = (
     Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda it: it.blocks_held, 0),
-    Metric("write_back_puts", "Open writing sessions at kvstores.", lambda it: it.sessions, 0),
+    Metric("write_back_puts", "Open writing transfers at kvstores.", lambda it: it.transfers, 0),
     Metric(
         "write_back_credits_out_bytes",
         "Bytes sent to kvstores with credits not yet returned.",

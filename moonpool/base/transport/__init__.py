@@ -1,1 +1,1 @@
-"""Transports for KV streams (gRPC, shared memory, TCP), and the streams, sessions and flow control above them."""
+"""Transports for KV streams (gRPC, shared memory, TCP), and the streams, channels and flow control above them."""

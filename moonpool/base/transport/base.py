@@ -1,6 +1,6 @@
 """The contract for KV transports and connections: buffers, messages, regions.
 
-`Transport` finds a peer; `Connection` carries one stream's messages. Credits, sessions, reconnection and the choice of
+`Transport` finds a peer; `Connection` carries one stream's messages. Credits, channels, reconnection and the choice of
 a transport stand above both, once for all transports.
 """
 
@@ -293,16 +293,33 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class OfferedRegions:
-    """Memory that a client shows to the peer when a connection opens.
+    """What the opening side shows to the accepting side.
 
     Attributes:
         shared: The peer may read these regions.
         mailbox: The peer may write payloads here; None if the peer sends none.
-        description: NIXL's description for this process; if given, the peer reads over NIXL, and gets no descriptors.
+        by_address: The peer reads `shared` by address, for example by RDMA, and gets addresses in place of descriptors.
+        description: The transport's description of this process, for the peer's `Transport.accept_regions`.
     """
 
     shared: Sequence[SharedRegion] = ()
     mailbox: Mailbox | None = None
+    by_address: bool = False
+    description: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRegions:
+    """What the accepting side makes of the peer's `OfferedRegions`, and shows in turn.
+
+    Attributes:
+        readable: The peer's regions that this process may read, by number.
+        borrowed: Number and memory of the region that the peer lends to this process.
+        description: The transport's description of this process, for the peer's `ConnectionEnd`.
+    """
+
+    readable: Mapping[int, MappedRegion | RemoteRegion] = field(default_factory=dict)
+    borrowed: tuple[int, MappedRegion] | None = None
     description: bytes = b""
 
 
@@ -317,6 +334,7 @@ class ConnectionEnd:
         readable: The peer's regions that this process may read, by number; and the mailbox, if there is one.
         mailbox: Number of the region in `readable` that this process lends to the peer.
         borrowed: Number and memory of the region that the peer lends to this process.
+        peer_description: The description that the transport gave of the peer, in the peer's process.
     """
 
     transport: Transport
@@ -325,6 +343,7 @@ class ConnectionEnd:
     readable: Mapping[int, MappedRegion | RemoteRegion] = field(default_factory=dict)
     mailbox: int | None = None
     borrowed: tuple[int, MappedRegion] | None = None
+    peer_description: bytes = b""
 
     @property
     def name(self) -> str:
@@ -406,7 +425,7 @@ class Transport(ABC):
         return not self.scope or hello.transport_place == self.scope
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
-        """What a client shows to the peer; no regions unless a subclass offers some.
+        """What the opening side shows to the accepting side; nothing unless a subclass shows something.
 
         Args:
             share: This process's memory that the peer may read, if payloads go to the peer.
@@ -414,17 +433,19 @@ class Transport(ABC):
         """
         return OfferedRegions()
 
-    def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
-    ) -> tuple[Mapping[int, MappedRegion | RemoteRegion], tuple[int, MappedRegion] | None]:
-        """A server's mappings for a client's regions: `readable` and `borrowed` in the `ConnectionEnd`.
+    def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
+        """What the accepting side takes of an opening, and shows in turn; nothing unless a subclass takes something.
+
+        Args:
+            fds: Descriptors of the regions, closed after the call.
+            opening: The peer's regions, and the peer's description.
 
         Raises:
-            FrameError: The regions are not what the client says, or the transport has none.
+            FrameError: The regions are not what the peer says, or the transport has none.
         """
         if fds or opening.regions:
             raise FrameError(f"{len(fds)} descriptors came for {len(opening.regions)} regions, {self.name} has none")
-        return {}, None
+        return AcceptedRegions()
 
     @abstractmethod
     def open_connection(

@@ -8,16 +8,13 @@ stream copies the bytes. So what is verified is what is used, whatever the peer 
 from __future__ import annotations
 
 import asyncio
-import collections
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.base.errors import FrameError, InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.base.kv.frames import MAX_FRAME_SLICES
 from moonpool.base.kv.pool import BytesLike, Iovec, new_bytes
 from moonpool.base.rpc.messages import MESSAGE_BYTES, check_message, plain_deserializer
 from moonpool.base.transport.base import (
@@ -41,14 +38,11 @@ from moonpool.base.transport.framing import (
     ONE_SHOT_FLAG,
     OneShotAnswer,
     OneShotMessage,
-    PayloadExtent,
     decode_one_shot,
 )
+from moonpool.base.transport.region_payloads import PlacedPayloads, RegionReader
 from moonpool.base.transport.regions import (
-    ExportedRegions,
     FetchedParts,
-    MailboxRing,
-    MappedRegion,
     RemoteRegion,
     unmap_regions,
 )
@@ -61,19 +55,15 @@ class MessageSender:
     def __init__(
         self,
         sock: FramedSocket,
-        own: ExportedRegions,
-        borrowed: tuple[int, MappedRegion] | None,
+        placed: PlacedPayloads,
         take_reads: Callable[[], int],
         breaks: ConnectionBreaker | None,
     ) -> None:
-        """Takes the socket; our regions; the region that the peer lends; reads to report; injected faults."""
+        """Takes the socket; payloads in regions; reads to report; injected faults."""
         self._sock = sock
-        self._own = own
-        self._borrowed = borrowed
-        self._ring = MailboxRing(borrowed[1].nbytes) if borrowed else None
+        self._placed = placed
         self._take_reads = take_reads
         self._breaks = breaks
-        self._unread: collections.deque[PendingPayload | None] = collections.deque()  # None: a piece of the ring
         self._unsent: list[PendingPayload] = []  # their sending failed; they fail when the connection is closed
 
     def start(self, item: OutgoingItem) -> UnsentRest | None:
@@ -111,23 +101,11 @@ class MessageSender:
         if unsent.held is not None:
             unsent.held.finish()
 
-    def on_reads(self, count: int) -> None:
-        """Notes that the peer has read so many payloads out of regions."""
-        if count > len(self._unread):
-            raise FrameError(f"{count} payloads were read, {len(self._unread)} lay there")
-        for _ in range(count):
-            held = self._unread.popleft()
-            if held is not None:
-                held.finish()
-            elif self._ring is not None:
-                self._ring.free()
-
     def fail(self, error: Exception) -> None:
         """Payloads that are still held fail with `error`."""
-        for held in (*self._unread, *self._unsent):
-            if held is not None:
-                held.fail(error)
-        self._unread.clear()
+        self._placed.fail(error)
+        for held in self._unsent:
+            held.fail(error)
         self._unsent.clear()
 
     def _frame(self, data: bytes) -> kv_pb2.TransportFrame:
@@ -137,13 +115,14 @@ class MessageSender:
 
     def _start_held(self, item: PendingPayload) -> UnsentRest | None:
         frame = self._frame(item.message.SerializeToString())
-        if self._in_mailbox(item, frame):
+        place = self._placed.copy(item.parts, item.nbytes)
+        if place is not None:
+            frame.extents.add(**place._asdict())
             unsent = self._send(frame, [], None)
-            item.finish()
+            item.finish()  # the mailbox holds a copy
             return unsent
-        rest = self._in_own_regions(item, frame)
+        rest = self._placed.point_to(item, frame)
         if rest is not None:
-            self._unread.append(item)
             return self._send(frame, rest, None)
         unsent = self._send(frame, item.parts, item)
         if unsent is None:
@@ -165,47 +144,10 @@ class MessageSender:
         message, pieces = item
         nbytes = sum([piece.nbytes for piece in pieces])
         self._break_if_injected()
-        place = self._copy_to_mailbox(pieces, nbytes)
+        place = self._placed.copy(pieces, nbytes)
         follow = nbytes if place is None else 0
         left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
         return UnsentRest(left) if left else None
-
-    def _in_mailbox(self, item: PendingPayload, frame: kv_pb2.TransportFrame) -> bool:
-        """Whether the payload was copied to the region that the peer lends, and `frame` says where."""
-        place = self._copy_to_mailbox(item.parts, item.nbytes)
-        if place is None:
-            return False
-        frame.extents.add(**place._asdict())
-        return True
-
-    def _copy_to_mailbox(self, parts: Sequence[memoryview], nbytes: int) -> PayloadExtent | None:
-        """Where a payload was copied to in the region that the peer lends; None if there is no room."""
-        offset = self._ring.take(nbytes) if self._ring is not None and nbytes else None
-        if offset is None or self._borrowed is None:
-            return None
-        number, region = self._borrowed
-        at = offset
-        for part in parts:
-            region.part(at, part.nbytes)[:] = part
-            at += part.nbytes
-        self._unread.append(None)
-        return PayloadExtent(number, nbytes, offset)
-
-    def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.TransportFrame) -> list[memoryview] | None:
-        """Says in `frame` which payload parts lie in our regions, and where; returns the parts that must follow."""
-        found = [self._own.find(part) for part in item.parts]
-        if not any(region for region, _ in found):
-            return None
-        extents: list[tuple[int, int, int]] = []
-        for (region, offset), part in zip(found, item.parts, strict=True):
-            if extents and extents[-1][0] == region and (not region or extents[-1][1] + extents[-1][2] == offset):
-                offset, nbytes = extents[-1][1], extents[-1][2] + part.nbytes
-                extents[-1] = region, offset, nbytes
-            else:
-                extents.append((region, offset, part.nbytes))
-        for region, offset, nbytes in extents:
-            frame.extents.add(region=region, offset=offset, length=nbytes)
-        return [part for (region, _), part in zip(found, item.parts, strict=True) if not region]
 
 
 READS_PER_REPORT = 2
@@ -238,8 +180,7 @@ class MessageReceiver(Generic[M]):
         self,
         sock: FramedSocket,
         cls: type[M],
-        readable: Mapping[int, MappedRegion | RemoteRegion],
-        mailbox: int | None,
+        regions: RegionReader,
         on_reads: Callable[[int], None],
         report: Callable[[int], None],
     ) -> None:
@@ -248,22 +189,16 @@ class MessageReceiver(Generic[M]):
         Args:
             sock: Of the connection.
             cls: Messages that come.
-            readable: Regions in which the peer's payloads may lie.
-            mailbox: Number of the readable region that this side lends; None for none. The peer does not wait until a
-                payload there was read: the next message reports that, with the credits at the latest.
+            regions: Finds payloads that lie in regions.
             on_reads: Called with the number of payloads that the peer has read.
             report: Sends the waiting peer the number of the peer's payloads that were read.
         """
         self._sock = sock
         self._parse = plain_deserializer(cls)
-        self._readable = readable
-        self._remote = {number: it for number, it in readable.items() if isinstance(it, RemoteRegion)}
-        self._mailbox = mailbox
+        self._regions = regions
         self._on_reads = on_reads
         self._report = report
-        self._reads = 0  # payloads read that were not reported to the peer
         self._work = 0  # so far, besides received bytes: bytes out of regions and answers, and message costs
-        self._awaited = 0  # the part of them that is waited for
         self._callbacks: ReceiveCallbacks | None = None
         self._over: asyncio.Future[Exception] | None = None
         self._paused = False
@@ -301,11 +236,6 @@ class MessageReceiver(Generic[M]):
         """The connection has ended with `error`."""
         if self._over is not None and not self._over.done():
             self._over.set_result(error)
-
-    def take_reads(self) -> int:
-        """Number of payloads read and not reported to the peer; the caller reports this number."""
-        reads, self._reads, self._awaited = self._reads, 0, 0
-        return reads
 
     @property
     def _goes_on(self) -> bool:
@@ -439,7 +369,7 @@ class MessageReceiver(Generic[M]):
     def _deliver_one_shot(self, message: OneShotMessage, payload: BytesLike) -> None:
         if message.extents:
             assert isinstance(payload, memoryview), "what follows a message is in one piece"
-            parts = self._parts(message.extents, payload)
+            parts = self._regions.parts(message.extents, payload)
             payload = parts[0] if len(parts) == 1 else Iovec(parts)
             self._work += payload.nbytes
         if self._callbacks is None or self._callbacks.on_one_shot is None:
@@ -467,18 +397,16 @@ class MessageReceiver(Generic[M]):
 
     def _read_payload(self, frame: kv_pb2.TransportFrame, message: M, follow: memoryview) -> None:
         """Takes a payload from its place; a payload in a remote region is fetched first."""
-        places: dict[int, list[tuple[int, int]]] = {}
-        for extent in frame.extents:
-            if extent.region in self._remote:
-                places.setdefault(extent.region, []).append((extent.offset, extent.length))
+        places = self._regions.remote_places(frame.extents)
         if places:
-            self._check_size(frame.extents)
+            self._regions.check_size(frame.extents)
             self._filling = True
             self._sock.unwatch()
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(places, frame, message, follow))
             return
-        awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
-        self._use(message, self._parts(frame.extents, follow), lambda: self._count_read(awaited))
+        awaited = self._regions.is_awaited(frame.extents)
+        parts = self._regions.parts(frame.extents, follow)
+        self._use(message, parts, lambda: self._regions.count_read(awaited=awaited))
 
     async def _fetch(
         self,
@@ -492,12 +420,12 @@ class MessageReceiver(Generic[M]):
         try:
             fetched: dict[int, Iterator[memoryview]] = {}
             for number, wanted in places.items():
-                found.append(await self._remote[number].fetch(wanted))
+                found.append(await self._regions.fetch(number, wanted))
                 fetched[number] = iter(found[-1].parts)
-            parts = self._parts(frame.extents, follow, fetched)
+            parts = self._regions.parts(frame.extents, follow, fetched)
         except Exception as error:
-            for one in found:
-                one.release()
+            for part in found:
+                part.release()
             self._filling = False
             if isinstance(error, MoonpoolError):
                 self.end(error)
@@ -506,9 +434,9 @@ class MessageReceiver(Generic[M]):
             return
 
         def read() -> None:
-            for one in found:
-                one.release()
-            self._count_read(awaited=True)
+            for part in found:
+                part.release()
+            self._regions.count_read(awaited=True)
 
         self._filling = False
         if self._is_read:
@@ -549,10 +477,6 @@ class MessageReceiver(Generic[M]):
             self._filling = True
             self._sock.unwatch()
 
-    def _count_read(self, awaited: bool) -> None:
-        self._reads += 1
-        self._awaited += awaited
-
     def _receive_into(self, message: M, nbytes: int) -> ReceiveBuffer | None:
         assert self._callbacks is not None, "nothing is read for nobody"
         return self._callbacks.receive_into(message, nbytes)
@@ -568,41 +492,9 @@ class MessageReceiver(Generic[M]):
 
     def _report_reads(self) -> None:
         """Reports reads that the peer waits for, several at once while more come: each report may wake the peer."""
-        if self._awaited and (self._awaited >= READS_PER_REPORT or not self._sock.has_more):
-            self._report(self.take_reads())
-
-    def _check_size(self, extents: Iterable[kv_pb2.Extent | PayloadExtent]) -> None:
-        lengths = [extent.length for extent in extents]
-        if len(lengths) > MAX_FRAME_SLICES or sum(lengths) > MESSAGE_BYTES:
-            raise FrameError("the payload of a message is too large")
-
-    def _parts(
-        self,
-        extents: Iterable[kv_pb2.Extent | PayloadExtent],
-        follow: memoryview,
-        fetched: Mapping[int, Iterator[memoryview]] = MappingProxyType({}),
-    ) -> list[memoryview]:
-        """A payload's place by the extents; `fetched`: parts of remote regions, in order."""
-        self._check_size(extents)
-        parts: list[memoryview] = []
-        at = 0
-        for extent in extents:
-            if extent.region in fetched:
-                parts.append(next(fetched[extent.region]))
-            elif extent.region:
-                parts.append(self._region(extent.region).part(extent.offset, extent.length))
-            else:
-                parts.append(follow[at : at + extent.length])
-                at += extent.length
-        if at != follow.nbytes:
-            raise FrameError(f"{follow.nbytes} bytes follow a message, its extents need {at}")
-        return parts
-
-    def _region(self, number: int) -> MappedRegion:
-        region = self._readable.get(number)
-        if region is None or isinstance(region, RemoteRegion):
-            raise FrameError(f"there is no region {number} to be read")
-        return region
+        awaited = self._regions.awaited
+        if awaited and (awaited >= READS_PER_REPORT or not self._sock.has_more):
+            self._report(self._regions.take_reads())
 
     def _parsed(self, data: bytes) -> M:
         try:
@@ -634,16 +526,17 @@ class SocketConnection(ZeroCopyConnection[M]):
         """Arguments as of `Transport.open_connection`; `breaks` breaks the connection on purpose."""
         self.name = end.name
         self._sock = end.sock
-        self._regions = [it for it in end.readable.values() if not isinstance(it, RemoteRegion)]
-        self._regions += [end.borrowed[1]] if end.borrowed else []
-        self._remote = [it for it in end.readable.values() if isinstance(it, RemoteRegion)]
-        self._out = MessageSender(end.sock, end.own, end.borrowed, lambda: self._in.take_reads(), breaks)
+        self._mapped = [region for region in end.readable.values() if not isinstance(region, RemoteRegion)]
+        self._mapped += [end.borrowed[1]] if end.borrowed else []
+        self._remote = [region for region in end.readable.values() if isinstance(region, RemoteRegion)]
+        placed = PlacedPayloads(end.own, end.borrowed)
+        reader = RegionReader(end.readable, end.mailbox)
+        self._out = MessageSender(end.sock, placed, reader.take_reads, breaks)
         self._in: MessageReceiver[M] = MessageReceiver(
             end.sock,
             cls,
-            end.readable,
-            end.mailbox,
-            self._out.on_reads,
+            reader,
+            placed.on_reads,
             lambda reads: acknowledge(kv_pb2.TransportFrame(pulled=reads)),
         )
         self._error: Exception | None = None
@@ -689,7 +582,7 @@ class SocketConnection(ZeroCopyConnection[M]):
         self._out.fail(error)
         for region in self._remote:
             region.close()
-        unmap_regions(self._regions)
+        unmap_regions(self._mapped)
 
 
 class SocketTransport(Transport):

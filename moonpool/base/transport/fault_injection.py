@@ -143,10 +143,10 @@ corruptor = frame_corruptor_from(os.environ)
 
 
 def frames_to_send(
-    session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
+    transfer: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
 ) -> Iterator[Frame]:
     """As `pack_frames`; some frames are damaged if the environment asks for faults."""
-    frames = pack_frames(session, generation, slices, layout, target_bytes)
+    frames = pack_frames(transfer, generation, slices, layout, target_bytes)
     return frames if corruptor is None else map(corruptor, frames)
 
 

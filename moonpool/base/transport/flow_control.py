@@ -12,7 +12,7 @@ from moonpool.base.transport.async_utils import WaiterQueue
 
 @dataclass(frozen=True, slots=True)
 class StreamTraffic:
-    """What is under way on streams; all zero once no session is open.
+    """What is under way on streams; all zero once no channel is open.
 
     Attributes:
         credits_out: bytes sent which the peers have not handed back.

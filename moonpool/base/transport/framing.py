@@ -1,9 +1,9 @@
 """A fast transport's wire format: the length prefix, and one-shot messages.
 
-A one-shot message is a small read or put, whole in one message each way, without a session and without protobuf. A
-server accepts them if the server's offer says so (`TransportOffer.brief`). The code that decides for sessions also
+A one-shot message is a small read or put, whole in one message each way, without a channel and without protobuf. A
+server accepts them if the server's offer says so (`TransportOffer.brief`). The code that decides for channels also
 decides for one-shot messages. If one answer does not suffice (the request must wait, is refused or does not fit), the
-answer is `OTHERWISE`: the client opens a session, as if the exchange had not happened.
+answer is `OTHERWISE`: the client opens a channel, as if the exchange had not happened.
 
 A one-shot message has the same two lengths in front as other messages, with `ONE_SHOT_FLAG` set in the first length.
 All numbers are little-endian; the last 8 bytes are xxh3-64 of all bytes before them. Slices come layer after layer, and
@@ -172,8 +172,8 @@ def found_answers(
         yield OneShotAnswer(message, pieces[first : first + step])
 
 
-def open_session_answer(number: int) -> OneShotAnswer:
-    """The answer to what takes a session."""
+def otherwise_answer(number: int) -> OneShotAnswer:
+    """The answer to what takes a channel."""
     return OneShotAnswer(OneShotMessage(OTHERWISE, number), [])
 
 

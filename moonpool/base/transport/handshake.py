@@ -124,8 +124,8 @@ class TransportListener:
         try:
             sock = transport.frame(raw, server=True)
             async with asyncio.timeout(self._handshake_s):
-                offer, end = await self._opening(sock, transport)
-            sock.send_message(kv_pb2.TransportOpened())
+                offer, end, description = await self._opening(sock, transport)
+            sock.send_message(kv_pb2.TransportOpened(description=description))
             offer.attach(end)
             taken = True
             self.opened[transport.name] += 1
@@ -145,7 +145,8 @@ class TransportListener:
             elif not taken:
                 sock.close(error)
 
-    async def _opening(self, sock: FramedSocket, transport: Transport) -> tuple[_Offer, ConnectionEnd]:
+    async def _opening(self, sock: FramedSocket, transport: Transport) -> tuple[_Offer, ConnectionEnd, bytes]:
+        """The offer that the peer takes, this side's end, and this side's description."""
         transport.check_peer(sock.raw_socket)
         await sock.secure()
         fds: list[int] = []
@@ -155,8 +156,11 @@ class TransportListener:
             if offer is None or offer.transport is not transport or opening.epoch != self._epoch:
                 raise PermissionDenied("there is no such offer")
             self.withdraw(opening.token)
-            readable, borrowed = transport.map_regions(fds, opening)
-            return offer, ConnectionEnd(transport, sock, readable=readable, borrowed=borrowed)
+            found = transport.accept_regions(fds, opening)
+            end = ConnectionEnd(
+                transport, sock, readable=found.readable, borrowed=found.borrowed, peer_description=opening.description
+            )
+            return offer, end, found.description
         finally:
             for fd in fds:
                 os.close(fd)
@@ -343,11 +347,11 @@ async def _shake_hands(
     """Shows the token and the regions, and waits for the answer."""
     shared, mailbox = regions.shared, regions.mailbox
     opening.description = regions.description
-    if regions.description:
+    if regions.by_address:
         opening.regions.extend(kv_pb2.Region(bytes=each.data.nbytes, address=address_of(each.data)) for each in shared)
     else:
         opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
-    fds = [] if regions.description else [each.fd for each in shared]
+    fds = [] if regions.by_address else [each.fd for each in shared]
     readable: dict[int, MappedRegion] = {}
     try:
         if mailbox is not None:
@@ -361,4 +365,7 @@ async def _shake_hands(
     answer = await sock.receive_message(kv_pb2.TransportOpened)
     if answer.refused:
         raise MoonpoolError(f"refused: {answer.refused}")
-    return ConnectionEnd(transport, sock, ExportedRegions(shared), readable, next(iter(readable), None))
+    mailbox_number = next(iter(readable), None)
+    return ConnectionEnd(
+        transport, sock, ExportedRegions(shared), readable, mailbox_number, peer_description=answer.description
+    )

@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,12 +21,11 @@ from moonpool.base import world
 from moonpool.base.errors import FrameError, StreamBroken
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.base import OfferedRegions, TransportUnavailableError
+from moonpool.base.transport.base import AcceptedRegions, OfferedRegions, TransportUnavailableError
 from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.regions import (
     MAX_REGION_BYTES,
     FetchedParts,
-    MappedRegion,
     RemoteRegion,
     SharedRegion,
     address_of,
@@ -223,16 +222,14 @@ class NixlTransport(TcpTransport):
         """Shows `share` if payloads go to the peer."""
         if mailbox_bytes or not share:
             return OfferedRegions()
-        return OfferedRegions(share, description=self._agent.describe(share))
+        return OfferedRegions(share, by_address=True, description=self._agent.describe(share))
 
-    def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
-    ) -> tuple[Mapping[int, MappedRegion | RemoteRegion], None]:
-        """Regions that are read over NIXL."""
+    def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
+        """Regions that are read over NIXL. Reads are one-sided: the peer needs no description of this process."""
         if fds or any(each.lent or not 0 < each.bytes <= MAX_REGION_BYTES for each in opening.regions):
             raise FrameError("regions of NIXL come without descriptors, are not lent, and have bytes")
         if not opening.regions:
-            return {}, None
+            return AcceptedRegions()
         peer = self._agent.add_peer(opening.description, len(opening.regions))
         regions = [NixlRegion(self._agent, peer, each.address, each.bytes) for each in opening.regions]
-        return dict(enumerate(regions, 1)), None
+        return AcceptedRegions(dict(enumerate(regions, 1)))

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from moonpool.base.errors import FrameError
 from moonpool.base.kv.pool import F_SEAL_FUTURE_WRITE
-from moonpool.v1 import kv_pb2
 
 MAX_REGION_BYTES = 1 << 46
 
@@ -169,27 +168,6 @@ def unmap_regions(regions: Sequence[MappedRegion]) -> None:
             threading.Thread(target=close, name="unmap").start()
         except RuntimeError:  # there are too many threads, or the process ends
             close()
-
-
-def map_regions(
-    fds: Sequence[int], told: Sequence[kv_pb2.Region]
-) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-    """A peer's regions: regions to be read, by number; number and memory of the lent region, if any.
-
-    Raises:
-        FrameError: They are not what was told.
-        OSError: One cannot be mapped.
-    """
-    if len(fds) != len(told) or sum(each.lent for each in told) > 1:
-        raise FrameError(f"{len(fds)} descriptors came for {len(told)} regions")
-    readable: dict[int, MappedRegion] = {}
-    lent = None
-    for number, (fd, each) in enumerate(zip(fds, told, strict=True), 1):
-        if each.lent:
-            lent = number, MappedRegion(fd, each.bytes, writable=True)
-        else:
-            readable[number] = MappedRegion(fd, each.bytes)
-    return readable, lent
 
 
 class MailboxRing:

@@ -1,6 +1,6 @@
-"""Many sessions on one long-lived stream: multiplexing, reconnection, and a process's clients by peer.
+"""Many channels on one long-lived stream: multiplexing, reconnection, and a process's clients by peer.
 
-A stream connects with the first session, and again with the first session after a break. Messages have a `oneof
+A stream connects with the first channel, and again with the first channel after a break. Messages have a `oneof
 message` with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames go up.
 """
 
@@ -34,7 +34,7 @@ ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 ResAny = TypeVar("ResAny", bound=Message)
 ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
 IN_FLIGHT_BYTES = 4 << 20
-"""Most payload bytes per session that a connection holds at once."""
+"""Most payload bytes per channel that a connection holds at once."""
 LINGER_S = 0.005
 """Seconds for which the last credits wait for a message to travel with."""
 SILENCE_S = 10.0
@@ -72,7 +72,7 @@ class StreamSpec(Generic[Req, Res]):
         name: the peer and the purpose; begins error messages.
         connect: starts the call.
         hello: first message sent.
-        session_of: key of the session that a message belongs to; None: no session.
+        channel_of: key of the channel that a message belongs to; None: no channel.
         answers: class for the peer's messages. window_bytes: payload bytes that the peer may be ahead in sending; 0:
             the peer sends no payloads.
         credit: wraps a Credit for the peer; needed with a window.
@@ -83,7 +83,7 @@ class StreamSpec(Generic[Req, Res]):
     name: str
     connect: Callable[[], StreamCall]
     hello: Req
-    session_of: Callable[[Res], Hashable]
+    channel_of: Callable[[Res], Hashable]
     answers: type[Res]
     window_bytes: int = 0
     credit: Callable[[kv_pb2.Credit], Req] | None = None
@@ -91,27 +91,27 @@ class StreamSpec(Generic[Req, Res]):
     options: StreamSettings = DEFAULT_OPTIONS
 
 
-class SessionHandler(Protocol[ResIn]):
-    """A session's owner, which gets the session's messages. Called by the reader: must be quick, and must not wait."""
+class ChannelHandler(Protocol[ResIn]):
+    """A channel's owner, which gets the channel's messages. Called by the reader: must be quick, and must not wait."""
 
     def on_message(self, message: ResIn, payload: Any) -> None:
-        """Take a session's message. An exception ends this session only.
+        """Take a channel's message. An exception ends this channel only.
 
-        The payload is a memoryview, which you may keep, or a `FilledBuffer` if the session gave a `ReceiveBuffer`.
+        The payload is a memoryview, which you may keep, or a `FilledBuffer` if the channel gave a `ReceiveBuffer`.
         """
 
     def on_broken(self, error: Exception) -> None:
-        """The session has ended, by StreamBroken or by an exception in `on_message`. No call follows."""
+        """The channel has ended, by StreamBroken or by an exception in `on_message`. No call follows."""
 
 
-class MuxSession(Generic[Req, Res]):
-    """One session on a stream; ended by `close`, by a failure of the handler, or with the stream."""
+class MuxChannel(Generic[Req, Res]):
+    """One channel on a stream; ended by `close`, by a failure of the handler, or with the stream."""
 
     def __init__(
         self,
         connection: MuxConnection[Req, Res],
         key: Hashable,
-        handler: SessionHandler[Res],
+        handler: ChannelHandler[Res],
         receive_into: ReceiveInto[Res],
     ) -> None:
         self.key = key
@@ -123,7 +123,7 @@ class MuxSession(Generic[Req, Res]):
     @property
     def welcome(self) -> kv_pb2.StreamWelcome:
         """The peer's first message, which identifies the peer."""
-        assert self._connection.welcome is not None, "a session exists only after the handshake"
+        assert self._connection.welcome is not None, "a channel exists only after the handshake"
         return self._connection.welcome
 
     def post(self, message: Req) -> None:
@@ -147,7 +147,7 @@ class MuxSession(Generic[Req, Res]):
         Raises:
             StreamBroken: the stream has ended.
             TransferFailed: a wait took too long.
-            Exception: the error that ended the session, or an exception of `frames`.
+            Exception: the error that ended the channel, or an exception of `frames`.
         """
         send_queue, under_way, ahead = self._connection.send_queue, deque[PendingPayload](), 0
         try:
@@ -198,19 +198,19 @@ class MuxSession(Generic[Req, Res]):
         return self._connection.take_credit()
 
     def check(self) -> None:
-        """Raise the error that ended the session, if the session has ended."""
+        """Raise the error that ended the channel, if the channel has ended."""
         if self.error is not None:
             raise self.error
 
     def suspect(self, since: float) -> None:
-        """As MuxStream.suspect, for the session's own connection."""
+        """As MuxStream.suspect, for the channel's own connection."""
         self._connection.give_up_if_silent(since)
 
     def close(self) -> None:
-        """Forget the session: later messages for the session are dropped. The peer is not told. Idempotent."""
+        """Forget the channel: later messages for the channel are dropped. The peer is not told. Idempotent."""
         self._connection.forget(self)
         if self.error is None:
-            self.error = StreamBroken("the session is closed")
+            self.error = StreamBroken("the channel is closed")
 
     def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
         """The memory for a payload; for the connection."""
@@ -224,11 +224,11 @@ class MuxSession(Generic[Req, Res]):
         """Hands a message to the handler; for the connection."""
         try:
             self._handler.on_message(message, payload)
-        except Exception as error:  # the handler's owner gets the error; other sessions go on
+        except Exception as error:  # the handler's owner gets the error; other channels go on
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Ends the session with `error` and tells the handler; for the connection and for handlers."""
+        """Ends the channel with `error` and tells the handler; for the connection and for handlers."""
         self._connection.forget(self)
         if self.error is None:
             self.error = error
@@ -236,7 +236,7 @@ class MuxSession(Generic[Req, Res]):
 
 
 class MuxConnection(ClientStream[Req, Res]):
-    """One call with all sessions. If the call breaks, every session fails."""
+    """One call with all channels. If the call breaks, every channel fails."""
 
     def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
         """Does not connect yet. `spawn` starts tasks; the owner of `spawn` waits for their end."""
@@ -248,7 +248,7 @@ class MuxConnection(ClientStream[Req, Res]):
             stall_s=spec.options.stall_s,
             spawn=spawn,
         )
-        self.sessions: dict[Hashable, MuxSession[Req, Res]] = {}
+        self.channels: dict[Hashable, MuxChannel[Req, Res]] = {}
         self.welcome: kv_pb2.StreamWelcome | None = None
         self.credits = ByteCredits(0)
         self._spec = spec
@@ -266,7 +266,7 @@ class MuxConnection(ClientStream[Req, Res]):
     def outgrown(self) -> bool:
         """Whether an unused connection stayed on gRPC after a failure, and another transport may be tried again."""
         spec, welcome = self._spec, self.welcome
-        if not self._passed_over or self.sessions or welcome is None or spec.options.dialer is None:
+        if not self._passed_over or self.channels or welcome is None or spec.options.dialer is None:
             return False
         return asyncio.get_running_loop().time() >= spec.options.dialer.retry_at(welcome.receiver.epoch)
 
@@ -317,11 +317,11 @@ class MuxConnection(ClientStream[Req, Res]):
         if silent_s >= self._spec.options.silence_s:
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
-    def forget(self, session: MuxSession[Req, Res]) -> None:
-        """Remove a session. After the last session, all credits go back to the peer, unless another session begins."""
-        if self.sessions.get(session.key) is session:
-            del self.sessions[session.key]
-        if not self.sessions and self.error is None and self._returns.pending and self._lingering is None:
+    def forget(self, channel: MuxChannel[Req, Res]) -> None:
+        """Remove a channel. After the last channel, all credits go back to the peer, unless another channel begins."""
+        if self.channels.get(channel.key) is channel:
+            del self.channels[channel.key]
+        if not self.channels and self.error is None and self._returns.pending and self._lingering is None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
 
     def take_credit(self) -> int:
@@ -330,16 +330,16 @@ class MuxConnection(ClientStream[Req, Res]):
 
     @property
     def is_good(self) -> bool:
-        """Whether new sessions should use this connection."""
+        """Whether new channels should use this connection."""
         return self.error is None and not self.ending and not (self._passed_over and self.outgrown)
 
     def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
-        """The memory that the message's session gives for a payload."""
-        session = self.sessions.get(self._spec.session_of(message))
-        return session.receive_into(message, nbytes) if session is not None else None
+        """The memory that the message's channel gives for a payload."""
+        channel = self.channels.get(self._spec.channel_of(message))
+        return channel.receive_into(message, nbytes) if channel is not None else None
 
     def on_message(self, message: Res, payload: ReceivedPayload) -> None:
-        """Hand a message to the session, and credits back to the peer."""
+        """Hand a message to the channel, and credits back to the peer."""
         assert not isinstance(payload, BorrowedBuffer), "nothing is lent to a client"
         received = cast("Any", message)
         kind = received.WhichOneof("message")
@@ -354,27 +354,27 @@ class MuxConnection(ClientStream[Req, Res]):
         elif kind == "credit":
             self.credits.grant(received.credit.bytes)
         else:
-            session = self.sessions.get(self._spec.session_of(message))
-            if session is not None:
-                session.deliver(message, payload)
+            channel = self.channels.get(self._spec.channel_of(message))
+            if channel is not None:
+                channel.deliver(message, payload)
         if payload.nbytes and self._spec.credit is not None:
-            # Also for frames of sessions that have ended or failed: their credits are used up all the same.
-            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
+            # Also for frames of channels that have ended or failed: their credits are used up all the same.
+            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.channels))
 
     def on_broken(self, error: Exception) -> None:
-        """Fails every session."""
+        """Fails every channel."""
         spec, welcome = self._spec, self.welcome
         if self.connection_error is not None and spec.options.dialer is not None and welcome is not None:
             spec.options.dialer.failed(spec.name, self.transport, welcome.receiver.epoch, self.connection_error)
         self.credits.close(error)
         if self._lingering is not None:
             self._lingering.cancel()
-        for session in list(self.sessions.values()):
-            session.fail(error)
+        for channel in list(self.channels.values()):
+            channel.fail(error)
 
     def _idle(self) -> None:
         self._lingering = None
-        if not self.sessions and self.error is None:
+        if not self.channels and self.error is None:
             with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
                 self._give_back(self._returns.flush())
 
@@ -397,10 +397,10 @@ T = TypeVar("T")
 
 
 class MuxStream(Generic[Req, Res]):
-    """A stream that connects when the first session opens, and connects again after a break.
+    """A stream that connects when the first channel opens, and connects again after a break.
 
     Attributes:
-        deadlines: the sessions' owners' deadlines.
+        deadlines: the channels' owners' deadlines.
     """
 
     def __init__(self, spec: StreamSpec[Req, Res]) -> None:
@@ -419,9 +419,9 @@ class MuxStream(Generic[Req, Res]):
         return self.spec.name
 
     @property
-    def sessions(self) -> int:
-        """Number of open sessions."""
-        return len(self._connection.sessions) if self._connection is not None else 0
+    def channels(self) -> int:
+        """Number of open channels."""
+        return len(self._connection.channels) if self._connection is not None else 0
 
     @property
     def tasks(self) -> int:
@@ -449,33 +449,33 @@ class MuxStream(Generic[Req, Res]):
         return self._connection.traffic if self._connection is not None and self.connected else StreamTraffic()
 
     async def open(
-        self, key: Hashable, handler: SessionHandler[Res], receive_into: ReceiveInto[Res] = own_memory
-    ) -> MuxSession[Req, Res]:
-        """Open a session on this side, and connect first if needed. The caller tells the peer.
+        self, key: Hashable, handler: ChannelHandler[Res], receive_into: ReceiveInto[Res] = own_memory
+    ) -> MuxChannel[Req, Res]:
+        """Open a channel on this side, and connect first if needed. The caller tells the peer.
 
         Args:
-            key: the session's key.
-            handler: gets the session's messages.
+            key: the channel's key.
+            handler: gets the channel's messages.
             receive_into: Gives the memory for a message's payload of so many bytes, on a transport beside gRPC.
 
         Raises:
             Mismatch: The peer does not take what the hello offers.
             StreamBroken: The peer cannot be reached, or the stream is closed.
-            TransferFailed: A session with this key is open.
+            TransferFailed: A channel with this key is open.
         """
         connection = self._connection
         if connection is None or not connection.is_good:
             connection = await self._connected()
-        if key in connection.sessions:
-            raise TransferFailed(f"{self.spec.name}: session {key} is open already")
-        session = MuxSession(connection, key, handler, receive_into)
-        connection.sessions[key] = session
-        return session
+        if key in connection.channels:
+            raise TransferFailed(f"{self.spec.name}: channel {key} is open already")
+        channel = MuxChannel(connection, key, handler, receive_into)
+        connection.channels[key] = channel
+        return channel
 
     def suspect(self, since: float) -> None:
         """Call this after a wait for the peer timed out. If the peer was silent for too long, the stream breaks.
 
-        Later sessions then get a new stream, even if the peer hangs or has lost the stream's other end.
+        Later channels then get a new stream, even if the peer hangs or has lost the stream's other end.
 
         Args:
             since: start of the wait, on the event loop's clock.
@@ -484,7 +484,7 @@ class MuxStream(Generic[Req, Res]):
             self._connection.give_up_if_silent(since)
 
     async def aclose(self) -> None:
-        """Ends the stream and all sessions. Idempotent."""
+        """Ends the stream and all channels. Idempotent."""
         self._closed = True
         if self._connection is not None:
             self._connection.break_(StreamBroken(f"{self.spec.name}: closed"))
@@ -542,15 +542,15 @@ class MuxStream(Generic[Req, Res]):
 
 
 class StreamClient(Generic[Req, Res]):
-    """Base class for clients that use one stream. Sessions are reads, puts or transfers."""
+    """Base class for clients that use one stream. Channels are reads, puts or transfers."""
 
     def __init__(self, stream: MuxStream[Req, Res]) -> None:
         self._stream = stream
 
     @property
-    def sessions(self) -> int:
-        """Number of open sessions."""
-        return self._stream.sessions
+    def channels(self) -> int:
+        """Number of open channels."""
+        return self._stream.channels
 
     @property
     def transport(self) -> str:
@@ -563,7 +563,7 @@ class StreamClient(Generic[Req, Res]):
         return self._stream.traffic
 
     async def aclose(self) -> None:
-        """Ends the stream; open sessions fail. Idempotent."""
+        """Ends the stream; open channels fail. Idempotent."""
         await self._stream.aclose()
 
 
@@ -571,8 +571,8 @@ class PeerClient(Protocol):
     """The client for one peer, for `PeerClients`; see `StreamClient`."""
 
     @property
-    def sessions(self) -> int:
-        """Open sessions."""
+    def channels(self) -> int:
+        """Open channels."""
         ...
 
     @property
@@ -599,7 +599,7 @@ class PeerClients(Generic[C]):
     """A process's clients for one kind of stream.
 
     A peer is an id at an address. The epoch does not matter here: clients connect again after a restart, and
-    sessions check which epoch they speak to.
+    channels check which epoch they speak to.
     """
 
     def __init__(self, open_client: Callable[[str], C], *, max_peers: int = 64) -> None:
@@ -612,9 +612,9 @@ class PeerClients(Generic[C]):
         return len(self._peers)
 
     @property
-    def sessions(self) -> int:
-        """Open sessions with all peers."""
-        return sum(peer.client.sessions for peer in self._peers.values())
+    def channels(self) -> int:
+        """Open channels with all peers."""
+        return sum(peer.client.channels for peer in self._peers.values())
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -622,7 +622,7 @@ class PeerClients(Generic[C]):
         return sum((peer.client.traffic for peer in self._peers.values()), StreamTraffic())
 
     async def get(self, instance: kv_pb2.Instance) -> C:
-        """The client for a peer. Open a session before anything else is awaited."""
+        """The client for a peer. Open a channel before anything else is awaited."""
         key = (instance.id, instance.address)
         while (peer := self._peers.get(key)) is None:
             removed = self._take_idle(instance.id)
@@ -654,7 +654,7 @@ class PeerClients(Generic[C]):
 
         Only idle clients are taken. The caller closes them afterwards: closing waits, and a client may become busy.
         """
-        idle = [key for key, peer in self._peers.items() if not peer.client.sessions]
+        idle = [key for key, peer in self._peers.items() if not peer.client.channels]
         idle.sort(key=lambda key: key[0] != instance_id)
         moved = sum(key[0] == instance_id for key in idle)
         excess = len(self._peers) + 1 - self._max_peers

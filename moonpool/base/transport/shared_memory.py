@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from moonpool.base.errors import ConfigError, PermissionDenied
+from moonpool.base.errors import ConfigError, FrameError, PermissionDenied
 from moonpool.base.rpc.tls import Tls
-from moonpool.base.transport.base import ListenOptions, OfferedRegions, TransportUnavailableError
+from moonpool.base.transport.base import AcceptedRegions, ListenOptions, OfferedRegions, TransportUnavailableError
 from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.connection import SocketTransport, connect_socket
-from moonpool.base.transport.regions import Mailbox, MappedRegion, SharedRegion, map_regions
+from moonpool.base.transport.regions import Mailbox, MappedRegion, SharedRegion
 from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107
@@ -88,11 +88,30 @@ class SharedMemoryTransport(SocketTransport):
         """Shows `share`, or a mailbox: payloads go one way on a stream."""
         return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
 
-    def map_regions(
-        self, fds: Sequence[int], opening: kv_pb2.TransportOpen
-    ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-        """Maps all of them."""
-        return map_regions(fds, opening.regions)
+    def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
+        """Maps all regions."""
+        return AcceptedRegions(*map_regions(fds, opening.regions))
+
+
+def map_regions(
+    fds: Sequence[int], told: Sequence[kv_pb2.Region]
+) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
+    """A peer's regions: regions to be read, by number; number and memory of the lent region, if any.
+
+    Raises:
+        FrameError: They are not what was told.
+        OSError: One cannot be mapped.
+    """
+    if len(fds) != len(told) or sum(each.lent for each in told) > 1:
+        raise FrameError(f"{len(fds)} descriptors came for {len(told)} regions")
+    readable: dict[int, MappedRegion] = {}
+    lent = None
+    for number, (fd, each) in enumerate(zip(fds, told, strict=True), 1):
+        if each.lent:
+            lent = number, MappedRegion(fd, each.bytes, writable=True)
+        else:
+            readable[number] = MappedRegion(fd, each.bytes)
+    return readable, lent
 
 
 def machine_id(folder: Path) -> str:

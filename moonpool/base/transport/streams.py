@@ -33,7 +33,7 @@ from moonpool.base.transport.base import (
     ZeroCopyConnection,
 )
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.framing import OneShotAnswer, OneShotMessage, open_session_answer
+from moonpool.base.transport.framing import OneShotAnswer, OneShotMessage, otherwise_answer
 from moonpool.base.transport.grpc import GrpcConnection
 from moonpool.base.transport.handshake import TransportListener
 from moonpool.base.transport.send_queue import MAX_MESSAGES, STALL_S, SendQueue
@@ -333,7 +333,7 @@ class ServerStream(Generic[Req]):
         raise NotImplementedError
 
     def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterable[OneShotAnswer]:
-        """Answers a one-shot message. No answer, or a MoonpoolError before the first answer: a session is needed.
+        """Answers a one-shot message. No answer, or a MoonpoolError before the first answer: a channel is needed.
 
         The payload is borrowed. Any other error ends the stream.
         """
@@ -374,18 +374,18 @@ class ServerStream(Generic[Req]):
 
     @property
     def tasks(self) -> int:
-        """Sessions' tasks that run beside the stream."""
+        """Channels' tasks that run beside the stream."""
         return self._tasks
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a session's work beside the stream; an exception ends the stream.
+        """Runs a channel's work beside the stream; an exception ends the stream.
 
         Raises:
             Unavailable: too many run already.
         """
         if self._tasks >= MAX_STREAM_TASKS:
             work.close()
-            raise Unavailable(f"{self._tasks} sessions are under way on this stream")
+            raise Unavailable(f"{self._tasks} channels are under way on this stream")
         self._tasks += 1
         task = self._group.create_task(work)
         task.add_done_callback(self._one_done)
@@ -535,7 +535,7 @@ class ServerStream(Generic[Req]):
             if answered:
                 self.send_queue.close(error)
         if not answered:
-            self.send_queue.answer(open_session_answer(message.number))
+            self.send_queue.answer(otherwise_answer(message.number))
         return nbytes
 
     def _check_unsent(self, connection: Connection[Req]) -> None:

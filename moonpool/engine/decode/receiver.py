@@ -159,8 +159,8 @@ class TransferReceiver:
 
         None after the transfer has ended, as the blocks may be another request's by now.
         """
-        request = self._executor.get(header.session, header.generation)
-        return request if header.session in self._receiving else None
+        request = self._executor.get(header.transfer, header.generation)
+        return request if header.transfer in self._receiving else None
 
     def _receives(self, request: LiveRequest, header: kv_pb2.FrameHeader) -> bool:
         return self._wanted(header) is request and request.transfer.state is TransferState.RECEIVING

@@ -144,7 +144,7 @@ class BlockLoader:
     @property
     def sessions(self) -> int:
         """Reads in flight."""
-        return sum(peers.sessions for peers in self._peers.values())
+        return sum(peers.channels for peers in self._peers.values())
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -242,7 +242,7 @@ class KVSender:
     @property
     def sessions(self) -> int:
         """Open transfers."""
-        return self._peers.sessions
+        return self._peers.channels
 
     @property
     def traffic(self) -> StreamTraffic:

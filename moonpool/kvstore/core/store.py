@@ -1,11 +1,11 @@
-"""The whole store: tiers, writing sessions, read leases, and deleting blocks from both tiers.
+"""The whole store: tiers, writing transfers, read leases, and deleting blocks from both tiers.
 
 A block is assembled; then the block is whole in DRAM (VISIBLE), and held until the SSD tier has committed the block
 (DURABLE). Used by the event loop's thread only; device reads and commits run elsewhere, and their results are reported
 here.
 
 A lease keeps the leased blocks from being evicted or reclaimed until closed. Deletions run in steps between which
-others may run: with the first step, writing sessions that bring such blocks end; a block that moves between the tiers
+others may run: with the first step, writing transfers that bring such blocks end; a block that moves between the tiers
 stays in the same part of all keys, so no block is missed.
 """
 
@@ -19,7 +19,7 @@ from moonpool.base.kv.delete_kv import DeletionIndex, KVSelection, ttl_of
 from moonpool.base.kv.keys import BlockKey, with_window_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.core.tiered_store import StoreListener, TieredStore
-from moonpool.kvstore.core.writes import MAX_OPEN_KEYS, WriteSessions
+from moonpool.kvstore.core.writes import MAX_OPEN_KEYS, PutTransfers
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.tenants import TenantBytes
@@ -80,15 +80,15 @@ class ReadLease:
 
 
 class ReadLeases:
-    """All leases, `max_sessions` at most, which keep `lease_bytes` of DRAM: blocks, and room for those being read in.
+    """All leases, `max_transfers` at most, which keep `lease_bytes` of DRAM: blocks, and room for those being read in.
 
     `writes` is told of blocks that were found damaged.
     """
 
-    def __init__(self, tiers: TieredStore, writes: WriteSessions, *, max_sessions: int, lease_bytes: int) -> None:
+    def __init__(self, tiers: TieredStore, writes: PutTransfers, *, max_transfers: int, lease_bytes: int) -> None:
         self.tiers = tiers
         self._writes = writes
-        self._max_sessions = max_sessions
+        self._max_transfers = max_transfers
         self.lease_bytes = lease_bytes
         self.leased: dict[DramBlock, int] = {}  # leases per block in DRAM, or leaving DRAM with the last hold
         self.open_keys = 0
@@ -112,11 +112,11 @@ class ReadLeases:
         Raises:
             Overloaded: too many leases are open.
         """
-        if self.leases >= self._max_sessions or self.open_keys + len(lease.keys) > MAX_OPEN_KEYS:
-            raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
+        if self.leases >= self._max_transfers or self.open_keys + len(lease.keys) > MAX_OPEN_KEYS:
+            raise Overloaded("too many reading transfers", reason="kvstore_transfers", retry_after_s=RETRY_AFTER_S)
         self.open_keys += len(lease.keys)
         self.leases += 1
-        self.tiers.listener.sessions_changed()
+        self.tiers.listener.transfers_changed()
         return lease
 
     def extend(self, lease: ReadLease) -> bool:
@@ -253,7 +253,7 @@ class ReadLeases:
         self.tiers.unreserve(unused)
         self.tiers.release(held)
         self.tiers.listener.room()
-        self.tiers.listener.sessions_changed()
+        self.tiers.listener.transfers_changed()
 
 
 STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but at least one part of all keys
@@ -276,7 +276,7 @@ DeletionSteps = Generator[None, None, DeletedCount]
 class BlockStore:
     """Everything one kvstore holds.
 
-    At most `max_sessions` write at once, and as many read; leases keep at most `lease_bytes` of DRAM, None: all.
+    At most `max_transfers` write at once, and as many read; leases keep at most `lease_bytes` of DRAM, None: all.
     """
 
     def __init__(
@@ -285,16 +285,16 @@ class BlockStore:
         ssd: SsdTier | None,
         listener: StoreListener | None = None,
         *,
-        max_sessions: int = 1024,
+        max_transfers: int = 1024,
         batch_bytes: int = 32 << 20,
         lease_bytes: int | None = None,
         deletions: DeletionIndex | None = None,
     ) -> None:
         self.tiers = TieredStore(dram, ssd, listener or StoreListener())
         deletions = DeletionIndex() if deletions is None else deletions
-        self.writes = WriteSessions(self.tiers, deletions, max_sessions=max_sessions, batch_bytes=batch_bytes)
+        self.writes = PutTransfers(self.tiers, deletions, max_transfers=max_transfers, batch_bytes=batch_bytes)
         lease_bytes = dram.capacity_bytes if lease_bytes is None else lease_bytes
-        self.reads = ReadLeases(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
+        self.reads = ReadLeases(self.tiers, self.writes, max_transfers=max_transfers, lease_bytes=lease_bytes)
 
     def delete_selected(self, selection: KVSelection, step_blocks: int = STEP_BLOCKS) -> DeletionSteps:
         """Deletes a selection's blocks, in steps of `step_blocks`; returns how many were deleted."""

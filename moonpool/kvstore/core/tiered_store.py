@@ -34,8 +34,8 @@ class StoreListener:
     def work(self) -> None:
         """The SSD tier has something to do."""
 
-    def sessions_changed(self) -> None:
-        """A writing session or a lease has been opened or closed."""
+    def transfers_changed(self) -> None:
+        """A writing transfer or a lease has been opened or closed."""
 
 
 class TieredStore:
@@ -327,7 +327,7 @@ class WriteQueue:
             self.retry()
 
     def _not_durable(self, blocks: Sequence[DramBlock]) -> None:
-        """Keeps blocks in DRAM for as long as there is room; sessions go on waiting for them."""
+        """Keeps blocks in DRAM for as long as there is room; transfers go on waiting for them."""
         for block in blocks:
             key = block.info.key
             self._move(block, SaveState.UNSAVED)

@@ -1,8 +1,8 @@
-"""Writing sessions: they bring blocks; whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
+"""Writing transfers: they bring blocks; whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-Several sessions may write one block, each different layers and heads, or the same. DRAM for a block is reserved when
-the first bytes come, for this block or for a block shortly before. Blocks that come whole, a session's blocks all in
-one frame with the opening, need no session (`put_whole`).
+Several transfers may write one block, each different layers and heads, or the same. DRAM for a block is reserved when
+the first bytes come, for this block or for a block shortly before. Blocks that come whole, a transfer's blocks all in
+one frame with the opening, need no transfer (`put_whole`).
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from moonpool.kvstore.core.tiered_store import TieredStore, WriteQueue
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S
 from moonpool.kvstore.eviction.tenants import sum_by_tenant
 
-MAX_SESSION_BLOCKS = 16384
+MAX_TRANSFER_BLOCKS = 16384
 PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
-RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM reserved for a session's next blocks together with a frame's
+RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM reserved for a transfer's next blocks together with a frame's
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
 Allocate = Callable[[int], memoryview]
@@ -31,7 +31,7 @@ Allocate = Callable[[int], memoryview]
 
 @dataclasses.dataclass(slots=True)
 class PutSpec:
-    """A writing session's declaration: blocks, and the layers and heads that the session brings.
+    """A writing transfer's declaration: blocks, and the layers and heads that the transfer brings.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -43,13 +43,13 @@ class PutSpec:
     tenant: str
     layers: range
     heads: range
-    written_at: int = 0  # what the session's blocks get
+    written_at: int = 0  # what the transfer's blocks get
     forgotten: Collection[str] = ()  # deletions that the writer knows to be older than the blocks
     durable: bool = False  # the writer needs durable blocks, whatever the SSD tier admits
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:
-            raise InvalidRequest("keys", f"a session has 1 to {MAX_SESSION_BLOCKS} keys, not {len(self.keys)}")
+        if not 0 < len(self.keys) <= MAX_TRANSFER_BLOCKS:
+            raise InvalidRequest("keys", f"a transfer has 1 to {MAX_TRANSFER_BLOCKS} keys, not {len(self.keys)}")
         if len(set(self.keys)) != len(self.keys):
             raise InvalidRequest("keys", "a key occurs twice")
         if self.parents and len(self.parents) != len(self.keys):
@@ -73,15 +73,15 @@ class PutSpec:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Assembly:
-    """One unfinished block. A session may open thousands, so that most is made with the first bytes only."""
+    """One unfinished block. A transfer may open thousands, so that most is made with the first bytes only."""
 
-    spec: PutSpec  # first session's spec, which gives tenant and parent
-    index: int  # of the block in that session
+    spec: PutSpec  # first transfer's spec, which gives tenant and parent
+    index: int  # of the block in that transfer
     data: memoryview = _NO_DATA  # DRAM memory from the first bytes on
     hashes: dict[int, int] = dataclasses.field(init=False)  # by layer, of layers that are whole
     parts: dict[int, int] = dataclasses.field(init=False)  # layer -> one bit per arrived head, for incomplete layers
     reserved: bool = False  # the bytes are reserved in DRAM
-    writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)  # with the index of the block there
+    writers: dict["PutTransfer", int] = dataclasses.field(default_factory=dict)  # with the index of the block there
 
     @property
     def key(self) -> BlockKey:
@@ -124,8 +124,8 @@ class Assembly:
         return DramBlock(self.spec.info(self.index), self.data, hashes)
 
 
-class PutSession:
-    """One writing session; see `WriteSessions.open`."""
+class PutTransfer:
+    """One writing transfer; see `PutTransfers.open`."""
 
     def __init__(
         self, spec: PutSpec, present: list[int], on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None]
@@ -166,7 +166,7 @@ class PutSession:
 
         Raises:
             DamagedSliceError: bytes do not match their hash.
-            FrameError: the frame does not belong to the session.
+            FrameError: the frame does not belong to the transfer.
             Overloaded: there is no memory.
         """
         unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
@@ -181,7 +181,7 @@ class PutSession:
             wanted: list[Assembly | None] = []
             targets: list[memoryview] = []
             for index in range(first, first + count):
-                block = unfinished.get(index)  # None: present, or finished by another session
+                block = unfinished.get(index)  # None: present, or finished by another transfer
                 target = None if block is None else block.target(layer, place, heads, allocate)
                 wanted.append(None if target is None else block)
                 targets.append(memoryview(bytearray(size)) if target is None else target)
@@ -196,9 +196,9 @@ class PutSession:
 def copy_whole_blocks(
     spec: PutSpec, data: BytesLike, hashes: Sequence[int], present: Collection[int], allocate: Allocate
 ) -> list[DramBlock]:
-    """Copies and verifies all slices of a session's whole blocks; returns those blocks that are not `present`.
+    """Copies and verifies all slices of a transfer's whole blocks; returns those blocks that are not `present`.
 
-    Raises what `PutSession.take` does.
+    Raises what `PutTransfer.take` does.
     """
     layout, count = spec.format.layout, len(spec.keys)
     memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
@@ -242,7 +242,7 @@ def split_portions(runs: Sequence[OpenedRun]) -> list[list[OpenedRun]]:
     return parts
 
 
-MAX_OPEN_KEYS = 1 << 18  # of all open sessions together
+MAX_OPEN_KEYS = 1 << 18  # of all open transfers together
 PUTS_AHEAD = 8  # for which room is made at once
 
 
@@ -250,71 +250,71 @@ class DeletedBlocksError(InvalidRequest):
     """Blocks may be older than a deletion of such blocks."""
 
 
-class WriteSessions:
-    """All writing sessions, at most `max_sessions`.
+class PutTransfers:
+    """All writing transfers, at most `max_transfers`.
 
     Attributes:
         queue: blocks on their way to the SSD tier, in batches of `batch_bytes`.
         unfinished: blocks that are being written.
-        awaiting: sessions that wait for a block to become durable, each with the block's index there.
+        awaiting: transfers that wait for a block to become durable, each with the block's index there.
         deletions: those that this store knows of: what is older must not come back.
     """
 
-    def __init__(self, tiers: TieredStore, deletions: DeletionIndex, *, max_sessions: int, batch_bytes: int) -> None:
+    def __init__(self, tiers: TieredStore, deletions: DeletionIndex, *, max_transfers: int, batch_bytes: int) -> None:
         self._tiers = tiers
-        self._max_sessions = max_sessions
-        self.open_keys = 0  # of all open sessions
+        self._max_transfers = max_transfers
+        self.open_keys = 0  # of all open transfers
         self.queue = WriteQueue(tiers, self._durable, batch_bytes)
-        self.sessions: dict[PutSession, None] = {}
+        self.transfers: dict[PutTransfer, None] = {}
         self.unfinished: dict[BlockKey, Assembly] = {}
-        self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
+        self.awaiting: dict[BlockKey, list[tuple[PutTransfer, int]]] = {}
         self.deletions = deletions
         self.blocks_put = 0
 
     def wait_group(self, tenant: str) -> str | None:
-        """The group in which a tenant's sessions wait for room: the tenant if the tenant has a quota, else None."""
+        """The group in which a tenant's transfers wait for room: the tenant if the tenant has a quota, else None."""
         return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
     def open(
         self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
-    ) -> PutSession | None:
-        """Opens a session. Opening neither evicts nor reserves: both happen when data comes.
+    ) -> PutTransfer | None:
+        """Opens a transfer. Opening neither evicts nor reserves: both happen when data comes.
 
         Args:
             spec: the blocks, and the layers and heads of them that the writer brings.
             on_visible: called with indices of blocks that readers find from now on.
             on_durable: called with indices of blocks that survive a restart, also for blocks that were present.
-            on_ended: called if the session ends because some blocks were deleted or found damaged.
+            on_ended: called if the transfer ends because some blocks were deleted or found damaged.
             now: seconds, for the end of pins.
 
         Returns:
-            The session; None while there is no room for one more block. `StoreListener.room` tells when to try again.
+            The transfer; None while there is no room for one more block. `StoreListener.room` tells when to try again.
 
         Raises:
-            InvalidRequest: the session can never be opened.
+            InvalidRequest: the transfer can never be opened.
             DeletedBlocksError: the blocks may be older than a deletion.
-            Overloaded: too many sessions are open, or pins of others leave too little DRAM.
+            Overloaded: too many transfers are open, or pins of others leave too little DRAM.
         """
         self.check_not_deleted(spec)
-        if len(self.sessions) >= self._max_sessions or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
-            raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
+        if len(self.transfers) >= self._max_transfers or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
+            raise Overloaded("too many writing transfers", reason="kvstore_transfers", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
         present = self._present(spec)
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
-        session = PutSession(spec, present, on_visible, on_durable, on_ended)
-        self._add_session(session)
+        transfer = PutTransfer(spec, present, on_visible, on_durable, on_ended)
+        self._add_transfer(transfer)
         for index in present:
-            self._await_durable(session, index)
+            self._await_durable(transfer, index)
         self._touch_present(spec, present)
-        tiers.listener.sessions_changed()
-        return session
+        tiers.listener.transfers_changed()
+        return transfer
 
     def put_whole(self, spec: PutSpec, data: BytesLike, hashes: Sequence[int], now: float) -> list[int] | None:
-        """Stores whole blocks, all in one piece, layer after layer; None, without effect, if a session is needed.
+        """Stores whole blocks, all in one piece, layer after layer; None, without effect, if a transfer is needed.
 
-        Returns the indices of those that were here already. A session is needed without room, or if the put would hold
+        Returns the indices of those that were here already. A transfer is needed without room, or if the put would hold
         the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
@@ -373,34 +373,34 @@ class WriteSessions:
             raise InvalidRequest("keys", "a key exists already, or is being written, in another format")
         return found is not None
 
-    def _add_session(self, session: PutSession) -> None:
-        present = set(session.present)
-        for index, key in enumerate(session.spec.keys):
+    def _add_transfer(self, transfer: PutTransfer) -> None:
+        present = set(transfer.present)
+        for index, key in enumerate(transfer.spec.keys):
             if index in present:
                 continue
             block = self.unfinished.get(key)
             if block is None:
-                block = self.unfinished[key] = Assembly(session.spec, index)
-            block.writers[session] = index
-            session.unfinished[index] = block
-        self.sessions[session] = None
-        self.open_keys += len(session.spec.keys)
+                block = self.unfinished[key] = Assembly(transfer.spec, index)
+            block.writers[transfer] = index
+            transfer.unfinished[index] = block
+        self.transfers[transfer] = None
+        self.open_keys += len(transfer.spec.keys)
 
-    def durable_of(self, session: PutSession, indices: Sequence[int]) -> list[int]:
-        return [index for index in indices if self._tiers.durable(session.spec.keys[index])]
+    def durable_of(self, transfer: PutTransfer, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if self._tiers.durable(transfer.spec.keys[index])]
 
-    def reserve(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
+    def reserve(self, transfer: PutTransfer, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for the blocks that begin with a frame: for all of them, or (False) for none.
 
-        If there is room, the session's next blocks get room too: as many bytes as the session has had so far.
+        If there is room, the transfer's next blocks get room too: as many bytes as the transfer has had so far.
 
         Raises:
-            Overloaded: pins and guarantees of others leave too little; the caller must close the session.
+            Overloaded: pins and guarantees of others leave too little; the caller must close the transfer.
         """
-        starting = session.unreserved_of(runs)
+        starting = transfer.unreserved_of(runs)
         if not starting:
             return True
-        ahead = session.next_blocks(max(block.writers[session] for block in starting) + 1)
+        ahead = transfer.next_blocks(max(block.writers[transfer] for block in starting) + 1)
         if ahead and self._tiers.reserve(_by_tenant([*starting, *ahead])):
             starting += ahead
         elif not self._tiers.reserve(_by_tenant(starting)):
@@ -409,20 +409,20 @@ class WriteSessions:
             return False
         for block in starting:
             block.reserved = True
-            session.reserved_bytes += block.nbytes
+            transfer.reserved_bytes += block.nbytes
         return True
 
-    def write(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
-        """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
+    def write(self, transfer: PutTransfer, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
+        """Takes an opened frame of a transfer and makes whole blocks visible; False, with no effect, without room.
 
-        An exception ends the session: FrameError, or Overloaded for want of memory.
+        An exception ends the transfer: FrameError, or Overloaded for want of memory.
         """
-        assert not session.closed
-        if not self.reserve(session, runs, now=now):
+        assert not transfer.closed
+        if not self.reserve(transfer, runs, now=now):
             return False
         whole: list[Assembly] = []
         try:
-            for block in session.take(runs, self._tiers.dram.arena.allocate):
+            for block in transfer.take(runs, self._tiers.dram.arena.allocate):
                 self._finish(block)
                 whole.append(block)
         finally:
@@ -435,11 +435,11 @@ class WriteSessions:
 
     def _finish(self, block: Assembly) -> None:
         del self.unfinished[block.key]
-        for session, index in block.writers.items():
-            del session.unfinished[index]
+        for transfer, index in block.writers.items():
+            del transfer.unfinished[index]
 
     def arrived(self, blocks: Sequence[DramBlock]) -> None:
-        """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
+        """Blocks came into DRAM in another way; tells the transfers that write them, which need not go on."""
         self.queue.add(blocks)
         if whole := [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]:
             for assembly in whole:
@@ -448,7 +448,7 @@ class WriteSessions:
             self._report_visible(whole)
 
     def _report_visible(self, whole: Sequence[Assembly]) -> None:
-        visible: dict[PutSession, list[int]] = {}
+        visible: dict[PutTransfer, list[int]] = {}
         for assembly in whole:
             for writer, index in assembly.writers.items():
                 visible.setdefault(writer, []).append(index)
@@ -461,28 +461,28 @@ class WriteSessions:
             if durable:
                 writer.on_durable(durable)
 
-    def close(self, session: PutSession) -> None:
-        """Ends a session and forgets the session's unfinished blocks. Idempotent."""
-        if session.closed:
+    def close(self, transfer: PutTransfer) -> None:
+        """Ends a transfer and forgets the transfer's unfinished blocks. Idempotent."""
+        if transfer.closed:
             return
-        session.closed = True
-        del self.sessions[session]
-        self.open_keys -= len(session.spec.keys)
+        transfer.closed = True
+        del self.transfers[transfer]
+        self.open_keys -= len(transfer.spec.keys)
         abandoned: list[Assembly] = []
-        for block in session.unfinished.values():
-            del block.writers[session]
+        for block in transfer.unfinished.values():
+            del block.writers[transfer]
             if not block.writers:
                 del self.unfinished[block.key]
                 abandoned.append(block)
-        session.unfinished.clear()
+        transfer.unfinished.clear()
         self._tiers.unreserve(_by_tenant(block for block in abandoned if block.reserved))
-        for key in [key for key in session.spec.keys if key in self.awaiting]:
-            if left := [entry for entry in self.awaiting.pop(key) if entry[0] is not session]:
+        for key in [key for key in transfer.spec.keys if key in self.awaiting]:
+            if left := [entry for entry in self.awaiting.pop(key) if entry[0] is not transfer]:
                 self.awaiting[key] = left
-        self._tiers.listener.sessions_changed()
+        self._tiers.listener.transfers_changed()
 
     def check_not_deleted(self, spec: PutSpec) -> None:
-        """Checks that the writer knows of all deletions that concern a session's blocks.
+        """Checks that the writer knows of all deletions that concern a transfer's blocks.
 
         Raises:
             DeletedBlocksError: the writer does not know a deletion; the blocks may be older.
@@ -493,37 +493,37 @@ class WriteSessions:
                 raise DeletedBlocksError("keys", "they may be older than a deletion of such blocks")
 
     def end_matching(self, selection: KVSelection) -> None:
-        """Ends sessions that bring blocks of a selection: such blocks are being deleted."""
-        specs = {session: session.spec for session in self.sessions}
+        """Ends transfers that bring blocks of a selection: such blocks are being deleted."""
+        specs = {transfer: transfer.spec for transfer in self.transfers}
         self._end([at for at, it in specs.items() if selection.touches(it.keys, it.tenant, it.format.namespace)])
 
     def on_removed(self, blocks: Collection[DramBlock]) -> None:
-        """Blocks have left DRAM for good: they never become durable, and sessions that wait for that end."""
+        """Blocks have left DRAM for good: they never become durable, and transfers that wait for that end."""
         self._end([entry[0] for block in blocks for entry in self.awaiting.get(block.info.key, ())])
         self.queue.recall(blocks)
 
-    def _end(self, sessions: Iterable[PutSession]) -> None:
-        for session in sessions:
-            if not session.closed:
-                session.on_ended()
-                self.close(session)
+    def _end(self, transfers: Iterable[PutTransfer]) -> None:
+        for transfer in transfers:
+            if not transfer.closed:
+                transfer.on_ended()
+                self.close(transfer)
 
     def _durable(self, keys: Sequence[BlockKey]) -> None:
-        durable: dict[PutSession, list[int]] = {}
+        durable: dict[PutTransfer, list[int]] = {}
         for key in keys:
-            for session, index in self.awaiting.pop(key, ()):
-                durable.setdefault(session, []).append(index)
-        for session, indices in durable.items():
-            session.on_durable(indices)
+            for transfer, index in self.awaiting.pop(key, ()):
+                durable.setdefault(transfer, []).append(index)
+        for transfer, indices in durable.items():
+            transfer.on_durable(indices)
 
-    def awaits(self, session: PutSession) -> bool:
-        return self._tiers.ssd is not None and not all(map(self._tiers.durable, session.spec.keys))
+    def awaits(self, transfer: PutTransfer) -> bool:
+        return self._tiers.ssd is not None and not all(map(self._tiers.durable, transfer.spec.keys))
 
-    def _await_durable(self, session: PutSession, index: int) -> None:
-        key = session.spec.keys[index]
+    def _await_durable(self, transfer: PutTransfer, index: int) -> None:
+        key = transfer.spec.keys[index]
         if self._tiers.ssd is not None and not self._tiers.durable(key):
-            self.awaiting.setdefault(key, []).append((session, index))
-            if session.spec.durable and (block := self._tiers.dram.get(key)) is not None:
+            self.awaiting.setdefault(key, []).append((transfer, index))
+            if transfer.spec.durable and (block := self._tiers.dram.get(key)) is not None:
                 self.queue.add([block], used=True)
 
 

@@ -26,7 +26,7 @@ _INTS = {
 }
 MAX_DEPTH = 4
 TRUE, WRONG = 1, 2
-"""Numbers that stand for a live session, generation or epoch, and for one that is not."""
+"""Numbers that stand for a live transfer, generation or epoch, and for one that is not."""
 
 Strategy = st.SearchStrategy[Any]
 
@@ -51,7 +51,7 @@ HINTS: dict[str, Strategy] = {
     "token_ids": _TOKENS,
     "namespace": _one_of(b"", bytes(32), bytes(32), bytes(31)),
     "chain_root": _one_of(b"", bytes(32), bytes(33)),
-    "session": _one_of(TRUE, TRUE, WRONG, 0, (1 << 64) - 1),
+    "transfer": _one_of(TRUE, TRUE, WRONG, 0, (1 << 64) - 1),
     "transfer_id": _one_of(TRUE, TRUE, WRONG, 0, (1 << 64) - 1),
     "generation": _one_of(TRUE, TRUE, TRUE, WRONG, 0, (1 << 32) - 1),
     "decode_epoch": _one_of(TRUE, TRUE, WRONG),
@@ -236,7 +236,7 @@ class Facts:
             case decode_pb2.CancelSequence() | kv_pb2.TransferTarget():
                 self._transfer(message, "transfer_id")
             case kv_pb2.FrameHeader() if transfers:
-                self._transfer(message, "session")
+                self._transfer(message, "transfer")
         if isinstance(message, decode_pb2.TransferOpen) and message.decode_epoch == TRUE:
             message.decode_epoch = self.epoch
         whole = isinstance(message, kvstore_pb2.PutRequest) and message.open.HasField("frame")

@@ -253,7 +253,7 @@ def running(model: Path, data_dir: Path) -> Iterator[Stack]:
         ssd_bytes=64 << 20,
         extra={
             "prefill": ["--max-num-batched-tokens", "64", "--set", "verdict_timeout_s=3"],
-            "kvstore": ["--set", "session_timeout_s=3", "--set", "room_timeout_s=1"],
+            "kvstore": ["--set", "transfer_timeout_s=3", "--set", "room_timeout_s=1"],
         },
     )
     with CheckedStack(plan) as local:

@@ -68,7 +68,7 @@ def frame(
     layout = KVLayout.from_proto(stack.model.layout)
     values = {"layer": layer, "block_count": 3, "head_end": layout.head_shares, "valid_tokens": 4}
     header = kv_pb2.FrameHeader(
-        session=target.transfer_id,
+        transfer=target.transfer_id,
         generation=wrong.pop("generation", target.generation),
         runs=[kv_pb2.SliceRun(**(values | wrong))],
     )
@@ -115,7 +115,7 @@ def test_bad_frames(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
 
 
 def test_frames_that_no_request_waits_for(stack: Stack) -> None:
-    """Unknown session, wrong generation, before the opening: dropped and counted; the transfer itself goes on."""
+    """Unknown transfer, wrong generation, before the opening: dropped and counted; the transfer itself goes on."""
     target = reserve(stack)
     strays = stack.gauge("decode-0", "stray_frames_total")
     unknown = kv_pb2.TransferTarget(transfer_id=1 << 63, generation=1)
@@ -137,7 +137,7 @@ def test_a_frame_of_many_runs(stack: Stack) -> None:
     """Some are the transfer's failure; so many that they cost something are the stream's, before they are parsed."""
     target = reserve(stack)
     run = kv_pb2.SliceRun(block_count=1, head_end=2, valid_tokens=BLOCK)
-    header = kv_pb2.FrameHeader(session=target.transfer_id, generation=target.generation, runs=[run] * 2_000)
+    header = kv_pb2.FrameHeader(transfer=target.transfer_id, generation=target.generation, runs=[run] * 2_000)
     hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
     with stack.stream("decode.ReceiveKV", hello, opening(target)) as stream:
         assert stream.read().HasField("welcome")
@@ -226,11 +226,11 @@ def test_answers_that_are_not_read(stack: Stack) -> None:
 # --- the kvstore -----------------------------------------------------------------------------------------------------
 
 
-def put_open(stack: Stack, session: int = 1, **wrong: Any) -> kvstore_pb2.PutRequest:
+def put_open(stack: Stack, transfer: int = 1, **wrong: Any) -> kvstore_pb2.PutRequest:
     layout = stack.model.layout
     values: dict[str, Any] = {
-        "session": session,
-        "keys": bytes([session]) * 32,
+        "transfer": transfer,
+        "keys": bytes([transfer]) * 32,
         "parent_keys": bytes(32),
         "layer_end": layout.layers,
         "head_end": layout.kv_heads,
@@ -241,7 +241,7 @@ def put_open(stack: Stack, session: int = 1, **wrong: Any) -> kvstore_pb2.PutReq
 
 BAD_PUTS: list[tuple[str, dict[str, Any]]] = [
     ("keys: length must be a multiple of 32", {"keys": bytes(33)}),
-    ("keys: a session has 1 to 16384 keys, not 0", {"keys": b"", "parent_keys": b""}),
+    ("keys: a transfer has 1 to 16384 keys, not 0", {"keys": b"", "parent_keys": b""}),
     ("keys: at most 16384 keys", {"keys": bytes(32 * 20_000)}),
     ("keys: a key occurs twice", {"keys": bytes(64), "parent_keys": bytes(64)}),
     ("parent_keys: length must be a multiple of 32", {"parent_keys": bytes(31)}),
@@ -252,20 +252,20 @@ BAD_PUTS: list[tuple[str, dict[str, Any]]] = [
     ("layer_end: ", {"layer_begin": 3, "layer_end": 2}),
     ("head_end: ", {"head_end": 0}),
     ("head_end: ", {"head_begin": (1 << 32) - 1, "head_end": (1 << 32) - 1}),
-    ("keys: the session needs", {"keys": b"".join(i.to_bytes(32, "big") for i in range(16384)), "parent_keys": b""}),
+    ("keys: the transfer needs", {"keys": b"".join(i.to_bytes(32, "big") for i in range(16384)), "parent_keys": b""}),
 ]
 
 
 @pytest.mark.parametrize(("reason", "wrong"), BAD_PUTS, ids=[case[0].strip() for case in BAD_PUTS])
 def test_bad_puts(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
-    """A wrong session is refused with the field's name; the stream and its other sessions go on."""
+    """A wrong transfer is refused with the field's name; the stream and its other transfers go on."""
     hello = kvstore_pb2.PutRequest(hello=stack.hello())
     with stack.stream("kvstore.Put", hello, put_open(stack, 1, **wrong), put_open(stack, 2)) as stream:
         assert stream.read().HasField("welcome")
         refused = stream.read().refused
-        assert refused.session == 1
+        assert refused.transfer == 1
         assert reason in refused.reason
-        assert stream.read().opened.session == 2
+        assert stream.read().opened.transfer == 2
         assert stream.finish().code is CODES.OK
 
 
@@ -297,7 +297,7 @@ def test_bad_gets(stack: Stack, wrong: dict[str, Any]) -> None:
     """A read that can never be served is a miss; its stream goes on."""
     layout = stack.model.layout
     values: dict[str, Any] = {
-        "session": 1,
+        "transfer": 1,
         "keys": bytes(32),
         "layer_end": layout.layers,
         "head_end": layout.kv_heads,

@@ -139,7 +139,7 @@ def _frames(stack: Stack, blocks: int, last_valid: int) -> Iterable[dict[str, An
     layout = KVLayout.from_proto(stack.model.layout)
     for layer in range(layout.layers):
         run = kv_pb2.SliceRun(layer=layer, block_count=blocks, head_end=layout.head_shares, valid_tokens=last_valid)
-        header = kv_pb2.FrameHeader(session=TRUE, generation=TRUE, runs=[run])
+        header = kv_pb2.FrameHeader(transfer=TRUE, generation=TRUE, runs=[run])
         yield {"frame": header, "payload": bytes(blocks * layout.slice_bytes(0))}
 
 
@@ -161,24 +161,24 @@ def _puts(stack: Stack) -> Iterable[dict[str, Any]]:
     layout, keys = stack.model.layout, bytes([7]) * 32 + bytes([8]) * 32
     yield {"hello": stack.hello()}
     ranges: dict[str, Any] = {"layer_end": layout.layers, "head_end": layout.kv_heads}
-    yield {"open": kvstore_pb2.PutOpen(session=TRUE, keys=keys, parent_keys=bytes(64), tenant="raw", **ranges)}
+    yield {"open": kvstore_pb2.PutOpen(transfer=TRUE, keys=keys, parent_keys=bytes(64), tenant="raw", **ranges)}
     for frame in _frames(stack, 2, BLOCK):
         yield frame
-        whole = kvstore_pb2.PutOpen(session=TRUE, keys=keys, parent_keys=bytes(64), frame=frame["frame"], **ranges)
+        whole = kvstore_pb2.PutOpen(transfer=TRUE, keys=keys, parent_keys=bytes(64), frame=frame["frame"], **ranges)
         yield {"open": whole, "payload": frame["payload"]}
-    yield {"close": kvstore_pb2.PutClose(session=TRUE)}
+    yield {"close": kvstore_pb2.PutClose(transfer=TRUE)}
 
 
 def _gets(stack: Stack) -> Iterable[dict[str, Any]]:
     layout, keys = stack.model.layout, bytes([7]) * 32 + bytes([8]) * 32
     yield {"hello": stack.hello()}
     yield {"credit": kv_pb2.Credit(bytes=1 << 20)}
-    yield {"open": kv_pb2.ReadOpen(session=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)}
+    yield {"open": kv_pb2.ReadOpen(transfer=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)}
     yield {"credit": kv_pb2.Credit(bytes=1 << 20)}
-    whole = kv_pb2.ReadOpen(session=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)
+    whole = kv_pb2.ReadOpen(transfer=TRUE, keys=keys, layer_end=layout.layers, head_end=layout.kv_heads)
     whole.takes_frame = True
     yield {"open": whole}
-    yield {"close": kv_pb2.ReadClose(session=WRONG)}
+    yield {"close": kv_pb2.ReadClose(transfer=WRONG)}
 
 
 PROPER: dict[str, Callable[[Stack], Iterable[dict[str, Any]]]] = {

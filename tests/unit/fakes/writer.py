@@ -21,7 +21,7 @@ class FakeWriter:
         self.error: Exception | None = None
         self.puts: list[tuple[bytes, Sequence[str]]] = []
         self.read: list[bytes] = []
-        self.sessions = 0
+        self.channels = 0
         self.traffic = StreamTraffic()
         self.closed = False
         self._free = 0.0
@@ -51,7 +51,7 @@ class FakeWriter:
         forgotten: Sequence[str] = (),
         windowed: Collection[int] = (),
     ) -> PutOutcome:
-        self.sessions += 1
+        self.channels += 1
         try:
             self.puts.append((keys[0], list(forgotten)))
             self._waits.append(asyncio.Event())
@@ -66,7 +66,7 @@ class FakeWriter:
             self.read += [bytes(read(0, index)[0]) for index in range(len(keys))]
             return PutOutcome(1, len(keys) - 1)
         finally:
-            self.sessions -= 1
+            self.channels -= 1
 
     async def aclose(self) -> None:
         self.closed = True

@@ -16,7 +16,7 @@ from moonpool.base.kv.reuse_stats import ReuseSample
 from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.kvstore.core.store import BlockStore, LeasedBlock
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PutSession, PutSpec
+from moonpool.kvstore.core.writes import PutSpec, PutTransfer
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.policies import LRU
@@ -165,7 +165,7 @@ class Driven(StoreListener):
         pins: Pins | None = None,
         account: TenantAccount | None = None,
         policy: EvictionPolicy | None = None,
-        max_sessions: int = 4,
+        max_transfers: int = 4,
         batch_bytes: int = 32 << 20,
         lease_bytes: int | None = None,
         listener: StoreListener | None = None,
@@ -177,7 +177,7 @@ class Driven(StoreListener):
             dram,
             ssd,
             self,
-            max_sessions=max_sessions,
+            max_transfers=max_transfers,
             batch_bytes=batch_bytes,
             lease_bytes=lease_bytes,
         )
@@ -204,10 +204,10 @@ class Driven(StoreListener):
         if self.writer is not None:
             self.writer.wake()
 
-    def sessions_changed(self) -> None:
-        self.listener.sessions_changed()
+    def transfers_changed(self) -> None:
+        self.listener.transfers_changed()
 
-    def open(self, spec: PutSpec) -> PutSession | None:
+    def open(self, spec: PutSpec) -> PutTransfer | None:
         return self.store.writes.open(
             spec,
             lambda blocks: self.visible.append(tuple(spec.keys[index] for index in blocks)),
@@ -215,26 +215,26 @@ class Driven(StoreListener):
             lambda: self.forgotten.append(tuple(spec.keys)),
         )
 
-    def put(self, keys: Sequence[BlockKey], tenant: str = "") -> PutSession:
-        """Writes whole blocks and ends the session; not durable yet."""
-        session = self.open(spec_of(keys, tenant=tenant))
-        assert session is not None
+    def put(self, keys: Sequence[BlockKey], tenant: str = "") -> PutTransfer:
+        """Writes whole blocks and ends the transfer; not durable yet."""
+        transfer = self.open(spec_of(keys, tenant=tenant))
+        assert transfer is not None
         for index in range(len(keys)):
-            if index not in session.present:
+            if index not in transfer.present:
                 for layer in range(LAYOUT.layers):
-                    self.store.writes.write(session, [run_of(keys[index], index, layer)])
-        assert session.complete
-        return session
+                    self.store.writes.write(transfer, [run_of(keys[index], index, layer)])
+        assert transfer.complete
+        return transfer
 
     def flush(self, keys: Sequence[BlockKey] = (), tenant: str = "") -> None:
         """Puts blocks, and commits everything that is pending."""
         if keys:
-            session = self.put(keys, tenant)
+            transfer = self.put(keys, tenant)
         disks = range(1 if self.store.tiers.ssd is None else len(self.store.tiers.ssd.disks))
         while sum(map(self.commit, disks)):
             pass
         if keys:
-            self.store.writes.close(session)
+            self.store.writes.close(transfer)
         check(self.store)
 
     def commit(self, disk: int = 0) -> bool:

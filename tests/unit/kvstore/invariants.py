@@ -8,7 +8,7 @@ from moonpool.base.kv.blocks import PARTS
 from moonpool.base.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
 from moonpool.kvstore.core.store import BlockStore, ReadLeases
 from moonpool.kvstore.core.tiered_store import SaveState
-from moonpool.kvstore.core.writes import WriteSessions
+from moonpool.kvstore.core.writes import PutTransfers
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
@@ -37,7 +37,7 @@ def _(store: BlockStore) -> None:
     check(dram.pins)
     keys = [key for number in range(PARTS) for key in store.tiers.part(number)]
     assert len(set(keys)) == len(keys)
-    if not store.reads.leases and not store.writes.sessions:
+    if not store.reads.leases and not store.writes.transfers:
         assert not dram.reserved
         assert store.writes.queue.queued or dram.held_bytes == 0
 
@@ -111,24 +111,24 @@ def _check_queue(store: BlockStore) -> None:
     assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)
 
 
-def _check_writes(writes: WriteSessions, store: BlockStore) -> None:
-    """Sessions and their blocks know each other."""
-    assert writes.open_keys == sum(len(session.spec.keys) for session in writes.sessions)
+def _check_writes(writes: PutTransfers, store: BlockStore) -> None:
+    """Transfers and their blocks know each other."""
+    assert writes.open_keys == sum(len(transfer.spec.keys) for transfer in writes.transfers)
     for key, block in writes.unfinished.items():
         assert block.key == key
         assert block.writers
         assert block.reserved or not block.data
         assert not block.data or len(block.hashes) < block.spec.format.layout.layers
-        assert writes.sessions.keys() >= block.writers.keys()
-        assert all(session.unfinished[index] is block for session, index in block.writers.items())
-    for session in writes.sessions:
-        assert not session.closed
-        assert all(writes.unfinished[session.spec.keys[at]] is block for at, block in session.unfinished.items())
+        assert writes.transfers.keys() >= block.writers.keys()
+        assert all(transfer.unfinished[index] is block for transfer, index in block.writers.items())
+    for transfer in writes.transfers:
+        assert not transfer.closed
+        assert all(writes.unfinished[transfer.spec.keys[at]] is block for at, block in transfer.unfinished.items())
     reserved = sum(block.nbytes for block in writes.unfinished.values() if block.reserved)
     assert store.tiers.dram.reserved.total_bytes >= reserved
     for key, entries in writes.awaiting.items():
         assert entries
-        assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
+        assert all(not transfer.closed and transfer.spec.keys[index] == key for transfer, index in entries)
 
 
 def _check_reads(reads: ReadLeases) -> None:

@@ -105,9 +105,9 @@ class Rig:
         assert done == (list(layers) if count else [])
         return [out[index] for index in range(count)]
 
-    async def send(self, call: Any, keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> None:
-        """Sends frames of a session on a raw Put stream."""
-        for header, pieces in frames_of(keys, session, layers):
+    async def send(self, call: Any, keys: Sequence[BlockKey], transfer: int = 1, layers: range = range(3)) -> None:
+        """Sends frames of a transfer on a raw Put stream."""
+        for header, pieces in frames_of(keys, transfer, layers):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
 
     async def durable(self) -> None:
@@ -157,22 +157,22 @@ async def rig(
         yield Rig(service, channels, server.address)
 
 
-def frames_of(keys: Sequence[BlockKey], session: int = 1, layers: range = range(3)) -> list[tuple[Any, Any]]:
+def frames_of(keys: Sequence[BlockKey], transfer: int = 1, layers: range = range(3)) -> list[tuple[Any, Any]]:
     slices = [
         slice_to_send(LAYOUT, layer, index, slice_of(key, layer), key=key)
         for layer in layers
         for index, key in enumerate(keys)
     ]
-    return list(pack_frames(session, 0, slices, LAYOUT))
+    return list(pack_frames(transfer, 0, slices, LAYOUT))
 
 
 async def opened_put(store: Rig, blocks: Sequence[BlockKey], present: Sequence[int] = (), **changes: Any) -> Any:
-    """A raw Put stream with one session."""
+    """A raw Put stream with one transfer."""
     call = store.open_stream("Put")
     await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
     assert (await call.read()).welcome.credit_bytes == store.service.config.window_bytes
     opening: dict[str, Any] = {
-        "session": 1, "keys": pack_keys(blocks), "layer_end": 3, "head_end": 2, "parent_keys": pack_keys(blocks),
+        "transfer": 1, "keys": pack_keys(blocks), "layer_end": 3, "head_end": 2, "parent_keys": pack_keys(blocks),
     }  # fmt: skip
     await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(**opening | changes))))
     answer = await call.read()
@@ -182,22 +182,22 @@ async def opened_put(store: Rig, blocks: Sequence[BlockKey], present: Sequence[i
     return call, answer
 
 
-def put_open(session: int, keys: Sequence[BlockKey], layers: range = range(3)) -> kvstore_pb2.PutOpen:
+def put_open(transfer: int, keys: Sequence[BlockKey], layers: range = range(3)) -> kvstore_pb2.PutOpen:
     return kvstore_pb2.PutOpen(
-        session=session, keys=pack_keys(keys), layer_begin=layers.start, layer_end=layers.stop, head_end=2
+        transfer=transfer, keys=pack_keys(keys), layer_begin=layers.start, layer_end=layers.stop, head_end=2
     )
 
 
 async def answer(call: Any) -> Any:
-    """The next message that is no credit: those of a store without sessions come at once."""
+    """The next message that is no credit: those of a store without transfers come at once."""
     while (message := await call.read()).HasField("credit"):
         pass
     return message
 
 
 async def put_whole(call: Any, keys: Sequence[BlockKey], number: int = 1, **header: Any) -> Any:
-    """A session that comes with its opening; the answer."""
-    [(frame, pieces)] = frames_of(keys, session=number)
+    """A transfer that comes with its opening; the answer."""
+    [(frame, pieces)] = frames_of(keys, transfer=number)
     for name, value in header.items():
         setattr(frame, name, value)
     opening = put_open(number, keys)
@@ -233,6 +233,6 @@ async def opened_get(store: Rig, **fields: Any) -> Any:
     call = store.open_stream("Get")
     await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
     assert (await call.read()).message.HasField("welcome")
-    opening: dict[str, Any] = {"session": 1, "keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
+    opening: dict[str, Any] = {"transfer": 1, "keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
     await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(**opening | fields)))
     return call

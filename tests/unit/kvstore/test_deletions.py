@@ -152,7 +152,7 @@ async def test_a_writer_that_waited_for_room_does_not_bring_back_what_was_delete
             opening = put_open(1, OURS[:1])
             opening.tenant = "ours"
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
-            await store.until("sessions_waiting_for_room", 1)
+            await store.until("transfers_waiting_for_room", 1)
             assert await forget(store, deletion("one", tenants=["ours"])) == (0, 0)
             holding.cancel()
             refused = (await answer(call)).refused

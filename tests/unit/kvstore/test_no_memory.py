@@ -100,11 +100,11 @@ async def test_a_batch_that_finds_no_memory_is_tried_again(tmp_path: Path, error
     with store(tmp_path, files=files) as driven:
         files.fail("write", error, 2)
         async with writing(driven, retry_after_s=(0.0, 0.0)) as writer:
-            session = driven.put(NEW)
+            transfer = driven.put(NEW)
             assert await writer.drain(20)
             assert writer.retries == 2
         assert driven.durable == [tuple(NEW)]
-        driven.store.writes.close(session)
+        driven.store.writes.close(transfer)
         check(driven.store)
 
 

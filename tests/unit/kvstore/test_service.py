@@ -186,7 +186,7 @@ async def test_stats_tell_what_is_held() -> None:
         assert (gauges["dram_blocks"], gauges["dram_bytes"], gauges["blocks_put_total"]) == (2, 2 * BLOCK, 2)
 
 
-async def test_closing_ends_streams_but_not_before_their_sessions() -> None:
+async def test_closing_ends_streams_but_not_before_their_transfers() -> None:
     async with rig() as store:
         call = await opened_put(store, [A])
         watch = store.stub.Watch(kvstore_pb2.WatchRequest())
@@ -196,7 +196,7 @@ async def test_closing_ends_streams_but_not_before_their_sessions() -> None:
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         assert list((await call.read()).ack.blocks) == [0]
         assert not finishing.done()
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=1))))
         await finishing
         assert isinstance(await failure(call), Unavailable)
         assert isinstance(await failure(watch), Unavailable)

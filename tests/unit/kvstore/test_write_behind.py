@@ -45,8 +45,8 @@ async def test_writes_keep_to_a_rate_but_at_the_end(tmp_path: Path) -> None:
     """A batch has used up the rate for hours: the next waits, until the store is told to end."""
     async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
         heard = asyncio.Event()
-        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
-        assert session is not None
+        transfer = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
+        assert transfer is not None
         driven.put([A])
         async with asyncio.timeout(60):
             await heard.wait()
@@ -108,12 +108,12 @@ async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
         assert driven.read([A, B]) == [data_of(A), data_of(B)]
 
 
-async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path) -> None:
+async def test_a_transfer_hears_durable_after_an_error_has_passed(tmp_path: Path) -> None:
     """Nothing is put meanwhile: the writer tries again by itself."""
     async with failing(tmp_path, unsaved_after_s=[0.001]) as (driven, files, writer):
         heard = asyncio.Event()
-        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
-        assert session is not None
+        transfer = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
+        assert transfer is not None
         files.fail("sync", OSError(5, "Input/output error"))
         driven.put([A])
         assert await writer.drain(10)

@@ -18,9 +18,17 @@ RENAMED = {
     "LaneOpen": "TransportOpen",
     "LaneOpened": "TransportOpened",
     "LaneFrame": "TransportFrame",
+    **{
+        f"{message}.session": "transfer"
+        for message in (
+            "FrameHeader",
+            *(f"Read{step}" for step in ("Open", "Opened", "Missing", "Done", "Close")),
+            *(f"Put{step}" for step in ("Open", "Opened", "Ack", "Close", "Refused")),
+        )
+    },
     **{f"LANE_KIND_{kind}": f"TRANSPORT_KIND_{kind}" for kind in ("UNSPECIFIED", "LOCAL", "TCP", "TLS", "NIXL")},
 }
-"""Released name -> name now. Names are not on the wire: numbers and types are, and these stay."""
+"""Released name, or message and field, -> name now. Names are not on the wire; numbers and types are, and stay."""
 
 
 def renamed(released: FileDescriptorSet) -> FileDescriptorSet:
@@ -30,7 +38,7 @@ def renamed(released: FileDescriptorSet) -> FileDescriptorSet:
     for _, message in _all_messages(files):
         message.name = RENAMED.get(message.name, message.name)
         for field in message.field:
-            field.name = RENAMED.get(field.name, field.name)
+            field.name = RENAMED.get(f"{message.name}.{field.name}") or RENAMED.get(field.name, field.name)
             path, _, last = field.type_name.rpartition(".")
             field.type_name = f"{path}.{RENAMED.get(last, last)}" if last else ""
     for _, enum in _all_enums(files):

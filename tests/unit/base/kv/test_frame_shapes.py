@@ -1,4 +1,4 @@
-"""Frames of a whole session: the same as if they were packed slice by slice."""
+"""Frames of a whole transfer: the same as if they were packed slice by slice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_header_of_anything_else_has_no_shape() -> None:
     assert shape_of(header, layers, 3, heads, tokens) is None
     assert shape_of(header, range(2), 3, heads, tokens) is None  # as many slices
     assert shape_of(header, layers, 2, range(1), tokens) is None
-    for name in ("session", "generation", "checksum"):
+    for name in ("transfer", "generation", "checksum"):
         changed = kv_pb2.FrameHeader()
         changed.CopyFrom(header)
         setattr(changed, name, getattr(header, name) + 1)

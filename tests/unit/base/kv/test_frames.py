@@ -72,7 +72,7 @@ def opened(
 def test_consecutive_blocks_form_a_run_and_small_slices_share_a_frame() -> None:
     slices = [slice_of(0, 0), slice_of(0, 1), slice_of(0, 3), slice_of(1, 4), slice_of(1, 5, 7)]
     ((header, payload),) = pack(slices, 1 << 20)
-    assert (header.session, header.generation) == (9, 3)
+    assert (header.transfer, header.generation) == (9, 3)
     runs = [run for run, _, _ in FrameOpener(LAYOUT).open(header, memoryview(payload))]
     assert runs == [SliceRun(0, 0, 2, 0, 4, FULL), SliceRun(0, 3, 1, 0, 4, FULL), SliceRun(1, 4, 2, 0, 4, 7)]
     assert len(payload) == 5 * SLICE
@@ -185,7 +185,7 @@ def test_any_flipped_payload_bit_is_found(bit: int) -> None:
 
 def test_any_changed_header_field_is_found() -> None:
     ((header, payload),) = pack([slice_of(0, 0), slice_of(0, 1), slice_of(3, 1, 4)], 1 << 20)
-    for field in ("session", "generation", "checksum"):
+    for field in ("transfer", "generation", "checksum"):
         changed = kv_pb2.FrameHeader()
         changed.CopyFrom(header)
         setattr(changed, field, getattr(header, field) ^ 1)
@@ -214,14 +214,14 @@ def test_any_changed_header_field_is_found() -> None:
 )
 def test_impossible_runs_are_refused_even_with_a_right_checksum(run: kv_pb2.SliceRun) -> None:
     payload = memoryview(bytes(SLICE))
-    header = kv_pb2.FrameHeader(session=1, generation=1, runs=[run], slice_hashes=[slice_hash(payload)])
+    header = kv_pb2.FrameHeader(transfer=1, generation=1, runs=[run], slice_hashes=[slice_hash(payload)])
     header.checksum = checksum(header)
     with pytest.raises(FrameError):
         FrameOpener(LAYOUT).open(header, payload)
 
 
 def test_an_empty_frame_is_refused() -> None:
-    header = kv_pb2.FrameHeader(session=1)
+    header = kv_pb2.FrameHeader(transfer=1)
     header.checksum = checksum(header)
     with pytest.raises(FrameError):
         FrameOpener(LAYOUT).open(header, memoryview(b""))
@@ -256,9 +256,9 @@ def test_checksum_golden() -> None:
 @pytest.mark.parametrize(("runs", "hashes"), [(2, 1), (1, 2), (5000, 5000), (0, 0)])
 def test_a_frame_has_a_hash_for_every_slice_and_not_too_many(runs: int, hashes: int) -> None:
     run = kv_pb2.SliceRun(block_count=1, head_end=4, valid_tokens=FULL)
-    header = kv_pb2.FrameHeader(session=9, runs=[run] * runs, slice_hashes=[0] * hashes)
+    header = kv_pb2.FrameHeader(transfer=9, runs=[run] * runs, slice_hashes=[0] * hashes)
     header.checksum = checksum(header)
-    with pytest.raises(FrameError, match="frame of session 9"):
+    with pytest.raises(FrameError, match="frame of transfer 9"):
         FrameOpener(LAYOUT).open(header, memoryview(bytes(SLICE * runs)))
 
 

@@ -199,7 +199,7 @@ async def test_a_deadline_may_be_far_away(timeout_s: float) -> None:
         assert (await putting, connection.error) == (0, None)
 
 
-async def test_a_put_that_names_more_deletions_than_fit_takes_a_session() -> None:
+async def test_a_put_that_names_more_deletions_than_fit_takes_a_transfer() -> None:
     with joined() as (connection, store):
         assert (
             await asyncio.to_thread(put, connection, forgotten=[f"deletion-{number}" for number in range(5000)]) is None

@@ -32,7 +32,7 @@ async def reading(store: FakeStore, **options: Any) -> AsyncIterator[BlockReader
         reader = BlockReader(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
         try:
             yield reader
-            assert reader.sessions == 0
+            assert reader.channels == 0
         finally:
             await reader.aclose()
 
@@ -132,7 +132,7 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     part = data[WIDE.share_bytes(0) : 4 * WIDE.share_bytes(0)]
     taken = Taken()
     read = PrefixRead(WIDE, ReadPlan(KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer))
-    read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
+    read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=1, blocks=2)), memoryview(b""))
     slices = [
         slice_to_send(WIDE, layer, block, part, heads=heads, key=KEYS[block])
         for layer in range(2)
@@ -156,7 +156,7 @@ def test_each_slice_that_lands_is_verified(layers: range) -> None:
         memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(2)}
         taken, filled = Taken(), list[FilledBuffer]()
         read = PrefixRead(LAYOUT, ReadPlan(KEYS[:2], range(3), whole, taken.on_slice, taken.on_layer, _at(memory)))
-        opened = kv_pb2.ReadOpened(session=1, blocks=2)
+        opened = kv_pb2.ReadOpened(transfer=1, blocks=2)
         message = kvstore_pb2.GetResponse(frame=header)
         if len(layers) == LAYOUT.layers:
             opened.frame.CopyFrom(header)
@@ -191,7 +191,7 @@ def test_nothing_lands_once_all_has_come() -> None:
     read.expect()
     shape = frame_shape(range(3), 2, whole, LAYOUT.block_size)
     header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
-    answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2, frame=header))
+    answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=1, blocks=2, frame=header))
     buffer = read.receive_into(answer, 6 * SLICE)
     assert buffer is not None
     assert buffer.is_live()

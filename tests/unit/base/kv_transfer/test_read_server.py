@@ -52,8 +52,8 @@ def test_frame_receiver() -> None:
     assert receiver.consumed(1) == kv_pb2.Credit(bytes=25)
 
 
-def framed(session: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
-    [frame] = pack_frames(session, 0, slices(1), LAYOUT)
+def framed(transfer: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
+    [frame] = pack_frames(transfer, 0, slices(1), LAYOUT)
     return frame
 
 
@@ -91,7 +91,7 @@ async def test_frame_writer_sends_as_credits_allow() -> None:
         received = payload_deserializer(kvstore_pb2.GetResponse)(data)
         assert isinstance(received.payload, memoryview)
         ((run, piece, _),) = FrameOpener(LAYOUT).open(received.message.frame, received.payload)
-        assert (received.message.frame.session, run.first_block, bytes(piece)) == (9, index, bytes(content(0, index)))
+        assert (received.message.frame.transfer, run.first_block, bytes(piece)) == (9, index, bytes(content(0, index)))
 
 
 async def test_frame_writer_loses_no_credits() -> None:
@@ -112,7 +112,7 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
     writer = make_writer(send_queue)
 
     def wrap(header: kv_pb2.FrameHeader) -> kvstore_pb2.GetResponse:
-        return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=header.session, frame=header))
+        return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=header.transfer, frame=header))
 
     assert not writer.offer(*framed(1), wrap)  # no credits
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))

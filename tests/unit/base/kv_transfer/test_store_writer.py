@@ -24,7 +24,7 @@ async def writing(store: FakeStore, **options: Any) -> AsyncIterator[StoreWriter
         writer = StoreWriter(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
         try:
             yield writer
-            assert writer.sessions == 0
+            assert writer.channels == 0
         finally:
             await writer.aclose()
 
@@ -162,7 +162,7 @@ async def test_a_cancelled_put_is_aborted_and_the_stream_lives() -> None:
         put.cancel()
         with pytest.raises(asyncio.CancelledError):
             await put
-        assert writer.sessions == 0
+        assert writer.channels == 0
         assert await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S) == PutOutcome(5, 0)
         assert store.calls == 1
 

@@ -43,13 +43,13 @@ async def sending(
         sender = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT, settings), **options)
         try:
             yield sender
-            assert sender.sessions == 0, "every session is over"
+            assert sender.channels == 0, "every transfer is over"
         finally:
             await sender.aclose()
 
 
 def check_credits(sender: TransferSender, window: int) -> None:
-    assert sender.sessions == 0
+    assert sender.channels == 0
     assert 0 <= sender.traffic.credits_out < window // 4
 
 
@@ -147,7 +147,7 @@ async def test_abort_is_told_and_leaves_nothing() -> None:
     async with sending(decode) as sender:
         async with await sender.open(decode.promise(1, 2)) as transfer:
             await transfer.send(slices(range(1), range(2)))
-        assert sender.sessions == 0
+        assert sender.channels == 0
         await decode.until(lambda: bool(decode.closes))
         with pytest.raises(TransferFailed, match="closed"):
             await transfer.send(slices(range(1, 2), range(2)))
@@ -171,7 +171,7 @@ async def test_cancelled_while_waiting_for_credits() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert sender.sessions == 0
+        assert sender.channels == 0
         decode.give_credits()
         await decode.until(lambda: bool(decode.closes))
         # The stream has lived on, with all its credits.
@@ -269,7 +269,7 @@ async def test_nobody_there() -> None:
         sender = TransferSender(KVEndpoint(channels, "127.0.0.1:1", HELLO, LAYOUT))
         with pytest.raises(StreamBroken):
             await sender.open(decode.promise(1, 1))
-        assert sender.sessions == 0
+        assert sender.channels == 0
         await sender.aclose()
 
 
@@ -292,7 +292,7 @@ async def test_a_cancelled_opener_does_not_disturb_others() -> None:
         first.cancel()
         (await second).close(aborted=True)
         assert first.cancelled()
-        assert sender.sessions == 0
+        assert sender.channels == 0
 
 
 async def test_aclose_fails_what_is_open_and_is_final() -> None:
@@ -357,7 +357,7 @@ async def test_after_a_storm_of_faults_nothing_is_left() -> None:
                 await decode.until(lambda: decode.calls >= 1)
                 decode.break_now.set()
             await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
-            assert sender.sessions == 0
+            assert sender.channels == 0
         last = await sender.open(decode.promise(1000, 1))
         await last.send(slices(range(3), range(1)))
         last.close(aborted=False)

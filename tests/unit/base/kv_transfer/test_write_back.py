@@ -181,7 +181,7 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
         for number in (1, 2, 3):
             bench.submit([number])
         await turn()
-        assert writer.sessions == 1
+        assert writer.channels == 1
         doing = bench.it.forget(selection, namespace)
         assert bench.released == [2]
         assert not await bench.it.ended(doing, 0.0)

@@ -122,8 +122,8 @@ def test_the_largest_messages_that_we_send_pass(message: Message) -> None:
 
 
 def test_keys_and_a_frame_pass_in_one_message() -> None:
-    header = kv_pb2.FrameHeader(session=1, runs=[kv_pb2.SliceRun(layer=300, first_block=300, block_count=1)] * 1024)
-    opening = kvstore_pb2.PutOpen(session=1, keys=bytes(32 << 14), parent_keys=bytes(32 << 14), frame=header)
+    header = kv_pb2.FrameHeader(transfer=1, runs=[kv_pb2.SliceRun(layer=300, first_block=300, block_count=1)] * 1024)
+    opening = kvstore_pb2.PutOpen(transfer=1, keys=bytes(32 << 14), parent_keys=bytes(32 << 14), frame=header)
     sent = messages.PayloadMessage(kvstore_pb2.PutRequest(open=opening), bytes(1 << 20))
     received = messages.deserializer(kvstore_pb2.PutRequest)(messages.serialize_payload(sent))
     assert received.message == sent.message

@@ -18,7 +18,7 @@ uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 runs = st.builds(kv_pb2.SliceRun, layer=uint32, first_block=uint32, block_count=uint32, valid_tokens=uint32)
 headers = st.builds(
-    kv_pb2.FrameHeader, session=uint64, generation=uint32, runs=st.lists(runs, max_size=4), checksum=uint64
+    kv_pb2.FrameHeader, transfer=uint64, generation=uint32, runs=st.lists(runs, max_size=4), checksum=uint64
 )
 messages = st.one_of(
     st.builds(decode_pb2.ReceiveKVRequest, frame=headers),
@@ -48,19 +48,19 @@ def test_equals_protobuf_both_ways(message: decode_pb2.ReceiveKVRequest, payload
 @SMALL
 @given(payloads)
 def test_unknown_fields_and_any_order_are_read_as_protobuf_reads_them(payload: bytes) -> None:
-    message = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
+    message = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(transfer=7))
     body = serialize_payload(PayloadMessage(kvstore_pb2.GetResponse(), payload))
     later = b"\x80\x01\x2a\x8d\x01\1\2\3\4\x91\x01\1\2\3\4\5\6\7\x08"  # varint 16, fixed32 17, fixed64 18
     data = body + message.SerializeToString() + later
     received = payload_deserializer(kvstore_pb2.GetResponse)(data)
     plain = kvstore_pb2.GetResponse.FromString(data)
-    assert received.message.done.session == 7
+    assert received.message.done.transfer == 7
     assert bytes(received.payload) == plain.payload == payload  # type: ignore[arg-type]
 
 
 def test_the_payload_is_a_view_of_what_was_received() -> None:
     data = serialize_payload(
-        PayloadMessage(decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(session=1)), b"x" * 300)
+        PayloadMessage(decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(transfer=1)), b"x" * 300)
     )
     received = read_request(data)
     assert isinstance(received.payload, memoryview)

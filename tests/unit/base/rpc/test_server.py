@@ -83,7 +83,7 @@ class KVStore:
         self, requests: AsyncIterator[kvstore_pb2.GetRequest], context: object
     ) -> AsyncIterator[PayloadMessage[kvstore_pb2.GetResponse]]:
         async for request in requests:
-            frame = kvstore_pb2.GetResponse(frame=kv_pb2.FrameHeader(session=request.open.session))
+            frame = kvstore_pb2.GetResponse(frame=kv_pb2.FrameHeader(transfer=request.open.transfer))
             yield PayloadMessage(frame, [memoryview(b"ab"), memoryview(b"c")])
 
     async def Watch(self, request: object, context: object) -> AsyncIterator[kvstore_pb2.WatchResponse]:
@@ -172,7 +172,7 @@ async def test_payload_streams_both_ways(server: RunningServer, channels: Channe
         decode_pb2.ReceiveKVResponse,
     )
     call = opener(timeout=DEADLINE_S)
-    await call.write(PayloadMessage(decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(session=1)), b"\x01\x02"))
+    await call.write(PayloadMessage(decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(transfer=1)), b"\x01\x02"))
     assert (await read(call)).credit.bytes == 3
     await call.done_writing()
     assert await call.read() is END_OF_STREAM
@@ -182,9 +182,9 @@ async def test_payload_streams_both_ways(server: RunningServer, channels: Channe
             channels.get(store.address), KVSTORE.full_name, "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse
         )
         call = opener(timeout=DEADLINE_S)
-        await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=7)))
+        await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=7)))
         answer = await read(call)
-        assert (answer.message.frame.session, bytes(answer.payload)) == (7, b"abc")
+        assert (answer.message.frame.transfer, bytes(answer.payload)) == (7, b"abc")
         call.cancel()
 
 

@@ -146,16 +146,16 @@ class FakeDecode(FakeStreams):
         self._decide(self.transfers[transfer_id], self.send_queues[-1])
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview, send_queue: SendQueue) -> None:
-        transfer = self.transfers[header.session]
+        transfer = self.transfers[header.transfer]
         if not transfer.matches(header.generation) or transfer.done:
             return
-        if header.session in self.corrupt:
+        if header.transfer in self.corrupt:
             payload = memoryview(bytes(payload[:-1]) + bytes([payload[-1] ^ 1]))
         try:
             for run, data, _ in transfer.opener.open(header, payload):
                 transfer.accept(run)
                 for block, offset, piece in split_run(run, data, LAYOUT):
-                    cell = (header.session, run.layer, block)
+                    cell = (header.transfer, run.layer, block)
                     memory = self.memory.setdefault(cell, bytearray(LAYOUT.slice_bytes(0)))
                     memory[offset : offset + piece.nbytes] = piece
         except MoonpoolError as error:
@@ -192,7 +192,7 @@ class FakeStore(FakeStreams):
         self.refusal = kvstore_pb2.PutRefused(reason="full")
         self.acks = True
         self.frames = 0
-        self.takes = False  # frames that come with their session's opening
+        self.takes = False  # frames that come with their transfer's opening
         self.lost_at: tuple[int, int] | None = None  # (layer, block): what is found missing when it is reached
         self.corrupt = False
         self.mute = False
@@ -202,11 +202,11 @@ class FakeStore(FakeStreams):
         """Awaited before each layer of a read is sent."""
         self.writers: list[FrameWriter] = []
         self.forgotten: list[list[str]] = []
-        """Deletions that each writing session is younger than, as its opening says."""
+        """Deletions that each writing transfer is younger than, as its opening says."""
 
     async def Put(self, requests: Any, context: Any) -> None:
         receiver = FrameReceiver(self.window)
-        sessions: set[int] = set()
+        transfers: set[int] = set()
 
         def give_back(credit: kv_pb2.Credit | None, send_queue: SendQueue) -> None:
             if credit is not None:
@@ -219,60 +219,60 @@ class FakeStore(FakeStreams):
                     check_hello(message.hello)
                     send_queue.post(kvstore_pb2.PutResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
-                    sessions.add(message.open.session)
+                    transfers.add(message.open.transfer)
                     assert isinstance(request.payload, memoryview)
                     if self._put_open(message.open, request.payload, send_queue):
-                        sessions.discard(message.open.session)
-                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), send_queue)
+                        transfers.discard(message.open.transfer)
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not transfers), send_queue)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
                     self.frames += 1
                     self._put_frame(message.frame, request.payload, send_queue)
-                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), send_queue)
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not transfers), send_queue)
                 case "close":
-                    self.put_closes.append((message.close.session, message.close.aborted))
-                    self.puts.pop(message.close.session, None)
-                    sessions.discard(message.close.session)
-                    give_back(None if sessions else receiver.idle(), send_queue)
+                    self.put_closes.append((message.close.transfer, message.close.aborted))
+                    self.puts.pop(message.close.transfer, None)
+                    transfers.discard(message.close.transfer)
+                    give_back(None if transfers else receiver.idle(), send_queue)
 
         await self.run(requests, context, handle, SendQueue())
 
     def _put_open(self, opening: kvstore_pb2.PutOpen, payload: memoryview, send_queue: SendQueue) -> bool:
-        """Whether the session came whole, and has ended."""
+        """Whether the transfer came whole, and has ended."""
         keys = unpack_keys(opening.keys)
         self.forgotten.append(list(opening.forgotten))
         self.parents.update(zip(keys, unpack_keys(opening.parent_keys), strict=True))
         if self.refuse == "open":
-            self._refuse(opening.session, send_queue)
+            self._refuse(opening.transfer, send_queue)
             return False
         if self.mute:
             return False
-        self.puts[opening.session] = (list(keys), {})
-        self.openers[opening.session] = FrameOpener(LAYOUT, keys=keys)
+        self.puts[opening.transfer] = (list(keys), {})
+        self.openers[opening.transfer] = FrameOpener(LAYOUT, keys=keys)
         present = [index for index, key in enumerate(keys) if key in self.blocks]
-        opened = kvstore_pb2.PutOpened(session=opening.session, present=present)
+        opened = kvstore_pb2.PutOpened(transfer=opening.transfer, present=present)
         if self.takes and opening.HasField("frame"):
             self.frames += 1
             acks, self.acks = self.acks, False
             self._put_frame(opening.frame, payload, send_queue)
             self.acks = acks
             opened.taken = True
-            del self.puts[opening.session]
+            del self.puts[opening.transfer]
         send_queue.post(kvstore_pb2.PutResponse(opened=opened))
         return opened.taken
 
-    def _refuse(self, session: int, send_queue: SendQueue) -> None:
-        self.refusal.session = session
+    def _refuse(self, transfer: int, send_queue: SendQueue) -> None:
+        self.refusal.transfer = transfer
         send_queue.post(kvstore_pb2.PutResponse(refused=self.refusal))
 
     def _put_frame(self, header: kv_pb2.FrameHeader, payload: memoryview, send_queue: SendQueue) -> None:
-        if header.session not in self.puts:
+        if header.transfer not in self.puts:
             return
         if self.refuse == "frame":
-            self._refuse(header.session, send_queue)
+            self._refuse(header.transfer, send_queue)
             return
-        keys, parts = self.puts[header.session]
-        for run, data, _ in self.openers[header.session].open(header, payload):
+        keys, parts = self.puts[header.transfer]
+        for run, data, _ in self.openers[header.transfer].open(header, payload):
             for block, offset, piece in split_run(run, data, LAYOUT):
                 memory = parts.setdefault(block, {}).setdefault(run.layer, bytearray(LAYOUT.slice_bytes(0)))
                 memory[offset : offset + piece.nbytes] = piece
@@ -281,7 +281,7 @@ class FakeStore(FakeStreams):
                     self.blocks[keys[block]] = {layer: bytes(part) for layer, part in parts.pop(block).items()}
                     if self.acks:
                         ack = kvstore_pb2.PutAck(
-                            session=header.session, blocks=[block], durability=kvstore_pb2.DURABILITY_VISIBLE
+                            transfer=header.transfer, blocks=[block], durability=kvstore_pb2.DURABILITY_VISIBLE
                         )
                         send_queue.post(kvstore_pb2.PutResponse(ack=ack))
 
@@ -302,10 +302,10 @@ class FakeStore(FakeStreams):
                     writer.grant(message.credit)
                 case "open":
                     task = asyncio.ensure_future(self._read(message.open, writer, send_queue))
-                    reads[message.open.session] = task
+                    reads[message.open.transfer] = task
                 case "close":
-                    self.get_closes.append(message.close.session)
-                    reads[message.close.session].cancel()
+                    self.get_closes.append(message.close.transfer)
+                    reads[message.close.transfer].cancel()
 
         try:
             await self.run(requests, context, handle, send_queue)
@@ -317,12 +317,12 @@ class FakeStore(FakeStreams):
     async def _read(self, opening: kv_pb2.ReadOpen, writer: FrameWriter, send_queue: SendQueue) -> None:
         keys = unpack_keys(opening.keys)
         blocks = next((index for index, key in enumerate(keys) if key not in self.blocks), len(keys))
-        number = opening.session
+        number = opening.transfer
         if self.mute:
             return
-        send_queue.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
+        send_queue.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=number, blocks=blocks)))
         if self.done_early:
-            send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+            send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(transfer=number)))
             return
         heads = self.heads or range(opening.head_begin, opening.head_end)
         part = slice(heads.start * LAYOUT.share_bytes(0), heads.stop * LAYOUT.share_bytes(0))
@@ -331,22 +331,22 @@ class FakeStore(FakeStreams):
                 await self.before_layer(layer)
             if self.lost_at is not None and self.lost_at[0] == layer:
                 blocks = self.lost_at[1]
-                send_queue.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))
+                send_queue.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(transfer=number, block=blocks)))
             slices = [
                 slice_to_send(LAYOUT, layer, i, self.blocks[keys[i]][layer][part], heads=heads, key=keys[i])
                 for i in range(blocks)
             ]
             if self.corrupt:
-                session = kvstore_pb2.GetResponse(
+                transfer = kvstore_pb2.GetResponse(
                     frame=kv_pb2.FrameHeader(
-                        session=number,
+                        transfer=number,
                         runs=[kv_pb2.SliceRun(layer=layer, block_count=1, head_end=2, valid_tokens=16)],
                         checksum=1,
                         slice_hashes=[0],
                     )
                 )
                 await writer.credits.acquire(LAYOUT.slice_bytes(0), timeout_s=10)
-                await send_queue.put(session, slices[0].data, timeout_s=10)
+                await send_queue.put(transfer, slices[0].data, timeout_s=10)
                 return
             await writer.send(number, 0, slices, timeout_s=10)
-        send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+        send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(transfer=number)))

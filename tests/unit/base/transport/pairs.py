@@ -48,8 +48,8 @@ for setting, value in {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo", "UCX_L
     os.environ.setdefault(setting, value)  # NIXL on a machine without network
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 MAILBOX = 4 * LAYOUT.slice_bytes(0)
-REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))
-RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
+REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=7))
+RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(transfer=7))
 
 
 def pool_of(blocks: int = 4) -> KVPool:

@@ -131,6 +131,6 @@ def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() 
     assert whole_runs(header, nbytes - 1, LAYOUT) is None
     [(part, _), *_] = pack_frames(4, 1, slices, LAYOUT, LAYOUT.share_bytes(0))
     assert whole_runs(part, LAYOUT.share_bytes(0), LAYOUT) is None
-    for change in ("generation", "session"):
+    for change in ("generation", "transfer"):
         header.ClearField(change)
         assert whole_runs(header, nbytes, LAYOUT) is None

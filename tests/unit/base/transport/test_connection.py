@@ -218,7 +218,7 @@ async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() 
 
 async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it() -> None:
     async with pair() as link:
-        await link.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
+        await link.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=8, aborted=True)))
         assert (await read(link.server))[0].close.aborted
 
 

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +16,37 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken
-from moonpool.base.transport.base import ConnectionEnd, Transport, ZeroCopyConnection
+from moonpool.base.transport.base import (
+    AcceptedRegions,
+    ConnectionEnd,
+    OfferedRegions,
+    Transport,
+    ZeroCopyConnection,
+)
 from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.framing import LENGTH_PREFIX
 from moonpool.base.transport.handshake import TransportDialer, TransportListener
+from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.shared_memory import SharedMemoryTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.pairs import REQUEST, pool_of, read, shared
+from tests.unit.base.transport.toy import ToyTransport
 
 EPOCH = 9
 WINDOW = 1 << 16
 BOTH = ["local", "tcp"]
 OTHER = {"local": kv_pb2.TRANSPORT_KIND_TCP, "tcp": kv_pb2.TRANSPORT_KIND_LOCAL}
+
+
+class DescribedTransport(ToyTransport):
+    """Toy connections of which each side says who it is."""
+
+    def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
+        return OfferedRegions(description=b"the opening side")
+
+    def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
+        return AcceptedRegions(description=b"accepted: " + opening.description)
 
 
 @dataclass
@@ -259,3 +277,18 @@ async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: P
         assert dialer.retry_at(4) >= now + 60.0
         assert dialer.retry_at(5) == 0.0
         assert (counts(dialer), dialer.failures) == ({"local": 0, "tcp": 0}, 1)
+
+
+async def test_each_side_gets_the_other_s_description() -> None:
+    server, dialer = TransportListener((DescribedTransport(),), EPOCH), TransportDialer((DescribedTransport(),))
+    accepted: list[ConnectionEnd] = []
+    async with server.running(TransportConfig()):
+        hello = kv_pb2.StreamHello(sender=kv_pb2.Instance(id="client"))
+        dialer.fill(hello)
+        offer = server.offer(hello, accepted.append)
+        assert offer is not None
+        opened = await dialer.join(offer, EPOCH, 0)
+    ends = (opened, *accepted)
+    assert [end.peer_description for end in ends] == [b"accepted: the opening side", b"the opening side"]
+    for end in ends:
+        end.sock.close(StreamBroken("the test is over"))

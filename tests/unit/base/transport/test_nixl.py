@@ -97,10 +97,10 @@ def joined(nixl: FakeNixl) -> tuple[NixlTransport, NixlAgent, SharedMemory, Nixl
     pool.shared.data[:] = bytes(range(256)) * (BYTES // 256)
     offered = transport.offer_regions([pool.shared], 0)
     place = kv_pb2.Region(bytes=BYTES, address=address_of(pool.shared.data))
-    readable, lent = transport.map_regions([], kv_pb2.TransportOpen(regions=[place], description=offered.description))
-    region = readable[1]
+    accepted = transport.accept_regions([], kv_pb2.TransportOpen(regions=[place], description=offered.description))
+    region = accepted.readable[1]
     assert isinstance(region, NixlRegion)
-    assert lent is None
+    assert accepted.borrowed is None
     return transport, agent, pool, region
 
 
@@ -145,14 +145,14 @@ async def test_places_outside_the_region_are_refused(place: tuple[int, int]) -> 
 )
 def test_wrong_regions_are_refused(regions: list[kv_pb2.Region], fds: list[int]) -> None:
     with pytest.raises(FrameError, match="regions of NIXL"):
-        NixlTransport(NixlAgent(FakeNixl())).map_regions(fds, kv_pb2.TransportOpen(regions=regions))
+        NixlTransport(NixlAgent(FakeNixl())).accept_regions(fds, kv_pb2.TransportOpen(regions=regions))
 
 
 def test_a_wrong_description_is_refused() -> None:
     nixl = FakeNixl()
     nixl.refuses = {"add"}
     with pytest.raises(FrameError, match="no description of a NIXL agent"):
-        NixlTransport(NixlAgent(nixl)).map_regions([], kv_pb2.TransportOpen(regions=[kv_pb2.Region(bytes=1)]))
+        NixlTransport(NixlAgent(nixl)).accept_regions([], kv_pb2.TransportOpen(regions=[kv_pb2.Region(bytes=1)]))
 
 
 @pytest.mark.parametrize("what", ["transfer", "ERR"])
@@ -197,7 +197,7 @@ async def test_closing_a_region_ends_its_reads_and_the_peer_is_forgotten_with_it
     transport, _, pool, region = joined(nixl)
     place = kv_pb2.Region(bytes=BYTES, address=address_of(pool.shared.data))
     opening = kv_pb2.TransportOpen(regions=[place], description=b"peer")
-    other = transport.map_regions([], opening)[0][1]
+    other = transport.accept_regions([], opening).readable[1]
     nixl.states = ["PROC"]
     reading = asyncio.ensure_future(region.fetch([(0, 4)]))
     await nixl.looked.wait()
@@ -233,7 +233,8 @@ async def test_nixl_itself_reads_what_is_in_the_pool(_: str) -> None:
         pool.shared.data[at << 20 : (at + 1) << 20] = bytes([at + 1]) * (1 << 20)
     offered = owner.offer_regions([pool.shared], 0)
     place = kv_pb2.Region(bytes=8 << 20, address=address_of(pool.shared.data))
-    region = reader.map_regions([], kv_pb2.TransportOpen(regions=[place], description=offered.description))[0][1]
+    opening = kv_pb2.TransportOpen(regions=[place], description=offered.description)
+    region = reader.accept_regions([], opening).readable[1]
     assert isinstance(region, NixlRegion)
     found = await region.fetch([(7 << 20, 1 << 20), ((1 << 20) - 2, 4)])
     assert bytes(found.parts[0]) == b"\x08" * (1 << 20)
@@ -241,4 +242,4 @@ async def test_nixl_itself_reads_what_is_in_the_pool(_: str) -> None:
     found.release()
     region.close()
     with pytest.raises(FrameError, match="no description"):
-        reader.map_regions([], kv_pb2.TransportOpen(regions=[place], description=b"nonsense"))
+        reader.accept_regions([], kv_pb2.TransportOpen(regions=[place], description=b"nonsense"))

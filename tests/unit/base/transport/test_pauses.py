@@ -35,7 +35,7 @@ class Offers:
 
 
 class Echo(ServerStream[kvstore_pb2.PutRequest]):
-    """Answers each close with the same session's number."""
+    """Answers each close with the same channel's number."""
 
     def __init__(self, links: Any) -> None:
         super().__init__(asyncio.Event(), max_unsent=UNSENT, listener=links)
@@ -45,8 +45,8 @@ class Echo(ServerStream[kvstore_pb2.PutRequest]):
         self.offer_transport(message)
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        self.taken.append(message.close.session)
-        self.post(kvstore_pb2.PutResponse(credit_bytes=message.close.session))
+        self.taken.append(message.close.transfer)
+        self.post(kvstore_pb2.PutResponse(credit_bytes=message.close.transfer))
 
 
 class Call:
@@ -82,7 +82,7 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
 
     async def send() -> None:
         for number in range(1, MANY + 1):
-            await peer.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=number)))
+            await peer.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=number)))
 
     sending = asyncio.ensure_future(send())
     await turn(100)

@@ -15,7 +15,7 @@ class Client:
 
     def __init__(self, address: str, go: asyncio.Event) -> None:
         self.address = address
-        self.sessions = 0
+        self.channels = 0
         self.traffic = StreamTraffic()
         self.closed = False
         self._go = go
@@ -51,7 +51,7 @@ async def test_the_oldest_idle_clients_are_closed_first() -> None:
     for number in (1, 2, 1, 3):
         await bench.get(number)
     assert bench.closed == ["host:2"]
-    (await bench.get(1)).sessions = 1
+    (await bench.get(1)).channels = 1
     await bench.get(4)
     assert bench.closed == ["host:2", "host:3"]
 
@@ -78,14 +78,14 @@ async def test_two_who_make_room_at_the_same_time_close_each_client_once() -> No
 async def test_a_client_that_became_busy_meanwhile_is_not_closed() -> None:
     bench = Bench(max_peers=3)
     old = [await bench.get(number) for number in (1, 2, 3)]
-    old[2].sessions = 1
+    old[2].channels = 1
     bench.peers.pause(kv_pb2.Instance(id="store-1", address="host:1"), 1.0)
     making = asyncio.ensure_future(bench.get(2, "elsewhere:2"))  # closes host:2
     await turn()
     again = asyncio.ensure_future(bench.get(1))
     await turn()
     busy = again.result()
-    busy.sessions = 1
+    busy.channels = 1
     bench.go.set()
     await making
     assert busy is old[0]

@@ -19,8 +19,8 @@ CLOSE = decode_pb2.ReceiveKVRequest(close=decode_pb2.TransferClose(transfer_id=3
 LONG_S = 60.0
 
 
-def frame(session: int) -> decode_pb2.ReceiveKVRequest:
-    return decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(session=session))
+def frame(transfer: int) -> decode_pb2.ReceiveKVRequest:
+    return decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(transfer=transfer))
 
 
 async def test_everything_is_written_in_order_and_encoded_where_there_is_a_payload() -> None:
@@ -65,7 +65,7 @@ async def test_room_is_bounded() -> None:
     written = []
 
     async def write(message: Any) -> None:
-        written.append(decode_pb2.ReceiveKVRequest.FromString(message).frame.session)
+        written.append(decode_pb2.ReceiveKVRequest.FromString(message).frame.transfer)
 
     drain = asyncio.ensure_future(send_queue.drain(write))
     await waiting
@@ -165,7 +165,7 @@ async def test_a_server_can_end_a_call_in_the_middle_of_writing() -> None:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(send_queue.drain(context.write))
                 for _ in range(3):
-                    message = kvstore_pb2.GetResponse(frame=kv_pb2.FrameHeader(session=1))
+                    message = kvstore_pb2.GetResponse(frame=kv_pb2.FrameHeader(transfer=1))
                     await send_queue.put(message, bytes(1 << 20), timeout_s=10)
                 raise Unavailable("ended on purpose")
 

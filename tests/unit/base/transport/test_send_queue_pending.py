@@ -17,8 +17,8 @@ LONG_S = 60.0
 SIZE = 8
 
 
-def frame(session: int) -> decode_pb2.ReceiveKVRequest:
-    return decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(session=session))
+def frame(transfer: int) -> decode_pb2.ReceiveKVRequest:
+    return decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(transfer=transfer))
 
 
 class Writer:
@@ -50,9 +50,9 @@ class Writer:
         for item in self.items:
             item.fail(error)
 
-    def put(self, session: int, data: Any = b"x" * SIZE, timeout_s: float = LONG_S) -> asyncio.Task[None]:
+    def put(self, transfer: int, data: Any = b"x" * SIZE, timeout_s: float = LONG_S) -> asyncio.Task[None]:
         return asyncio.ensure_future(
-            self.send_queue.put(frame(session), data, timeout_s=timeout_s, unsent=lambda: self.unsent.append(session))
+            self.send_queue.put(frame(transfer), data, timeout_s=timeout_s, unsent=lambda: self.unsent.append(transfer))
         )
 
     async def item(self) -> PendingPayload:
@@ -215,8 +215,8 @@ async def test_who_sends_much_at_once_leaves_others_their_turns() -> None:
     writer.send_queue.hold(writer.stuck, start)
 
     async def send() -> None:
-        for session in range(64):
-            await writer.send_queue.put(frame(session), bytes(TURN_BYTES // 8), timeout_s=LONG_S)
+        for transfer in range(64):
+            await writer.send_queue.put(frame(transfer), bytes(TURN_BYTES // 8), timeout_s=LONG_S)
             turns[-1] += 1
 
     sending = asyncio.ensure_future(send())

@@ -19,8 +19,8 @@ GREETING = kvstore_pb2.PutRequest(hello=HELLO)
 WAIT_S = 60.0
 
 
-def close(session: int) -> kvstore_pb2.PutRequest:
-    return kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=session))
+def close(transfer: int) -> kvstore_pb2.PutRequest:
+    return kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=transfer))
 
 
 class Peer:
@@ -44,7 +44,7 @@ class Peer:
 
 
 class Echo(ServerStream[kvstore_pb2.PutRequest]):
-    """Answers each close with the same session's number."""
+    """Answers each close with the same channel's number."""
 
     def __init__(self, **options: Any) -> None:
         self.closing = asyncio.Event()
@@ -59,11 +59,11 @@ class Echo(ServerStream[kvstore_pb2.PutRequest]):
         self.post(kvstore_pb2.PutResponse(credit_bytes=1))
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        if not message.close.session:
-            raise InvalidRequest("session", "none")
-        self.taken.append(message.close.session)
+        if not message.close.transfer:
+            raise InvalidRequest("transfer", "none")
+        self.taken.append(message.close.transfer)
         self.payloads.append(bytes(payload))
-        self.post(kvstore_pb2.PutResponse(credit_bytes=message.close.session))
+        self.post(kvstore_pb2.PutResponse(credit_bytes=message.close.transfer))
 
     def end(self) -> None:
         self.ends += 1
@@ -162,7 +162,7 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
     assert [answer.credit_bytes for answer in peer.answers] == [1, *range(1, 40)]
 
 
-async def test_tasks_of_sessions_are_bounded_and_end_with_the_stream() -> None:
+async def test_tasks_of_channels_are_bounded_and_end_with_the_stream() -> None:
     stream, peer = Echo(), Peer(GREETING)
     running = asyncio.ensure_future(run(stream, peer))
     await turn()
@@ -176,7 +176,7 @@ async def test_tasks_of_sessions_are_bounded_and_end_with_the_stream() -> None:
 
     for _ in range(1024):
         stream.spawn(forever())
-    with pytest.raises(Unavailable, match="1024 sessions"):
+    with pytest.raises(Unavailable, match="1024 channels"):
         stream.spawn(forever())
     await turn()
     running.cancel()

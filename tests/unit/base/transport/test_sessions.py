@@ -21,8 +21,8 @@ Stream = MuxStream[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse]
 WELCOME = kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=SERVER, credit_bytes=5))
 
 
-def opened(session: int, blocks: int = 0) -> kvstore_pb2.GetResponse:
-    return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=session, blocks=blocks))
+def opened(transfer: int, blocks: int = 0) -> kvstore_pb2.GetResponse:
+    return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=transfer, blocks=blocks))
 
 
 def plain(message: kvstore_pb2.GetResponse) -> bytes:
@@ -68,8 +68,8 @@ class Handler:
         self.event.clear()
 
 
-def session_of(message: kvstore_pb2.GetResponse) -> Hashable:
-    return message.opened.session or None
+def channel_of(message: kvstore_pb2.GetResponse) -> Hashable:
+    return message.opened.transfer or None
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def streaming(store: Store, options: StreamSettings = DEFAULT_OPTIONS) -> 
                 kvstore_pb2.GetResponse,
             )(),
             kvstore_pb2.GetRequest(hello=HELLO),
-            session_of,
+            channel_of,
             kvstore_pb2.GetResponse,
             window_bytes=8,
             credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
@@ -97,7 +97,7 @@ async def streaming(store: Store, options: StreamSettings = DEFAULT_OPTIONS) -> 
         finally:
             await stream.aclose()
             assert not stream.tasks
-            assert stream.sessions == 0
+            assert stream.channels == 0
 
 
 async def test_handshake_credits_and_dispatch() -> None:
@@ -114,35 +114,35 @@ async def test_handshake_credits_and_dispatch() -> None:
                     await context.write(plain(WELCOME))
                 case "open":
                     await context.write(plain(opened(77)))  # nobody's
-                    message = opened(request.open.session, 3)
+                    message = opened(request.open.transfer, 3)
                     message.payload = b"xy"
                     await context.write(plain(message))
 
     async with streaming(Store(script)) as stream:
         handler = Handler()
-        session = await stream.open(1, handler)
-        assert session.welcome.receiver == SERVER
+        channel = await stream.open(1, handler)
+        assert channel.welcome.receiver == SERVER
         assert stream.credits is not None
         assert stream.credits.available == 5
-        session.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=1)))
+        channel.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=1)))
         await handler.wait()
         assert (handler.messages, handler.payloads) == ([3], [b"xy"])
-        session.close()
-        session.close()
+        channel.close()
+        channel.close()
         assert handler.error is None
         with pytest.raises(StreamBroken, match="closed"):
-            session.check()
-        # What comes for a closed session is dropped, but its credits are returned.
+            channel.check()
+        # What comes for a closed channel is dropped, but its credits are returned.
         other = await stream.open(2, Handler())
-        session.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=1)))
-        other.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=2)))
+        channel.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=1)))
+        other.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=2)))
         await asyncio.wait_for(returned.wait(), 60)
         assert handler.messages == [3]
         assert [request.WhichOneof("message") for request in got[:3]] == ["hello", "credit", "open"]
         other.close()
 
 
-async def test_a_handler_that_fails_ends_its_session_only() -> None:
+async def test_a_handler_that_fails_ends_its_channel_only() -> None:
     async def script(requests: Any, context: Any) -> None:
         await context.write(plain(WELCOME))
         async for request in requests:
@@ -152,14 +152,14 @@ async def test_a_handler_that_fails_ends_its_session_only() -> None:
 
     async with streaming(Store(script)) as stream:
         bad, good = Handler(), Handler()
-        session = await stream.open(1, bad)
+        channel = await stream.open(1, bad)
         other = await stream.open(2, good)
-        other.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=2)))
+        other.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=2)))
         await good.wait()
         assert isinstance(bad.error, ValueError)
         with pytest.raises(ValueError, match="99"):
-            await session.send([(kvstore_pb2.GetRequest(), b"")], timeout_s=1)
-        assert (stream.sessions, good.error) == (1, None)
+            await channel.send([(kvstore_pb2.GetRequest(), b"")], timeout_s=1)
+        assert (stream.channels, good.error) == (1, None)
         other.close()
 
 
@@ -186,7 +186,7 @@ async def crash(requests: Any, context: Any) -> None:
 
 
 @pytest.mark.parametrize("script", [leave, garbage, cancel, crash])
-async def test_however_the_peer_ends_the_stream_its_sessions_learn_of_it(
+async def test_however_the_peer_ends_the_stream_its_channels_learn_of_it(
     script: Callable[[Any, Any], Awaitable[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(script)
@@ -194,15 +194,15 @@ async def test_however_the_peer_ends_the_stream_its_sessions_learn_of_it(
         for _ in range(2):
             handler = Handler()
             try:
-                session = await stream.open(1, handler)
+                channel = await stream.open(1, handler)
             except StreamBroken:
-                continue  # it ended before the session was open
+                continue  # it ended before the channel was open
             await handler.wait()
             assert isinstance(handler.error, StreamBroken)
             with pytest.raises(StreamBroken):
-                session.post(kvstore_pb2.GetRequest())
+                channel.post(kvstore_pb2.GetRequest())
             assert not stream.connected
-            assert stream.sessions == 0
+            assert stream.channels == 0
         assert store.calls == 2
 
 
@@ -215,9 +215,9 @@ async def test_a_stream_is_given_up_after_a_long_silence_only() -> None:
     store = Store(welcome_and_silence)
     async with streaming(store) as stream:
         handler = Handler()
-        session = await stream.open(1, handler)
+        channel = await stream.open(1, handler)
         now = asyncio.get_running_loop().time()
-        session.suspect(now - 100)  # it was heard of less than silence_s ago
+        channel.suspect(now - 100)  # it was heard of less than silence_s ago
         assert (handler.error, stream.connected) == (None, True)
     async with streaming(store, StreamSettings(silence_s=0.0)) as stream:
         handler = Handler()
@@ -242,7 +242,7 @@ async def wrong_first(requests: Any, context: Any) -> None:
 
 
 @pytest.mark.parametrize("script", [silent_end, wrong_first])
-async def test_no_session_without_a_welcome(script: Callable[[Any, Any], Awaitable[None]]) -> None:
+async def test_no_channel_without_a_welcome(script: Callable[[Any, Any], Awaitable[None]]) -> None:
     store = Store(script)
     async with streaming(store) as stream:
         for _ in range(2):

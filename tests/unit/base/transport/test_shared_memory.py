@@ -18,9 +18,9 @@ from moonpool.base.transport.regions import (
     Mailbox,
     MailboxRing,
     MappedRegion,
-    map_regions,
     unmap_regions,
 )
+from moonpool.base.transport.shared_memory import map_regions
 from moonpool.v1 import kv_pb2
 from tests.unit.base.transport.pairs import LAYOUT, pool_of, shared
 

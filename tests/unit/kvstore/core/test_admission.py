@@ -80,14 +80,14 @@ def test_what_its_writer_waits_for_is_admitted(tmp_path: Path) -> None:
     """Present blocks too, and those that come in parts from several writers."""
     with reusing(tmp_path) as (driven, _):
         driven.flush([A])
-        session = driven.open(spec_of([A, B], durable=True))
-        assert session is not None
-        assert list(session.present) == [0]
+        transfer = driven.open(spec_of([A, B], durable=True))
+        assert transfer is not None
+        assert list(transfer.present) == [0]
         for layer in range(3):
-            driven.store.writes.write(session, [run_of(B, 1, layer)])
+            driven.store.writes.write(transfer, [run_of(B, 1, layer)])
         driven.flush()
         assert driven.durable == [(A, B)]
-        driven.store.writes.close(session)
+        driven.store.writes.close(transfer)
         waits = driven.open(spec_of([C], durable=True))
         brings = driven.open(spec_of([C]))
         assert waits is not None

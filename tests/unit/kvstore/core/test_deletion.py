@@ -167,10 +167,10 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
 @pytest.mark.parametrize("moment", ["queued", "committing"])
 def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, moment: str) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
-        session, writes = driven.put(OURS, "ours"), driven.store.writes
+        transfer, writes = driven.put(OURS, "ours"), driven.store.writes
         plan = writes.queue.next_plan() if moment == "committing" else None
         all_of(driven.store.delete_selected(EVERYTHING[0]))
-        assert session.closed
+        assert transfer.closed
         if plan is not None:
             assert writes.queue.erasing
             tier_of(driven).commit(plan)
@@ -219,14 +219,14 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
 
 def test_an_unfinished_block_is_given_up_and_its_writer_told(tmp_path: Path) -> None:
     with store(tmp_path) as driven:
-        session = driven.open(spec_of(OURS[:1], tenant="ours"))
+        transfer = driven.open(spec_of(OURS[:1], tenant="ours"))
         other = driven.open(spec_of(THEIRS[:1], tenant="theirs"))
-        assert session is not None
+        assert transfer is not None
         assert other is not None
-        driven.store.writes.write(session, [run_of(OURS[0], 0, 0)])
+        driven.store.writes.write(transfer, [run_of(OURS[0], 0, 0)])
         all_of(driven.store.delete_selected(EVERYTHING[0]))
         assert driven.forgotten == [tuple(OURS[:1])]
-        assert (session.closed, other.closed) == (True, False)
+        assert (transfer.closed, other.closed) == (True, False)
         driven.store.writes.close(other)
         check(driven.store)
 
@@ -255,11 +255,11 @@ def test_blocks_leave_a_tier_when_their_tenants_time_is_over(tmp_path: Path) -> 
     """The time that a block came at outlives restarts, and index and records say the same of it."""
     with store(tmp_path, 8 * RECORD) as driven:
         for key, tenant, at in ((OURS[0], "ours", 1000), (OURS[1], "ours", 2000), (THEIRS[0], "theirs", 1000)):
-            session = driven.open(spec_of([key], tenant=tenant, written_at=at))
-            assert session is not None
+            transfer = driven.open(spec_of([key], tenant=tenant, written_at=at))
+            assert transfer is not None
             for layer in range(3):
-                driven.store.writes.write(session, [run_of(key, 0, layer)])
-            driven.store.writes.close(session)
+                driven.store.writes.write(transfer, [run_of(key, 0, layer)])
+            driven.store.writes.close(transfer)
         driven.flush()
         assert all_of(driven.store.delete_expired({"ours": 600.0}, 1500.0)) == DeletedCount()
     for lost in (False, True):

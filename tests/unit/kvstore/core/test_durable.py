@@ -1,4 +1,4 @@
-"""Durability: batches, what sessions hear, and blocks that failed."""
+"""Durability: batches, what transfers hear, and blocks that failed."""
 
 from pathlib import Path
 
@@ -25,13 +25,13 @@ A, B, C, D = KEYS[:4]
 def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd, dram_bytes=2 * BLOCK)
-    session = driven.put([A, B])
+    transfer = driven.put([A, B])
     assert driven.visible == [(A,), (B,)]
     assert len(driven.store.writes.queue.queued) == 2
     assert driven.open(spec_of([C])) is None
     driven.flush()
     assert driven.durable == [(A, B)]
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
     driven.flush([C])
     assert driven.removed == []  # demoted, not gone
     assert held(driven.store) == {A, B, C}
@@ -39,7 +39,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     ssd.close()
 
 
-def test_a_session_hears_of_present_blocks_that_become_durable(tmp_path: Path) -> None:
+def test_a_transfer_hears_of_present_blocks_that_become_durable(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
     driven.flush([A])
@@ -80,23 +80,23 @@ def test_a_block_that_was_lost_while_it_was_read_is_brought_by_its_writer(tmp_pa
     bad = reads.open([A], FORMAT, promote=False)
     reads.lost(bad.sources[0])
     reads.close(bad)
-    session = driven.open(spec_of([A]))
-    assert session is not None
+    transfer = driven.open(spec_of([A]))
+    assert transfer is not None
     source = good.sources[0]
     assert source.reader is not None
     for layer in range(LAYOUT.layers):
         source.reader.read_layers(layer, view_of(source, layer))
         source.filled |= 1 << layer
-        writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
+        writes.write(transfer, [run_of(A, 0, layer)] if layer < 2 else [])
     reads.close(good)  # whole, but what has left the store comes back with a writer only
     assert (driven.visible, A in driven.store.tiers, reads.promotions) == ([], False, 0)
-    writes.write(session, [run_of(A, 0, 2)])
+    writes.write(transfer, [run_of(A, 0, 2)])
     assert driven.visible == [(A,)]
     assert (driven.removed, driven.stored) == ([A], [A])
     assert driven.durable == []
     driven.flush()
     assert driven.durable == [(A,)]  # it is stored anew
-    writes.close(session)
+    writes.close(transfer)
     assert driven.read([A]) == [data_of(A)]
     ssd.close()
 
@@ -119,7 +119,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     assert list(again.present) == [0]
     assert len(driven.store.writes.queue.queued) == 1
     driven.flush()
-    assert driven.durable == [(A,), (A,)]  # both sessions hear of it
+    assert driven.durable == [(A,), (A,)]  # both transfers hear of it
     assert (len(driven.store.writes.queue.unsaved), driven.store.writes.queue.blocks_not_durable) == (0, 1)
     driven.store.writes.close(first)
     driven.store.writes.close(again)
@@ -132,7 +132,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
 def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dram(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd, dram_bytes=5 * BLOCK, batch_bytes=8192)
-    session = driven.put(KEYS[:5])
+    transfer = driven.put(KEYS[:5])
     for _ in range(5):
         fail(driven)
     writes = driven.store.writes
@@ -141,7 +141,7 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     assert len(writes.queue.queued) == 1  # the others are not held meanwhile
     fail(driven)
     assert (len(writes.queue.unsaved), writes.queue.blocks_not_durable) == (5, 5)
-    writes.close(session)
+    writes.close(transfer)
     writes.close(driven.put([KEYS[5]]))  # evicts one of them
     writes.queue.retry()
     driven.flush()
@@ -150,15 +150,15 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     ssd.close()
 
 
-def test_a_session_awaits_what_is_not_durable(tmp_path: Path) -> None:
+def test_a_transfer_awaits_what_is_not_durable(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
-    session = driven.put([A])
-    assert driven.store.writes.awaits(session)
+    transfer = driven.put([A])
+    assert driven.store.writes.awaits(transfer)
     driven.flush()
-    assert not driven.store.writes.awaits(session)
+    assert not driven.store.writes.awaits(transfer)
     ssd.close()
-    assert not Driven().store.writes.awaits(session)
+    assert not Driven().store.writes.awaits(transfer)
 
 
 def test_all_of_a_sustained_put_becomes_durable_however_small_the_tier(tmp_path: Path) -> None:

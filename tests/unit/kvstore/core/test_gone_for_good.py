@@ -59,7 +59,7 @@ def test_a_damaged_block_on_its_way_to_the_disk_makes_way_for_a_good_copy(tmp_pa
         assert driven.read(OURS[:2]) == [data_of(key) for key in OURS[:2]]
 
 
-def test_a_session_that_waits_for_durable_hears_at_once_that_its_block_was_too_old(tmp_path: Path) -> None:
+def test_a_transfer_that_waits_for_durable_hears_at_once_that_its_block_was_too_old(tmp_path: Path) -> None:
     files = FaultyFiles()
     with store(tmp_path, 4 * RECORD, files=files) as driven:
         files.fail("write", BROKEN)
@@ -80,7 +80,7 @@ def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path
         driven.flush([*OURS[:1], *THEIRS], "ours")
         all_of(driven.store.delete_selected(KVSelection(keys=frozenset(OURS))))
         files.fail("write", BROKEN, 1)
-        session = driven.put(keys_of(1, "more"))
+        transfer = driven.put(keys_of(1, "more"))
         plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         tier_of(driven).commit(plan)
@@ -90,7 +90,7 @@ def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path
         driven.flush()
         assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
-        driven.store.writes.close(session)
+        driven.store.writes.close(transfer)
 
 
 def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A store of tiny budgets against a plain model.
 
-Any order of sessions (whole, partial, abandoned, several on one block), leases, pins, tenants over their quotas,
+Any order of transfers (whole, partial, abandoned, several on one block), leases, pins, tenants over their quotas,
 commits that succeed or fail, blocks that the device loses, time that passes, and crashes.
 """
 
@@ -18,7 +18,7 @@ from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.core.store import ReadLease
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PutSession
+from moonpool.kvstore.core.writes import PutTransfer
 from moonpool.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
 from tests.examples import examples
 from tests.unit.kvstore.helpers import (
@@ -56,13 +56,13 @@ Cell = tuple[int, int]
 
 
 class _Session:
-    """A writing session and what the store said about it."""
+    """A writing transfer and what the store said about it."""
 
     def __init__(self, chain: Sequence[BlockKey], layers: range, heads: range) -> None:
         self.chain, self.layers, self.heads = chain, layers, heads
         self.visible: list[int] = []
         self.durable: list[int] = []
-        self.session: PutSession
+        self.transfer: PutTransfer
         self.unsent: dict[Cell, None] = {}
 
 
@@ -103,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         self.driven.now = self.now
         self.store = self.driven.store
-        self.sessions: list[_Session] = []
+        self.transfers: list[_Session] = []
         self.leases: list[ReadLease] = []
         self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
         self.lost: set[BlockKey] = set()
@@ -131,13 +131,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Writing
 
-    @precondition(lambda self: len(self.sessions) < 3)
+    @precondition(lambda self: len(self.transfers) < 3)
     @rule(chain=CHAIN, part=PART)
     def open_put(self, chain: Sequence[BlockKey], part: tuple[range, range]) -> None:
         entry = _Session(chain, *part)
         self.actor = OWNER[chain[0]]
         try:
-            session = self.store.writes.open(
+            transfer = self.store.writes.open(
                 spec_of(chain, *part, tenant=self.actor),
                 entry.visible.extend,
                 entry.durable.extend,
@@ -151,11 +151,11 @@ class StoreMachine(RuleBasedStateMachine):
         if refusal is not None:
             assert refusal.reason == "kvstore_guaranteed" or (refusal.reason == "kvstore_pinned" and self.kept)
             assert refusal.retry_after_s >= 0
-        elif session is not None:
-            entry.session = session
-            assert list(session.present) == [i for i, key in enumerate(chain) if key in self.announced]
+        elif transfer is not None:
+            entry.transfer = transfer
+            assert list(transfer.present) == [i for i, key in enumerate(chain) if key in self.announced]
             entry.unsent = {(i, layer): None for i in range(len(chain)) for layer in entry.layers}
-            self.sessions.append(entry)
+            self.transfers.append(entry)
 
     @rule(chain=CHAIN)
     def put_and_commit(self, chain: Sequence[BlockKey]) -> None:
@@ -164,39 +164,39 @@ class StoreMachine(RuleBasedStateMachine):
             self.driven.flush(chain, self.actor)
             self.ever_durable |= set(self.ssd.catalogue)
 
-    @precondition(lambda self: self.sessions)
+    @precondition(lambda self: self.transfers)
     @rule(pick=st.integers(0, 2), count=st.integers(1, 9))
     def write(self, pick: int, count: int) -> None:
-        entry = self.sessions[pick % len(self.sessions)]
+        entry = self.transfers[pick % len(self.transfers)]
         self.actor = OWNER[entry.chain[0]]
         for index, layer in list(entry.unsent)[:count]:
             run = run_of(entry.chain[index], index, layer, entry.heads)
             try:
-                if not self.store.writes.write(entry.session, [run], now=self.now):
+                if not self.store.writes.write(entry.transfer, [run], now=self.now):
                     return  # no room: it waits
             except Overloaded:
-                self.sessions.remove(entry)
-                self.store.writes.close(entry.session)
+                self.transfers.remove(entry)
+                self.store.writes.close(entry.transfer)
                 return
             del entry.unsent[index, layer]
-        if not entry.unsent and entry.session.spec.whole_blocks:
-            assert entry.session.complete
+        if not entry.unsent and entry.transfer.spec.whole_blocks:
+            assert entry.transfer.complete
 
-    @precondition(lambda self: self.sessions)
+    @precondition(lambda self: self.transfers)
     @rule(pick=st.integers(0, 2))
     def wrong_frame(self, pick: int) -> None:
-        """What has come before, or was never declared, ends the session and nothing else."""
-        entry = self.sessions.pop(pick % len(self.sessions))
+        """What has come before, or was never declared, ends the transfer and nothing else."""
+        entry = self.transfers.pop(pick % len(self.transfers))
         self.actor = OWNER[entry.chain[0]]
         run = run_of(entry.chain[0], 0, entry.layers[0])
         with contextlib.suppress(MoonpoolError):
-            assert not self.store.writes.write(entry.session, [run, run], now=self.now)
-        self.store.writes.close(entry.session)
+            assert not self.store.writes.write(entry.transfer, [run, run], now=self.now)
+        self.store.writes.close(entry.transfer)
 
-    @precondition(lambda self: self.sessions)
+    @precondition(lambda self: self.transfers)
     @rule(pick=st.integers(0, 2))
     def close_put(self, pick: int) -> None:
-        self.store.writes.close(self.sessions.pop(pick % len(self.sessions)).session)
+        self.store.writes.close(self.transfers.pop(pick % len(self.transfers)).transfer)
 
     # Reading
 
@@ -321,17 +321,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def writers_are_told(self) -> None:
-        for entry in self.sessions:
+        for entry in self.transfers:
             told = set(entry.visible)
             assert len(told) == len(entry.visible)
-            assert not told & set(entry.session.present)
-            assert told | set(entry.session.present) | set(entry.session.unfinished) == set(range(len(entry.chain)))
-            assert not told & set(entry.session.unfinished)
-            assert set(entry.durable) <= told | set(entry.session.present)
+            assert not told & set(entry.transfer.present)
+            assert told | set(entry.transfer.present) | set(entry.transfer.unfinished) == set(range(len(entry.chain)))
+            assert not told & set(entry.transfer.unfinished)
+            assert set(entry.durable) <= told | set(entry.transfer.present)
 
     def teardown(self) -> None:
-        for entry in self.sessions:
-            self.store.writes.close(entry.session)
+        for entry in self.transfers:
+            self.store.writes.close(entry.transfer)
         for lease in self.leases:
             self.store.reads.close(lease)
         self.leases.clear()

@@ -1,4 +1,4 @@
-"""Room in DRAM: what sessions evict and reserve, frames that fail, and what leases keep."""
+"""Room in DRAM: what transfers evict and reserve, frames that fail, and what leases keep."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,16 +33,16 @@ KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
 
 
-def test_opening_a_session_evicts_and_reserves_nothing() -> None:
+def test_opening_a_transfer_evicts_and_reserves_nothing() -> None:
     driven = Driven(dram_bytes=4 * BLOCK)
     old = keys_of(4, "old")
     driven.store.writes.close(driven.put(old))
-    session = driven.open(spec_of(KEYS[:4]))
-    assert session is not None
+    transfer = driven.open(spec_of(KEYS[:4]))
+    assert transfer is not None
     assert (driven.removed, driven.store.tiers.dram.reserved.total_bytes) == ([], 0)
-    driven.store.writes.write(session, [run_of(A, 0, 0)])
+    driven.store.writes.write(transfer, [run_of(A, 0, 0)])
     assert (driven.removed, driven.store.tiers.dram.reserved.total_bytes) == ([old[-1]], BLOCK)
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
     check(driven.store)
 
@@ -151,15 +151,15 @@ def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_write
     writes = driven.store.writes
     told: list[int] = []
     other = writes.open(spec_of([B, A]), told.extend, lambda _: None, lambda: None)
-    session = driven.open(spec_of([A, B]))
+    transfer = driven.open(spec_of([A, B]))
     assert other is not None
-    assert session is not None
+    assert transfer is not None
     for layer in range(2):
-        writes.write(session, [run_of(A, 0, layer)])
+        writes.write(transfer, [run_of(A, 0, layer)])
     with pytest.raises(FrameError, match="come before"):
-        writes.write(session, [run_of(A, 0, 2), run_of(A, 0, 2)])
+        writes.write(transfer, [run_of(A, 0, 2), run_of(A, 0, 2)])
     assert (driven.visible, told) == ([(A,)], [1])
-    writes.close(session)
+    writes.close(transfer)
     writes.close(other)
     check(driven.store)
     assert driven.read([A]) == [data_of(A)]
@@ -169,18 +169,18 @@ def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_write
 def test_many_frames_that_fail_cost_no_room() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
     for key in KEYS:
-        session = driven.open(spec_of([key]))
-        assert session is not None
+        transfer = driven.open(spec_of([key]))
+        assert transfer is not None
         runs = [run_of(key, 0, layer) for layer in range(LAYOUT.layers)]
         with pytest.raises(FrameError):
-            driven.store.writes.write(session, [*runs, runs[0]])
-        driven.store.writes.close(session)
+            driven.store.writes.write(transfer, [*runs, runs[0]])
+        driven.store.writes.close(transfer)
         check(driven.store)
     assert held(driven.store) == set(KEYS[-2:])
 
 
-def test_a_session_that_waits_uses_its_present_blocks_once() -> None:
-    """It is touched when the session opens: the block used last stays longest."""
+def test_a_transfer_that_waits_uses_its_present_blocks_once() -> None:
+    """It is touched when the transfer opens: the block used last stays longest."""
     driven = Driven(dram_bytes=3 * BLOCK)
     driven.store.writes.close(driven.put([A]))
     driven.store.writes.close(driven.put([B]))
@@ -252,51 +252,51 @@ def test_leases_promote_no_more_than_they_may(tmp_path: Path) -> None:
     ssd.close()
 
 
-def test_a_session_larger_than_all_dram_is_refused_for_good() -> None:
+def test_a_transfer_larger_than_all_dram_is_refused_for_good() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
-    with pytest.raises(InvalidRequest, match="keys: the session needs"):
+    with pytest.raises(InvalidRequest, match="keys: the transfer needs"):
         driven.open(spec_of(KEYS[:3]))
 
 
 def test_when_the_last_writer_vanishes_its_memory_comes_back() -> None:
     driven = Driven()
     writes, dram = driven.store.writes, driven.store.tiers.dram
-    sessions = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
-    for head, session in enumerate(sessions):
-        assert session is not None
-        writes.write(session, [run_of(A, 0, 0, range(head, head + 1))])
+    transfers = [driven.open(spec_of([A], heads=range(head, head + 1))) for head in range(2)]
+    for head, transfer in enumerate(transfers):
+        assert transfer is not None
+        writes.write(transfer, [run_of(A, 0, 0, range(head, head + 1))])
     assert dram.arena.live_bytes == BLOCK
-    for session in sessions:
-        assert session is not None
-        writes.close(session)
+    for transfer in transfers:
+        assert transfer is not None
+        writes.close(transfer)
     dram.arena.collect()
     assert (dram.arena.live_bytes, dram.reserved.total_bytes, len(writes.unfinished)) == (0, 0, 0)
     writes.close(driven.put([A]))
     assert driven.read([A]) == [data_of(A)]
 
 
-def test_a_session_reserves_ahead_no_more_than_it_has_brought() -> None:
+def test_a_transfer_reserves_ahead_no_more_than_it_has_brought() -> None:
     driven = Driven()
-    session = driven.open(spec_of(KEYS))
-    assert session is not None
+    transfer = driven.open(spec_of(KEYS))
+    assert transfer is not None
     reserved = []
     for index, key in enumerate(KEYS):
-        assert driven.store.writes.write(session, [run_of(key, index, 0)])
+        assert driven.store.writes.write(transfer, [run_of(key, index, 0)])
         reserved.append(driven.store.tiers.dram.reserved.total_bytes // BLOCK)
     assert reserved == [1, 3, 3, 7, 7, 7, 7, 8]
     check(driven.store)
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
 
 
-def test_without_room_ahead_a_session_has_what_its_frame_needs() -> None:
+def test_without_room_ahead_a_transfer_has_what_its_frame_needs() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
-    session = driven.open(spec_of([A, B]))
+    transfer = driven.open(spec_of([A, B]))
     other = driven.open(spec_of([C]))
-    assert session is not None
+    assert transfer is not None
     assert other is not None
     for index, key in enumerate((A, B)):
-        assert driven.store.writes.write(session, [run_of(key, index, 0)])
+        assert driven.store.writes.write(transfer, [run_of(key, index, 0)])
     assert not driven.store.writes.write(other, [run_of(C, 0, 0)])
 
 

@@ -72,12 +72,12 @@ def reader_of(store: Rig, layout: KVLayout = WIDE) -> BlockReader:
 
 
 async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: Any) -> Any:
-    """A raw stream with one session."""
+    """A raw stream with one transfer."""
     call = store.open_stream("Get")
     await call.write(kvstore_pb2.GetRequest(hello=hello(layout)))
     assert (await call.read()).message.HasField("welcome")
     opening: dict[str, Any] = {
-        "session": 1,
+        "transfer": 1,
         "keys": pack_keys(KEYS),
         "layer_end": layout.layers,
         "head_end": layout.head_shares,
@@ -88,7 +88,7 @@ async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: 
 
 
 async def received(call: Any, opener: FrameOpener) -> list[list[tuple[SliceRun, bytes]]]:
-    """Runs of each frame until the session's end."""
+    """Runs of each frame until the transfer's end."""
     frames = []
     while not (answer := await call.read()).message.HasField("done"):
         runs = opener.open(answer.message.frame, answer.payload)
@@ -118,7 +118,7 @@ async def test_what_is_asked_for_is_sent_and_no_more(together: bool) -> None:
         if together:
             runs = FrameOpener(WIDE, range(1, 3), KEYS).open(answer.message.opened.frame, answer.payload)
             frames = [[(run, bytes(data)) for run, data, _ in runs]]
-            assert store.gauges()["get_sessions"] == 0
+            assert store.gauges()["get_transfers"] == 0
         else:
             frames = await received(call, FrameOpener(WIDE, range(1, 3), KEYS))
         ((first, second, third),) = frames
@@ -220,7 +220,7 @@ async def test_ranks_write_and_read_their_own_heads() -> None:
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello(WIDE))))
             assert (await call.read()).HasField("welcome")
             opening = kvstore_pb2.PutOpen(
-                session=1, keys=pack_keys(KEYS), layer_end=3, head_begin=heads.start, head_end=heads.stop
+                transfer=1, keys=pack_keys(KEYS), layer_end=3, head_begin=heads.start, head_end=heads.stop
             )
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
             assert (await call.read()).HasField("opened")

@@ -1,10 +1,10 @@
-"""Sessions and visibility, driven by hand."""
+"""Transfers and visibility, driven by hand."""
 
 import pytest
 
 from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.kv.frames import OpenedRun, SliceRun
-from moonpool.kvstore.core.writes import MAX_SESSION_BLOCKS, PutSpec
+from moonpool.kvstore.core.writes import MAX_TRANSFER_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -25,35 +25,35 @@ A, B, C, D = KEYS[:4]
 
 def test_nothing_incomplete_is_visible() -> None:
     driven = Driven()
-    session = driven.open(spec_of([A, B]))
-    assert session is not None
+    transfer = driven.open(spec_of([A, B]))
+    assert transfer is not None
     writes = driven.store.writes
     for index, layer in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2)):
         assert driven.visible == []
-        writes.write(session, [run_of(KEYS[index], index, layer)])
+        writes.write(transfer, [run_of(KEYS[index], index, layer)])
         check(driven.store)
     assert driven.visible == [(B,)]
     assert driven.stored == [B]
     assert driven.store.tiers.match([A]) == 0
     assert driven.read([A, B]) == []
-    writes.write(session, [run_of(A, 0, 2)])
+    writes.write(transfer, [run_of(A, 0, 2)])
     assert driven.visible == [(B,), (A,)]
-    assert session.complete
+    assert transfer.complete
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
 
 
-def test_an_abandoned_session_leaves_nothing() -> None:
+def test_an_abandoned_transfer_leaves_nothing() -> None:
     driven = Driven()
-    session = driven.open(spec_of([A, B]))
-    assert session is not None
+    transfer = driven.open(spec_of([A, B]))
+    assert transfer is not None
     for layer in range(LAYOUT.layers):
-        driven.store.writes.write(session, [run_of(A, 0, layer)])
-    driven.store.writes.write(session, [run_of(B, 1, 0)])
+        driven.store.writes.write(transfer, [run_of(A, 0, layer)])
+    driven.store.writes.write(transfer, [run_of(B, 1, 0)])
     assert driven.store.tiers.dram.reserved.total_bytes == BLOCK
-    driven.store.writes.close(session)
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
+    driven.store.writes.close(transfer)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
-    assert (len(driven.store.writes.sessions), len(driven.store.writes.unfinished)) == (0, 0)
+    assert (len(driven.store.writes.transfers), len(driven.store.writes.unfinished)) == (0, 0)
     assert list(held(driven.store)) == [A]
     check(driven.store)
 
@@ -61,14 +61,14 @@ def test_an_abandoned_session_leaves_nothing() -> None:
 def test_existing_blocks_are_told_and_need_not_come() -> None:
     driven = Driven()
     driven.store.writes.close(driven.put([B]))
-    session = driven.open(spec_of([A, B, C]))
-    assert session is not None
-    assert list(session.present) == [1]
-    driven.store.writes.write(session, [run_of(B, 1, 0)])  # it may come all the same
+    transfer = driven.open(spec_of([A, B, C]))
+    assert transfer is not None
+    assert list(transfer.present) == [1]
+    driven.store.writes.write(transfer, [run_of(B, 1, 0)])  # it may come all the same
     for index in (0, 2):
         for layer in range(LAYOUT.layers):
-            driven.store.writes.write(session, [run_of(KEYS[index], index, layer)])
-    assert session.complete
+            driven.store.writes.write(transfer, [run_of(KEYS[index], index, layer)])
+    assert transfer.complete
     assert driven.stored == [B, A, C]
 
 
@@ -109,7 +109,7 @@ def test_two_whole_writers_of_one_block_and_one_leaves() -> None:
     assert driven.read([A]) == [data_of(A)]
 
 
-def test_a_session_is_told_when_another_finishes_its_block() -> None:
+def test_a_transfer_is_told_when_another_finishes_its_block() -> None:
     driven = Driven()
     writes = driven.store.writes
     told: list[int] = []
@@ -160,23 +160,24 @@ def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> No
 )
 def test_frames_outside_the_declaration_are_refused(run: SliceRun) -> None:
     driven = Driven()
-    session = driven.open(spec_of([A], layers=range(2)))
-    assert session is not None
-    driven.store.writes.write(session, [run_of(A, 0, 0)])
+    transfer = driven.open(spec_of([A], layers=range(2)))
+    assert transfer is not None
+    driven.store.writes.write(transfer, [run_of(A, 0, 0)])
     with pytest.raises(FrameError):
         driven.store.writes.write(
-            session, [OpenedRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes(0))), [0] * run.block_count)]
+            transfer,
+            [OpenedRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes(0))), [0] * run.block_count)],
         )
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
     check(driven.store)
 
 
 def test_heads_outside_the_declaration_are_refused() -> None:
     driven = Driven()
-    session = driven.open(spec_of([A], heads=range(1)))
-    assert session is not None
+    transfer = driven.open(spec_of([A], heads=range(1)))
+    assert transfer is not None
     with pytest.raises(FrameError):
-        driven.store.writes.write(session, [run_of(A, 0, 0)])
+        driven.store.writes.write(transfer, [run_of(A, 0, 0)])
 
 
 def test_wrong_declarations_name_their_field() -> None:
@@ -190,7 +191,7 @@ def test_wrong_declarations_name_their_field() -> None:
 
     assert field(keys=[], parents=[]) == "keys"
     assert field(keys=[A, A], parents=[B, B]) == "keys"
-    assert field(keys=keys_of(MAX_SESSION_BLOCKS + 1)) == "keys"
+    assert field(keys=keys_of(MAX_TRANSFER_BLOCKS + 1)) == "keys"
     assert field(parents=[B, C]) == "parent_keys"
     assert field(layers=range(2, 4)) == "layer_end"
     assert field(layers=range(2, 2)) == "layer_end"
@@ -212,7 +213,7 @@ def test_a_key_has_one_format() -> None:
     assert lease.blocks == 0
 
 
-def test_sessions_are_bounded() -> None:
+def test_transfers_are_bounded() -> None:
     driven = Driven()
     for key in KEYS[:4]:
         assert driven.open(spec_of([key])) is not None

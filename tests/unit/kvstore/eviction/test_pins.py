@@ -126,7 +126,7 @@ def test_there_are_only_so_many() -> None:
 
 
 def pinning(blocks: int, *, pin_blocks: int = 100) -> Driven:
-    return Driven(dram_bytes=blocks * BLOCK, pins=Pins(pin_blocks * BLOCK), max_sessions=9)
+    return Driven(dram_bytes=blocks * BLOCK, pins=Pins(pin_blocks * BLOCK), max_transfers=9)
 
 
 def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:

@@ -119,7 +119,7 @@ async def test_a_tenant_that_waits_at_its_quota_keeps_no_other_waiting() -> None
 
 async def test_a_lease_does_not_last_for_ever() -> None:
     """Whatever a reader does or does not do with it."""
-    async with rig(dram_bytes=2 * BLOCK, lease_timeout_s=0.1, session_timeout_s=60) as store:
+    async with rig(dram_bytes=2 * BLOCK, lease_timeout_s=0.1, transfer_timeout_s=60) as store:
         await store.put([A, B])
         call = await opened_get(store)
         assert (await call.read()).message.opened.blocks == 2

@@ -144,7 +144,7 @@ def test_blocks_of_many_sizes_and_a_guarantee_between_them() -> None:
 def test_what_can_never_be_is_refused_for_good() -> None:
     dram = tier(4, x=TenantRow(dram_quota_bytes=2 * BLOCK))
     for nbytes, tenant in ((5 * BLOCK, "y"), (3 * BLOCK, "x")):
-        with pytest.raises(InvalidRequest, match="the session needs"):
+        with pytest.raises(InvalidRequest, match="the transfer needs"):
             dram.check_possible(nbytes, tenant, 0.0)
     dram.check_possible(4 * BLOCK, "y", 0.0)
 

@@ -51,7 +51,7 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         driven.flush(KEYS[:4])
         for key in KEYS[:4]:
             driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
-        session = driven.put([KEYS[4]])
+        transfer = driven.put([KEYS[4]])
         files.fail(operation, error, 2)
         writer = await written(driven)
         assert (writer.retries, driven.store.writes.queue.failed_batches) == (2, 2)
@@ -59,7 +59,7 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         assert driven.store.writes.queue.blocks_not_durable == 0
         assert driven.removed[0] == KEYS[0]
         assert KEYS[3] in driven.store.tiers
-        driven.store.writes.close(session)
+        driven.store.writes.close(transfer)
     with store(tmp_path) as driven:
         assert {KEYS[3], KEYS[4]} <= held(driven.store)
         assert not set(driven.removed) & held(driven.store)
@@ -254,7 +254,7 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     driven = Driven(ssd)
     for key in KEYS[:8]:
         driven.flush([key])
-    session = driven.put(KEYS[8:9])
+    transfer = driven.put(KEYS[8:9])
     plan = driven.store.writes.queue.next_plan()
     assert plan is not None
     reader = ssd.reader(KEYS[0])
@@ -266,7 +266,7 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     reader.release()
     before = list(files.closed)
     files.permitted.set()
-    driven.store.writes.close(session)
+    driven.store.writes.close(transfer)
     ssd.close()
     late = files.closed[len(before) :]
     assert "0000000000000001.seg in kvstore-close_0" in late

@@ -1,4 +1,4 @@
-"""What no proper client sends: it costs its session or its stream, nobody else, and all memory comes back."""
+"""What no proper client sends: it costs its transfer or its stream, nobody else, and all memory comes back."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open,
 
 KEYS = keys_of(8)
 A, B = KEYS[:2]
-MANY = pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+MANY = pytest.mark.parametrize("transfers", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 OPEN = 100
 
 
@@ -62,19 +62,19 @@ def frame(**changes: Any) -> tuple[kv_pb2.FrameHeader, memoryview]:
         ({"valid_tokens": 17}, "valid tokens"),
     ],
 )
-async def test_an_improper_frame_ends_its_session(changes: dict[str, Any], says: str) -> None:
+async def test_an_improper_frame_ends_its_transfer(changes: dict[str, Any], says: str) -> None:
     async with rig() as store:
         call = await opened_put(store, [A])
         header, payload = frame(**changes)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), payload))
         refused = (await answer(call)).refused
-        assert refused.session == 1
+        assert refused.transfer == 1
         assert says in refused.reason
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(2, [A]))))
-        for header, pieces in frames_of([A], session=2):
+        for header, pieces in frames_of([A], transfer=2):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         while not (message := await answer(call)).HasField("ack"):
-            assert message.opened.session == 2
+            assert message.opened.transfer == 2
         assert await store.read([A]) == [data_of(A)]
         call.cancel()
         await all_back(store)
@@ -86,7 +86,7 @@ async def test_a_gap_is_no_block() -> None:
         for layers in (range(1), range(2, 3)):
             header, pieces = frames_of([A], layers=layers)[0]
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=1))))
         assert "before everything was sent" in (await answer(call)).refused.reason
         assert await store.read([A]) == []
         call.cancel()
@@ -106,7 +106,7 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(together: bool) -> None:
-    """Blocks become visible in portions; a frame with so many that came with its session's opening is dropped."""
+    """Blocks become visible in portions; a frame with so many that came with its transfer's opening is dropped."""
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
     slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
@@ -116,13 +116,13 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
         hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
         assert (await call.read()).HasField("welcome")
-        opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
+        opening = kvstore_pb2.PutOpen(transfer=1, keys=pack_keys(many), layer_end=1, head_end=1)
         if together:
             opening.frame.CopyFrom(header)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces if together else ()))
-        assert (await answer(call)).opened == kvstore_pb2.PutOpened(session=1)
+        assert (await answer(call)).opened == kvstore_pb2.PutOpened(transfer=1)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=1))))
         acks = [list((await answer(call)).ack.blocks) for _ in range(len(many) // PORTION_BLOCKS)]
         assert [len(blocks) for blocks in acks] == [PORTION_BLOCKS] * len(acks)
         assert [block for blocks in acks for block in blocks] == list(range(len(many)))
@@ -131,7 +131,7 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
         await all_back(store)
 
 
-async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing() -> None:
+async def test_a_transfer_that_ends_between_the_parts_of_its_frame_leaves_nothing() -> None:
     layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
     slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
@@ -140,8 +140,8 @@ async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing
         call = store.open_stream("Put")
         hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
-        opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
-        close = kvstore_pb2.PutClose(session=1, aborted=True)
+        opening = kvstore_pb2.PutOpen(transfer=1, keys=pack_keys(many), layer_end=1, head_end=1)
+        close = kvstore_pb2.PutClose(transfer=1, aborted=True)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
@@ -161,15 +161,15 @@ async def test_a_read_of_many_blocks_is_opened_in_portions() -> None:
         assert await store.read(many) == [data_of(key) for key in many]
         call = store.open_stream("Get")
         await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
-        opening = kv_pb2.ReadOpen(session=1, keys=pack_keys(many), layer_end=3, head_end=2)
+        opening = kv_pb2.ReadOpen(transfer=1, keys=pack_keys(many), layer_end=3, head_end=2)
         await call.write(kvstore_pb2.GetRequest(open=opening))
-        await call.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(session=1)))
+        await call.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(transfer=1)))
         call.cancel()
         await all_back(store)
 
 
 async def test_slices_that_come_in_part_only_are_bounded() -> None:
-    """Each session sends three of the four heads of a slice of 16 MiB, and no more."""
+    """Each transfer sends three of the four heads of a slice of 16 MiB, and no more."""
     layout = KVLayout.uniform(layers=1, kv_heads=4, head_dim=4096, block_size=128, dtype="float32")
     assert layout.slice_bytes(0) == MAX_SLICE_BYTES
     piece = memoryview(bytes(layout.share_bytes(0)))
@@ -178,57 +178,57 @@ async def test_slices_that_come_in_part_only_are_bounded() -> None:
         call = store.open_stream("Put")
         hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=hello)))
-        for session in range(fits + 1):
-            opening = kvstore_pb2.PutOpen(session=session, keys=KEYS[0], layer_end=1, head_end=4)
+        for transfer in range(fits + 1):
+            opening = kvstore_pb2.PutOpen(transfer=transfer, keys=KEYS[0], layer_end=1, head_end=4)
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
             for head in range(3):
                 run = kv_pb2.SliceRun(block_count=1, head_begin=head, head_end=head + 1, valid_tokens=128)
-                header = kv_pb2.FrameHeader(session=session, runs=[run], slice_hashes=[1])
+                header = kv_pb2.FrameHeader(transfer=transfer, runs=[run], slice_hashes=[1])
                 header.checksum = checksum(header)
                 await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), piece))
         while not (message := await answer(call)).HasField("refused"):
             assert message.WhichOneof("message") in ("welcome", "opened")
-        assert (message.refused.session, message.refused.code) == (fits, "kvstore_memory")
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=0, aborted=True))))
+        assert (message.refused.transfer, message.refused.code) == (fits, "kvstore_memory")
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=0, aborted=True))))
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(fits + 1, [B], range(1)))))
-        assert (await answer(call)).opened.session == fits + 1
+        assert (await answer(call)).opened.transfer == fits + 1
         call.cancel()
         await store.at_rest()
 
 
 @MANY
-async def test_so_many_writing_sessions_are_bounded_and_refused_clearly(sessions: int) -> None:
-    async with rig(max_sessions=OPEN, dram_bytes=2 * OPEN * BLOCK) as store:
+async def test_so_many_writing_transfers_are_bounded_and_refused_clearly(transfers: int) -> None:
+    async with rig(max_transfers=OPEN, dram_bytes=2 * OPEN * BLOCK) as store:
         call = store.open_stream("Put")
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(hello=store.hello())))
         await call.read()
-        keys = keys_of(sessions, "many")
+        keys = keys_of(transfers, "many")
         answers: dict[int, Any] = {}
 
         async def read() -> None:
-            while len(answers) < sessions:
+            while len(answers) < transfers:
                 message = await answer(call)
                 kind = message.WhichOneof("message")
-                answers[getattr(message, kind).session] = message
+                answers[getattr(message, kind).transfer] = message
 
         reading = asyncio.ensure_future(read())
-        for session, key in enumerate(keys):
-            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(session, [key]))))
+        for transfer, key in enumerate(keys):
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(transfer, [key]))))
         async with asyncio.timeout(60):
             await reading
         opened = [message for message in answers.values() if message.HasField("opened")]
         refused = [message.refused for message in answers.values() if message.HasField("refused")]
-        assert (len(opened), len(refused)) == (OPEN, sessions - OPEN)
-        assert {(each.code, each.reason) for each in refused} == {("kvstore_sessions", "too many writing sessions")}
+        assert (len(opened), len(refused)) == (OPEN, transfers - OPEN)
+        assert {(each.code, each.reason) for each in refused} == {("kvstore_transfers", "too many writing transfers")}
         assert all(each.retry_after_s > 0 for each in refused)
-        assert store.gauges()["put_sessions"] == OPEN
+        assert store.gauges()["put_transfers"] == OPEN
         call.cancel()
         await all_back(store)
 
 
 @MANY
-async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
-    async with rig(max_sessions=OPEN) as store:
+async def test_so_many_reading_transfers_are_bounded(transfers: int) -> None:
+    async with rig(max_transfers=OPEN) as store:
         await store.put([A])
         call = store.open_stream("Get")
         await call.write(kvstore_pb2.GetRequest(hello=store.hello()))
@@ -237,15 +237,15 @@ async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
 
         async def read() -> None:
             nonlocal hits, over
-            while hits + over < sessions:
+            while hits + over < transfers:
                 message = (await call.read()).message
                 if message.HasField("opened"):
                     hits, over = hits + bool(message.opened.blocks), over + (not message.opened.blocks)
 
         reading = asyncio.ensure_future(read())
         opening: dict[str, Any] = {"keys": pack_keys([A]), "layer_end": 3, "head_end": 2}
-        for session in range(sessions):
-            await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=session, **opening)))
+        for transfer in range(transfers):
+            await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=transfer, **opening)))
         async with asyncio.timeout(60):
             await reading
         assert hits == OPEN
@@ -254,8 +254,8 @@ async def test_so_many_reading_sessions_are_bounded(sessions: int) -> None:
         await all_back(store)
 
 
-async def test_sessions_that_are_abandoned_leave_nothing() -> None:
-    """Streams are cut in the middle of sessions, again and again; DRAM holds one session only."""
+async def test_transfers_that_are_abandoned_leave_nothing() -> None:
+    """Streams are cut in the middle of transfers, again and again; DRAM holds one transfer only."""
     async with rig(dram_bytes=2 * BLOCK, room_timeout_s=10) as store:
         for round_ in range(20):
             call = await opened_put(store, [A, B])

@@ -41,7 +41,7 @@ class Client:
     def traffic(self) -> StreamTraffic:
         return self.writer.traffic + self.reader.traffic
 
-    async def session(self, number: int) -> None:
+    async def transfer(self, number: int) -> None:
         keys = keys_of(self._random.randint(1, 5), f"damaged {number}")
         for ask in (self._put, self._read, self._read):
             patience_s = self._random.choice([0.001, 10, 10, 10])
@@ -81,7 +81,7 @@ async def until(rig: Rig, reached: Callable[[], bool]) -> None:
             await rig.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
 
 
-@pytest.mark.parametrize("one_message", [True, False], ids=["sessions of one message", "sessions of frames"])
+@pytest.mark.parametrize("one_message", [True, False], ids=["transfers of one message", "transfers of frames"])
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     corruptor = FrameCorruptor(0.3, seed)
@@ -93,7 +93,7 @@ async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch
             for first in range(0, SESSIONS, AT_ONCE):
                 async with asyncio.TaskGroup() as group:
                     for number in range(first, first + AT_ONCE):
-                        group.create_task(client.session(number))
+                        group.create_task(client.transfer(number))
             assert corruptor.damaged > SESSIONS / 2
             assert client.complete > SESSIONS / 2
             assert client.failed > SESSIONS / 4

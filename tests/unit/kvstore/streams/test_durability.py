@@ -17,9 +17,9 @@ A, B = keys_of(2)
 class Peer:
     """A writer whose messages are given, and the answers it gets."""
 
-    def __init__(self, driven: Driven, *, session_timeout_s: float) -> None:
+    def __init__(self, driven: Driven, *, transfer_timeout_s: float) -> None:
         instance = kv_pb2.Instance(id="store")
-        resources = PutResources(driven.store.writes, MemoryWaitQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
+        resources = PutResources(driven.store.writes, MemoryWaitQueue(9), instance, 1 << 20, transfer_timeout_s, 1.0)
         self.messages: asyncio.Queue[kvstore_pb2.PutRequest | tuple[Any, Any] | None] = asyncio.Queue()
         self.answers: asyncio.Queue[kvstore_pb2.PutResponse] = asyncio.Queue()
         self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self._write))
@@ -55,14 +55,14 @@ class Peer:
         await self.stream
 
 
-async def test_a_session_whose_blocks_do_not_become_durable_is_told_so_when_it_ends(tmp_path: Path) -> None:
+async def test_a_transfer_whose_blocks_do_not_become_durable_is_told_so_when_it_ends(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
-    peer = Peer(driven, session_timeout_s=0.2)
+    peer = Peer(driven, transfer_timeout_s=0.2)
     await peer.put(1, [A])
     assert (await peer.answer("ack")).durability == kvstore_pb2.DURABILITY_VISIBLE
     refused = await peer.answer("refused")
-    assert (refused.session, "not become durable" in refused.reason) == (1, True)
+    assert (refused.transfer, "not become durable" in refused.reason) == (1, True)
     await peer.leave()
     assert len(driven.store.writes.awaiting) == 0
     ssd.close()
@@ -71,17 +71,17 @@ async def test_a_session_whose_blocks_do_not_become_durable_is_told_so_when_it_e
 async def test_a_writer_that_puts_again_after_an_error_hears_durable(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
-    peer = Peer(driven, session_timeout_s=60)
+    peer = Peer(driven, transfer_timeout_s=60)
     await peer.put(1, [A])
     await peer.answer("ack")
     assert driven.store.writes.queue.next_plan() is not None
     driven.store.writes.queue.plan_done(OSError(5, "Input/output error"))
     await peer.messages.put(kvstore_pb2.PutRequest(open=put_open(2, [A])))
     opened = await peer.answer("opened")
-    assert (opened.session, list(opened.present)) == (2, [0])
+    assert (opened.transfer, list(opened.present)) == (2, [0])
     driven.flush()
     told = [await peer.answer("ack") for _ in range(2)]
-    assert {(each.session, each.durability) for each in told} == {
+    assert {(each.transfer, each.durability) for each in told} == {
         (1, kvstore_pb2.DURABILITY_DURABLE),
         (2, kvstore_pb2.DURABILITY_DURABLE),
     }

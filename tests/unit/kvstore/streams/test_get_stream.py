@@ -30,19 +30,19 @@ A, B, C, D = KEYS[:4]
         {"keys": bytes(32 * 16385)},
     ],
 )
-async def test_an_impossible_read_ends_its_session_only(fields: dict[str, Any]) -> None:
+async def test_an_impossible_read_ends_its_transfer_only(fields: dict[str, Any]) -> None:
     async with rig() as store:
         await store.put(KEYS)
         call = await opened_get(store)
         assert (await call.read()).message.opened.blocks == 8
-        opening: dict[str, Any] = {"session": 2, "keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
+        opening: dict[str, Any] = {"transfer": 2, "keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
         await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(**opening | fields)))
         opened = (await call.read()).message.opened
-        assert (opened.session, opened.blocks) == (2, 0)
-        assert (await call.read()).message.done.session == 2
+        assert (opened.transfer, opened.blocks) == (2, 0)
+        assert (await call.read()).message.done.transfer == 2
         await call.write(kvstore_pb2.GetRequest(credit=kv_pb2.Credit(bytes=1 << 20)))
         frame = (await call.read()).message.frame
-        assert (frame.session, len(frame.runs)) == (1, 3)
+        assert (frame.transfer, len(frame.runs)) == (1, 3)
         call.cancel()
         await store.at_rest()
 
@@ -52,13 +52,13 @@ async def test_a_read_opened_twice_is_ended_and_others_go_on() -> None:
         await store.put(KEYS)
         call = await opened_get(store)
         opening: dict[str, Any] = {"keys": pack_keys(KEYS), "layer_end": 3, "head_end": 2}
-        for session in (2, 1):
-            await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=session, **opening)))
+        for transfer in (2, 1):
+            await call.write(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(transfer=transfer, **opening)))
         answers = [(await call.read()).message for _ in range(4)]
         assert [each.opened.blocks for each in answers if each.HasField("opened")] == [8, 8, 0]
-        assert answers[-1].done.session == 1
+        assert answers[-1].done.transfer == 1
         await call.write(kvstore_pb2.GetRequest(credit=kv_pb2.Credit(bytes=1 << 20)))
-        assert (await call.read()).message.frame.session == 2
+        assert (await call.read()).message.frame.transfer == 2
         call.cancel()
         await store.at_rest()
 
@@ -79,7 +79,7 @@ async def test_readers_keep_only_their_share_of_dram() -> None:
 
 
 async def test_a_reader_without_credits_gets_nothing_and_is_given_up() -> None:
-    async with rig(session_timeout_s=0.5) as store:  # in which the put before it has to be done, too
+    async with rig(transfer_timeout_s=0.5) as store:  # in which the put before it has to be done, too
         await store.put(KEYS[:3])
         call = await opened_get(store)
         assert (await call.read()).message.opened.blocks == 3
@@ -98,7 +98,7 @@ async def test_a_small_read_is_answered_in_one_message_where_nothing_is_to_wait_
         await call.write(kvstore_pb2.GetRequest(credit=kv_pb2.Credit(bytes=1 << 20)))
         while not (await call.read()).message.HasField("done"):
             pass
-        opening = kv_pb2.ReadOpen(session=2, keys=pack_keys(KEYS[:3]), layer_end=3, head_end=2, takes_frame=True)
+        opening = kv_pb2.ReadOpen(transfer=2, keys=pack_keys(KEYS[:3]), layer_end=3, head_end=2, takes_frame=True)
         await call.write(kvstore_pb2.GetRequest(open=opening, credit_bytes=2 * BLOCK))
         received = await call.read()
         assert received.message.opened.blocks == 2
@@ -106,7 +106,7 @@ async def test_a_small_read_is_answered_in_one_message_where_nothing_is_to_wait_
         data = {(run.layer, index): bytes(part) for run, d, _ in runs for index, _, part in split_run(run, d, LAYOUT)}
         for index, key in enumerate([A, B]):
             assert b"".join(data[layer, index] for layer in range(3)) == data_of(key)
-        assert store.gauges()["get_sessions"] == 0
+        assert store.gauges()["get_transfers"] == 0
         call.cancel()
         await store.at_rest()
     async with rig(tmp_path) as store:  # from the disk: layer by layer
@@ -124,7 +124,7 @@ async def test_a_reader_holds_its_blocks_until_it_leaves() -> None:
         assert (await call.read()).message.opened.blocks == 2
         assert store.gauges()["dram_held_bytes"] == 2 * BLOCK
         writing = asyncio.ensure_future(store.put([C]))
-        await call.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(session=1)))
+        await call.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(transfer=1)))
         assert await writing == (0, 1)
         call.cancel()
         await store.at_rest()

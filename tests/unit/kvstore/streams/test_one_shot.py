@@ -1,4 +1,4 @@
-"""Brief messages at a store: what they do, what takes a session instead, and peers that do not keep to anything."""
+"""Brief messages at a store: what they do, what takes a transfer instead, and peers that do not keep to anything."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_a_mailbox_without_room_is_no_hindrance(sockets: Path) -> None:
             assert await read(connection, KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
 
 
-async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
+async def test_what_takes_a_transfer_changes_nothing(sockets: Path) -> None:
     async with storing(sockets, "tcp", dram_bytes=4 * BLOCK) as store, opened(store, "Put") as (_, connection):
         await store.put(KEYS[:1])
         selection = kv_pb2.Selection(tenants=["ann"])
@@ -226,7 +226,7 @@ async def test_blocks_of_another_format_are_neither_replaced_nor_read(sockets: P
         assert await read(gets, KEYS[:1]) == []
 
 
-async def test_what_is_not_in_memory_takes_a_session(sockets: Path, tmp_path: Path) -> None:
+async def test_what_is_not_in_memory_takes_a_transfer(sockets: Path, tmp_path: Path) -> None:
     async with storing(sockets, "tcp", data_dir=tmp_path, dram_bytes=2 * BLOCK) as store:
         await store.put(KEYS[:2])
         await store.durable()
@@ -237,7 +237,7 @@ async def test_what_is_not_in_memory_takes_a_session(sockets: Path, tmp_path: Pa
         await store.durable()
 
 
-async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -> None:
+async def test_a_damaged_block_takes_a_transfer_which_reports_it(sockets: Path) -> None:
     async with storing(sockets, "local") as store:
         await store.put(KEYS[:2])
         block = store.service.store.tiers.dram.get(KEYS[1])

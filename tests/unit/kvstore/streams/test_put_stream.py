@@ -1,4 +1,4 @@
-"""Put streams over a real server: sessions, frames, room, refusals."""
+"""Put streams over a real server: transfers, frames, room, refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -48,32 +48,32 @@ async def test_durable_is_acknowledged_after_visible(tmp_path: Path) -> None:
         ({"layer_end": 4}, "layer_end: "),
         ({"head_begin": 2}, "head_end: "),
         ({"parent_keys": b"x" * 32 * 2}, "parent_keys: "),
-        ({"keys": pack_keys(keys_of(65, "many")), "parent_keys": b""}, "keys: the session needs"),
+        ({"keys": pack_keys(keys_of(65, "many")), "parent_keys": b""}, "keys: the transfer needs"),
     ],
 )
-async def test_a_wrong_session_is_refused_and_the_stream_goes_on(changes: dict[str, Any], reason: str) -> None:
+async def test_a_wrong_transfer_is_refused_and_the_stream_goes_on(changes: dict[str, Any], reason: str) -> None:
     async with rig() as store:
         call, answer = await opened_put(store, [A], **changes)
-        assert answer.refused.session == 1
+        assert answer.refused.transfer == 1
         assert answer.refused.reason.startswith(reason)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(2, [A]))))
-        assert (await call.read()).opened.session == 2
+        assert (await call.read()).opened.transfer == 2
         call.cancel()
         await store.at_rest()
 
 
-async def test_bad_frames_end_their_session_only() -> None:
+async def test_bad_frames_end_their_transfer_only() -> None:
     async with rig() as store:
         call = await opened_put(store, [A, B])
         header, pieces = frames_of([A, B])[0]
         header.checksum ^= 1
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         refused = (await answer(call)).refused
-        assert (refused.session, "checksum" in refused.reason) == (1, True)
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))  # of no session: dropped
+        assert (refused.transfer, "checksum" in refused.reason) == (1, True)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))  # of no transfer: dropped
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(2, [A]))))
-        assert (await answer(call)).opened.session == 2
-        header, pieces = frames_of([A], session=2, layers=range(1))[0]
+        assert (await answer(call)).opened.transfer == 2
+        header, pieces = frames_of([A], transfer=2, layers=range(1))[0]
         for _ in range(2):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
         assert "come before" in (await answer(call)).refused.reason
@@ -89,7 +89,7 @@ async def test_two_processes_write_the_layers_of_a_block() -> None:
         for call, layers in ((low, range(2)), (high, range(2, 3))):
             for header, pieces in frames_of([A], layers=layers):
                 await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
-            close = kvstore_pb2.PutClose(session=1)
+            close = kvstore_pb2.PutClose(transfer=1)
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=close)))
         for call in (low, high):
             assert list((await call.read()).ack.blocks) == [0]
@@ -107,17 +107,17 @@ async def test_a_writer_hears_of_blocks_that_another_finishes_and_need_not_send_
         slices = [slice_to_send(LAYOUT, layer, 1, slice_of(B, layer), key=B) for layer in range(3)]
         for header, pieces in pack_frames(1, 0, slices, LAYOUT):
             await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=1))))
         assert list((await call.read()).ack.blocks) == [1]
         assert await store.read([A, B]) == [data_of(A), data_of(B)]
         call.cancel()
         await store.at_rest()
 
 
-async def test_a_session_closed_too_early_is_refused() -> None:
+async def test_a_transfer_closed_too_early_is_refused() -> None:
     async with rig() as store:
         call = await opened_put(store, [A])
-        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(transfer=1))))
         assert "before everything was sent" in (await call.read()).refused.reason
         call.cancel()
         await store.at_rest()
@@ -133,8 +133,8 @@ async def test_a_writer_that_vanishes_leaves_nothing() -> None:
         assert await store.read([A]) == []
 
 
-async def test_a_session_without_progress_is_ended() -> None:
-    async with rig(session_timeout_s=0.05) as store:
+async def test_a_transfer_without_progress_is_ended() -> None:
+    async with rig(transfer_timeout_s=0.05) as store:
         call = await opened_put(store, [A])
         assert "no progress" in (await call.read()).refused.reason
         call.cancel()

@@ -116,7 +116,7 @@ async def test_a_reader_that_leaves_gives_everything_back(tmp_path: Path) -> Non
     closed = asyncio.Event()
 
     class Closing(StoreListener):
-        def sessions_changed(self) -> None:
+        def transfers_changed(self) -> None:
             if not driven.store.reads.leases:
                 closed.set()
 

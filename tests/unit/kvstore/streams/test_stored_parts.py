@@ -41,7 +41,7 @@ async def put(store: Rig, blocks: int, windowed: tuple[int, ...]) -> PutOutcome:
         return await writer.put(KEYS[:blocks], PARENTS[:blocks], "t", READ, timeout_s=10, windowed=windowed)
     finally:
         await writer.aclose()
-        assert (writer.sessions, writer.traffic.unsent) == (0, 0)
+        assert (writer.channels, writer.traffic.unsent) == (0, 0)
 
 
 class Taken:
@@ -71,7 +71,7 @@ class Taken:
             )
         finally:
             await reader.aclose()
-            assert (reader.sessions, reader.traffic.unsent) == (0, 0)
+            assert (reader.channels, reader.traffic.unsent) == (0, 0)
 
 
 async def test_a_prefix_comes_with_its_window(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, sca
         keys = [KEYS[index] for index in table]
         read = lambda layer, index: pool.read(layer, table[index])  # noqa: E731
         putting = asyncio.ensure_future(writer.put(keys, PARENTS[:2], "", read, timeout_s=10))
-        await store.until("sessions_waiting_for_room", 1)
+        await store.until("transfers_waiting_for_room", 1)
         for index in table:
             pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes(0)
         others.cancel()
@@ -207,14 +207,21 @@ async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> 
         assert (dialer.failures, [connection.closed for connection in dialer.made]) == (0, [True])
 
 
+OWN_TRANSPORTS = {
+    "toy": "tests.unit.base.transport.toy:ToyTransport",
+    "files": "tests.unit.base.transport.toy_files:FileTransport",
+}
+
+
+@pytest.mark.parametrize("name", OWN_TRANSPORTS)
 async def test_a_transport_of_its_own_needs_a_class_and_an_entry(
-    sockets: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV moves over a transport that no other code knows (docs/extend/kv_transport.md)."""
-    monkeypatch.setitem(TRANSPORTS, "toy", "tests.unit.base.transport.toy:ToyTransport")
-    async with storing(sockets, "toy") as (store, dialer, pool), writing(store) as writer:
+    monkeypatch.setitem(TRANSPORTS, name, OWN_TRANSPORTS[name])
+    async with storing(sockets, name) as (store, dialer, pool), writing(store) as writer:
         outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
-        assert (outcome.stored, writer.transport) == (len(KEYS), "toy")
+        assert (outcome.stored, writer.transport) == (len(KEYS), name)
         assert await store.read(KEYS) == expected()
-        assert dialer.count_open("toy") >= 1
+        assert dialer.count_open(name) >= 1
         assert dialer.failures == 0
