@@ -388,7 +388,9 @@ def main() -> None:
     parser.add_argument("--time-scale", type=float, default=4.0, help="profile seconds that pass in one second")
     parser.add_argument("--token-scale", type=int, default=32, help="the profile's tokens for each token")
     parser.add_argument("--blocks", type=int, default=500, help="KV blocks of 16 tokens")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="the profile's tokens of a step at most")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="the profile's tokens of a step at most"
+    )
     asyncio.run(serve(parser.parse_args()))
 
 

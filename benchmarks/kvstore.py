@@ -94,7 +94,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, default=1_000_000, help="of the store that is asked for prefixes (default 1,000,000)")
     add("--churn-s", type=float, default=20.0, help="seconds of churn (default 20; the proof takes 600)")
     add("--churn-megabytes", type=int, default=1024, help="DRAM budget of the store that is churned (default 1024)")
-    add("--picture", type=Path, help="SVG file of memory over time (default: beside --out)")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One prefill and one decode instance, of the bundled model and then emulated (`--
 teaches the conductor how fast the instances are, and says how many requests a second they can do at most; then requests
 come in an open loop at a share of that rate. Emulated speed is disturbed, so that predicting is not reading the pacer's
 own numbers. The error of one request is |predicted / measured - 1|. TTFT and TPOT, the mean over an answer, are
-predicted at its placement. `--picture FILE.svg` has one dot per request.
+predicted at its placement.
 
 What nothing can foresee is measured beside: each round is sent twice, the second time with other tokens of the same
 lengths at the same times. What the two differ by is the *noise*: no prediction has a smaller error but by luck. The
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
 from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, again
-from benchmarks.predictions_picture import Dots, Panel, picture
 from moonpool.base.bundled import model_dir
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
@@ -182,14 +181,6 @@ def _row(name: str, percents: Sequence[float], wanted: float) -> Row:
     return bounded(name, "%", percents, "wanted at most", 100 * wanted)
 
 
-def dots(found: Measured, figure: str) -> Dots:
-    """All requests of all rounds, by level."""
-    return {
-        level: [(pair.predicted_s, pair.measured_s) for it in each for pair in it.pairs[figure]]
-        for level, each in found.items()
-    }
-
-
 def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) -> StackPlan:
     """The stack that is measured."""
     extra: dict[str, Sequence[str]] = {}
@@ -214,28 +205,15 @@ def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) 
     )
 
 
-def picture_path(options: argparse.Namespace) -> Path | None:
-    """Where the picture goes: the flag, or beside the results, or nowhere."""
-    chosen: Path | None = options.picture
-    out: Path | None = options.out
-    return out.with_suffix(".svg") if chosen is None and out is not None else chosen
-
-
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All rows; writes the picture."""
+    """All rows."""
     found_rows: list[Row] = []
-    panels: dict[str, Panel] = {}
     for engine in options.engine.split(","):
         load = REAL if engine == "real" else EMULATED
         with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(engine, options, load, Path(folder))) as stack:
             found = rounds(stack.address, load, options, progress)
             idle = alone(stack.address, load, options)
         found_rows += rows(engine, found, idle, load.wanted)
-        panels |= {f"{engine}: {figure}": Panel(dots(found, figure), load.wanted) for figure in FIGURES}
-    path = picture_path(options)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(picture("Predicted and measured", panels), encoding="utf-8")
     return found_rows
 
 
@@ -248,7 +226,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--speed-error", type=float, default=0.5, help="hidden error of the emulated speed, as a share (default 0.5)")
     add("--seconds", type=float, default=2.5, help="in which a round's requests come, four at least (default 2.5)")
     add("--seed", type=int, default=1, help="of prompts and times (default 1)")
-    add("--picture", type=Path, help="SVG file, one dot per request (default: beside --out)")
 
 
 if __name__ == "__main__":

@@ -248,7 +248,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", type=int, default=500, help="KV blocks of a server; each has 512 tokens of the trace"
     )
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="the profile's tokens of a step at most")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="the profile's tokens of a step at most"
+    )
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder that routers are installed in")
     parser.add_argument("--only", action="append", default=[], help="this router and round robin; may be repeated")
 
