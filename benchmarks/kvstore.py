@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers, kvstore_prefix, kvstore_ssd
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
+from benchmarks.kvstore_client import BLOCK_SIZES, layout_of
 from benchmarks.kvstore_ssd import DEPTH
 from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from benchmarks.frame import Progress, Row, bounded
-from benchmarks.kvstore_client import IncompleteError, StoreClient, connected
-from benchmarks.kvstore_shape import Memory, chain, layout_of
+from benchmarks.kvstore_client import IncompleteError, Memory, StoreClient, chain, connected, layout_of
 from benchmarks.processes import Child, child
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)

@@ -10,11 +10,9 @@ import pytest
 from benchmarks import kvstore, kvstore_peers
 from benchmarks.frame import Absent, Row, Skipped, report, run
 from benchmarks.kvstore_churn import Churn
-from benchmarks.kvstore_client import IncompleteError
-from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
-from benchmarks.kvstore_match import percentile
+from benchmarks.kvstore_client import BLOCK_SIZES, IncompleteError, Memory, chain, layout_of, parents, root_of, split
+from benchmarks.kvstore_match import CHAIN_BLOCKS, build, chain_keys, percentile, record_bytes
 from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, TCP, name_of, operations, rows_of, target_of
-from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
 from benchmarks.kvstore_ssd import (
     LAYOUT,
     MIN_BLOCKS,

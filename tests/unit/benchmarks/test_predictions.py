@@ -5,8 +5,19 @@ import math
 
 import pytest
 
-from benchmarks.predictions import Pair, Round, distance, median_error, rows, twice
-from benchmarks.predictions_load import EMULATED, REAL, Load, Requests, again
+from benchmarks.predictions import (
+    EMULATED,
+    REAL,
+    Load,
+    Pair,
+    Requests,
+    Round,
+    again,
+    distance,
+    median_error,
+    rows,
+    twice,
+)
 
 
 @pytest.mark.parametrize("load", [REAL, EMULATED])

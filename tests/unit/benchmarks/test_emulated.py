@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.arrivals import apart, at_rate
+from benchmarks.emulated import apart, at_rate
 from moonpool.simulator.traces.mooncake import TraceRequest
 
 

@@ -1,7 +1,6 @@
-"""The GPU's benchmark without a GPU: it says so; its rows are right on tensors of the CPU, timed by a fake clock."""
+"""Rows of `kernel_speed` on tensors of the CPU, timed by a fake clock."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -11,11 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.device import On
-from benchmarks.frame import Row, run
-from benchmarks.kernels_gpu import Shape, copy_row, decode_row, flags, measure, norm_rows, prefill_rows, write_row
-from benchmarks.kernels_gpu_steps import WAYS, StepCase, sampling_rows, step_rows
-from moonpool.engine.platforms.staged import StagedDevice
+from benchmarks.ceilings import On
+from benchmarks.frame import Row
+from tools.gpu_check.kernel_rows import (
+    WAYS,
+    Shape,
+    copy_row,
+    decode_row,
+    norm_rows,
+    prefill_rows,
+    sampling_rows,
+    write_row,
+)
 
 SMALL = Shape(heads=4, kv_heads=2, head_dim=16, layers=3, dtype=torch.float32)
 COPY, MATRIX = 4096, 16
@@ -37,15 +43,6 @@ def check(row: Row, value: float, limit_name: str, limit: float) -> None:
     assert row.spread == 0
     better = limit / value if row.unit == "ms" else value / limit
     assert row.ratio == pytest.approx(better)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("kernels_gpu", measure, [], flags=flags)
-    assert capsys.readouterr().out.strip() == "kernels_gpu: not measured, there is no GPU"
-    assert run("kernels_gpu", measure, ["--json"], flags=flags)
-    kept = json.loads(capsys.readouterr().out)
-    assert (kept["skipped"], kept["rows"]) == ("there is no GPU", [])
 
 
 def test_kernels_are_told_by_what_they_read_and_write() -> None:
@@ -77,17 +74,6 @@ def test_sampling_is_told_by_its_time() -> None:
         check(row, 250, row.limit_name, 250 if own else 1e3 * 3 * 500 * 4 / (2 * COPY / 0.25))
 
 
-def test_a_decode_step_is_told_eagerly_and_as_a_graph() -> None:
-    case = StepCase("tiny-qwen2", {}, (1, 3), 64, "float32", lambda: StagedDevice(1))
-    rows = step_rows(ON, case)
-    assert [row.name.rpartition(", ")[2] for row in rows] == ["layer by layer", "as a graph"] * 2
-    first, graph, several, _ = rows
-    assert first.value == graph.value
-    token = (several.value - first.value) * 0.25 * 1e9 / (2 * 64)
-    assert token == pytest.approx(round(token), abs=1e-3), "the two differ by the KV of two sequences"
-    assert token > 0
-
-
 @pytest.mark.slow  # the kernels' own tests run the interpreter
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -102,6 +88,6 @@ def test_the_rows_of_the_kernels_of_gpus() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        *(f"{Path(__file__)}::{it}" for it in names),
+        *(f"{Path(__file__)}::{name}" for name in names),
     ]
     subprocess.run(command, env=environment, check=True)

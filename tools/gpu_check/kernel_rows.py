@@ -1,13 +1,13 @@
-"""The GPU's figures: kernels, sampling and whole decode steps, each beside a limit measured in the same run.
+"""Rows of `kernel_speed`: kernels and sampling, each beside a limit measured in the same run.
 
-`python -m benchmarks.kernels_gpu [--json] [--quick]`; `benchmarks.kernels` has these rows, too, where there is a GPU.
-Without a GPU the page says so, and nothing is measured. Calls are timed by the device's events, after warming up.
-Limits are what a large copy reads and writes per second, a large matrix product, and what torch has of its own.
+Calls are timed by the device's events, after warming up. Limits are what a large copy reads and writes per second, a
+large matrix product, and what torch has of its own.
 """
 
-import argparse
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +15,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from benchmarks.device import On
-from benchmarks.frame import Progress, Row, Skipped, optional, paired, run
-from benchmarks.kernels_errors import error_rows
-from benchmarks.kernels_gpu_steps import STEP, sampling_rows, step_rows
+from benchmarks.ceilings import On
+from benchmarks.frame import Row, optional, paired
+from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.engine.kernels import ops
-from moonpool.engine.kernels.attention import copy_blocks, paged_attention, selected, write_kv
+from moonpool.engine.kernels.attention import copy_blocks, paged_attention, write_kv
 from moonpool.engine.kernels.plan import make_plan
+from moonpool.engine.sampling.sampler import Sampler
 
+WAYS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k 50": SamplingParams(temperature=0.8, top_k=50),
+    "top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-p 0.95, penalties": SamplingParams(temperature=0.8, top_p=0.95, frequency_penalty=0.2, repetition_penalty=1.1),
+}
 SAMPLED = ((64, 32_000), (64, 151_936))
 """(rows, vocabulary)"""
 DECODE_TARGET, PREFILL_TARGET, FLASH_TARGET = 0.85, 0.4, 0.9
@@ -46,7 +53,6 @@ class Sizes:
 
 
 SIZES = Sizes()
-QUICK = replace(SIZES, decode=SIZES.decode[:1], prefill=SIZES.prefill[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,29 +227,40 @@ def kernel_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
     yield from norm_rows(on, shape.dtype, *sizes.normed)
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All rows of the GPU.
-
-    Raises:
-        Skipped: there is none.
-    """
-    if not torch.cuda.is_available():
-        raise Skipped("there is no GPU")
-    on = On(torch.device("cuda"), options.runs)
-    progress(f"attention on {torch.cuda.get_device_name()}: {selected('cuda', torch.bfloat16)}")
-    rows = [*kernel_rows(on, Shape(), QUICK if options.quick else SIZES)]
-    for case in SAMPLED:
-        rows += sampling_rows(on, *case)
-    rows += step_rows(on, STEP)
-    for row in rows:
-        progress(f"{row.name}: {row.value:.4g} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
-    return rows + error_rows(progress, "cuda")
+def sampling_rows(on: On, rows: int, vocab: int) -> list[Row]:
+    """From logits to tokens on the host, beside reading the logits once; top-p also beside torch's sort and draw."""
+    logits = torch.randn(rows, vocab, device=on.device) * 2
+    found = []
+    for way, params in WAYS.items():
+        call = _sampling(logits, params)
+        pairs = on.pairs(1.0, call, lambda: on.copied() / logits.nbytes)
+        name = f"GPU sampling, {way}, {rows} rows of {vocab}"
+        found.append(_in_ms(name, pairs, "the logits once at a copy's rate"))
+        if way == "top-p 0.95":
+            theirs = partial(on.per_second, partial(_by_sort, logits, params))
+            found.append(_in_ms(name, on.pairs(1.0, call, theirs), "torch's sort and multinomial"))
+    return found
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this benchmark."""
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+def _in_ms(name: str, rates: list[tuple[float, float]], limit_name: str) -> Row:
+    return paired(name, "ms", [(1e3 / own, 1e3 / limit) for own, limit in rates], limit_name, less_is_better=True)
 
 
-if __name__ == "__main__":
-    run("kernels_gpu", measure, flags=flags)
+def _sampling(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
+    """A further step of a run; the logits are written anew each time, as a step's are."""
+    history = array("i", range(0, 1000, 2)).tobytes() if params.penalised else None
+    specs = [SampleSpec(params, seed, history=history, prompt_tokens=100) for seed in range(len(logits))]
+    sampler, room = Sampler(specs, logits.shape[1], logits.device, 1 << 16), torch.empty_like(logits)
+
+    def call() -> object:
+        tokens = sampler.sample(room.copy_(logits)).tokens
+        sampler.advance([drawn[0] for drawn in tokens])
+        return tokens
+
+    return call
+
+
+def _by_sort(logits: Tensor, params: SamplingParams) -> Tensor:
+    ordered = torch.softmax(logits / params.temperature, -1).sort(-1, descending=True)
+    kept = torch.where(ordered.values.cumsum(-1) - ordered.values < params.top_p, ordered.values, 0.0)
+    return ordered.indices.gather(1, kept.multinomial(1)).cpu()
