@@ -9,26 +9,19 @@ from benchmarks import page
 from benchmarks.frame import run, today
 
 ALL = (
-    "admission",
     "checkpoint",
     "conductor",
-    "decode_memory",
     "engine",
     "eviction",
     "failover",
     "attacks",
     "fairness",
     "gateway",
-    "hot",
     "kernels",
-    "kv_device",
     "kv_stream",
     "kv_transfer",
-    "kv_types",
     "kvstore",
-    "lending",
     "predictions",
-    "rests",
     "sampling",
     "serving",
     "simulated",
@@ -51,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     date = today()
     for name in options.names or ALL:
         module = importlib.import_module(f"benchmarks.{name}")
-        path = options.results / f"{date}-{name}.json"
+        path = options.results / f"{name}.json"
         arguments = ["--runs", str(options.runs), "--out", str(path), "--date", date]
         run(name, module.measure, arguments, flags=getattr(module, "flags", None))
     print(page.write(options.results))

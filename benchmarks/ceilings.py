@@ -1,20 +1,26 @@
-"""This machine's limits that kernels are compared with: memory read beyond the caches, matrix products, exponentials.
+"""This machine's limits that kernels and models are compared with: memory, matrix products, exponentials, a GPU's own.
 
-All are measured with torch's threads. A ceiling must not be beaten: memory is read over a working set of twice the last
-level cache, in several streams a thread, on large pages where what is compared with it lies on such, the best pass
-counts, and the matrix product is taken at the shape that is fastest here.
+A CPU's are measured with torch's threads. A ceiling must not be beaten: memory is read over a working set of twice
+the last level cache, in several streams a thread, on large pages where what is compared with it lies on such, the best
+pass counts, and the matrix product is taken at the shape that is fastest here.
 """
 
+import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.frame import Row
+from moonpool.base.checkpoint import load_config
+from moonpool.engine.kernels.int8_head import int8_head_bytes
 from moonpool.engine.kernels.memory import mapped
 from moonpool.engine.kernels.native import library
+from moonpool.engine.models.loader import torch_dtype
 
 BEYOND = 2
 """Working sets are so many times the last level cache, so that at most a part of each pass comes from it."""
@@ -113,3 +119,178 @@ def exponential_seconds() -> float:
     if native is not None:
         times.append(seconds(lambda: native.exponentials(x, 100)) / x.numel() / 100)
     return min(times)
+
+
+COPY_BYTES = 4 << 30
+MATRIX = 8192
+_WARM, _TIMES = 3, 10
+_HEAD_START = 20_000_000
+"""Cycles for which the device waits before it is timed, some 10 ms: the host launches calls meanwhile, so that short
+kernels are timed and not their launches. Calls that read from the device wait each time.
+"""
+
+
+def device_seconds(call: Callable[[], object]) -> float:
+    """Seconds for one call on the device, after warming up."""
+    for _ in range(_WARM):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(_TIMES):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _TIMES
+
+
+@dataclass(frozen=True, slots=True)
+class On:
+    """Where kernels are measured, and how.
+
+    Attributes:
+        device: device for all tensors.
+        runs: measured pairs of each figure.
+        seconds: per call on the device.
+        copy_bytes: bytes that a copy reads, for the copy limit.
+        matrix: rows and columns in a product, for the product limit.
+    """
+
+    device: torch.device
+    runs: int
+    seconds: Callable[[Callable[[], object]], float] = device_seconds
+    copy_bytes: int = COPY_BYTES
+    matrix: int = MATRIX
+
+    def per_second(self, call: Callable[[], object]) -> float:
+        """Calls per second."""
+        return 1.0 / self.seconds(call)
+
+    def copied(self) -> float:
+        """Bytes per second that a large copy reads and writes."""
+        source = torch.ones(self.copy_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    def multiplied(self, dtype: torch.dtype) -> float:
+        """Floating point operations per second of a large matrix product."""
+        a, b = (torch.randn(self.matrix, self.matrix, device=self.device).to(dtype) for _ in range(2))
+        return 2 * self.matrix**3 / self.seconds(lambda: a @ b)
+
+    def pairs(self, work: float, call: Callable[[], object], limit: Callable[[], float]) -> list[tuple[float, float]]:
+        """For each run `work` per second of a call, and the limit; the call was made once before."""
+        call()
+        return [(work * self.per_second(call), limit()) for _ in range(self.runs)]
+
+
+def device_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Floating point operations per second of a large matrix product, and bytes per second read from memory."""
+    memory = torch.ones(COPY_BYTES // 4, device="cuda")
+    return On(torch.device("cuda"), 1).multiplied(dtype), memory.nbytes / device_seconds(memory.sum)
+
+
+MARGIN = 1.1
+"""A figure so far above a limit is impossible; less is the limit's own noise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One request: when it began and ended, seconds of one clock, and its output tokens."""
+
+    begin: float
+    end: float
+    tokens: int
+
+
+def rate(spans: Sequence[Span]) -> float:
+    """Output tokens per second, from the first request's start to the last one's end."""
+    return sum(span.tokens for span in spans) / (max(span.end for span in spans) - min(span.begin for span in spans))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do at most with a model.
+
+    Attributes:
+        parameters: that are multiplied for each token: all but the embedding's and the last layer's.
+        head_parameters: of the last layer, multiplied for each token that is sampled.
+        flops: of the best matrix product, per second.
+        read_bytes_per_s: from memory.
+        weight_bytes: of each parameter.
+        int8_panels_bytes: that a greedy step of few sequences reads of the head instead; 0 where it reads the head.
+        other_parameters: of experts that a token does not choose.
+        chosen_share: of all experts, those that a token chooses.
+    """
+
+    parameters: int
+    head_parameters: int
+    flops: float
+    read_bytes_per_s: float
+    weight_bytes: float = 2
+    int8_panels_bytes: int = 0
+    other_parameters: int = 0
+    chosen_share: float = 1.0
+
+    @property
+    def all_parameters(self) -> int:
+        """Multiplied for each token that is sampled."""
+        return self.parameters + self.head_parameters
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Tokens of a prompt per second: its products alone."""
+        return self.flops / (2 * self.parameters)
+
+    def read_parameters(self, batch: int) -> float:
+        """Read by a step of so many sequences, each of which chooses its experts for itself, all as likely."""
+        return self.all_parameters + self.other_parameters * (1 - (1 - self.chosen_share) ** (batch - 1))
+
+    def decode_tokens_per_s(self, batch: int) -> float:
+        """Tokens per second: products, and reading the weights once a step where they do not fit the caches."""
+        limit, nbytes = self.flops / (2 * self.all_parameters), int(self.weight_bytes * self.read_parameters(batch))
+        return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
+
+    @property
+    def int8_head_tokens_per_s(self) -> float:
+        """Tokens of one sequence per second, by the bytes that its greedy steps read; 0 where they read all weights."""
+        nbytes = int(self.weight_bytes * self.parameters) + self.int8_panels_bytes
+        return self.read_bytes_per_s / nbytes if self.int8_panels_bytes and beyond_caches(nbytes) else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.all_parameters / 1e6:.1f} M parameters per token, "
+            f"products {self.flops / 1e9:.0f} GFLOP/s, memory {self.read_bytes_per_s / 1e9:.1f} GB/s"
+        )
+
+
+def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -> Limits:
+    """The limits of this machine for a checkpoint in an element type; on a GPU, where `device` is not the CPU."""
+    config = load_config(model)
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    parameters = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    element = torch_dtype(dtype)
+    head = config.vocab_size * config.hidden_size
+    mixtures = [layer.feed_forward.experts for layer in config.decoder.layers if layer.feed_forward.experts is not None]
+    others = sum(3 * config.hidden_size * its.inner * (its.count - its.chosen) for its in mixtures)
+    share = mixtures[0].chosen / mixtures[0].count if mixtures else 1.0
+    if device != "cpu":
+        return Limits(parameters, head, *device_limits(element), element.itemsize, 0, others, share)
+    flops = product_flops(best_shape(element), element)
+    int8_head = int8_head_bytes(config.vocab_size, config.hidden_size, element)
+    return Limits(parameters, head, flops, memory_now(), element.itemsize, int8_head, others, share)
+
+
+def memory_now() -> float:
+    """Bytes per second that this machine reads of weights. On a shared one it is another after a minute."""
+    return read_bytes_per_s(weights_memory())
+
+
+def with_limit(row: Row, limit: float, *, less_is_better: bool = False) -> Row:
+    """The row, marked when the peer's figure beside it is beyond what this machine can do."""
+    times = limit / row.limit_value if less_is_better else row.limit_value / limit
+    if times <= MARGIN:
+        return row
+    return dataclasses.replace(
+        row, limit_name=f"{row.limit_name} (impossible here: the limit is {limit:.3g} {row.unit})"
+    )

@@ -1,9 +1,34 @@
-"""Whether a machine is large enough for emulated instances: by how much their steps came late."""
+"""Traces for emulated instances: when requests come at a rate, and whether steps came late."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 from benchmarks.frame import Row, bounded
 from moonpool.cli.check import GaugeReading
+from moonpool.simulator.traces.mooncake import TraceRequest
+
+
+def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
+    """A trace's requests from time 0 on, at least two, at a mean rate per second, as uneven as in the trace.
+
+    Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
+    than that, and which of them a conductor hears first would be chance.
+    """
+    times = apart([one.timestamp for one in requests])
+    faster = (times[-1] - times[0]) / 1000 * rate / (len(requests) - 1)
+    return [replace(one, timestamp=(at - times[0]) / faster) for one, at in zip(requests, times, strict=True)]
+
+
+def apart(times: Sequence[float]) -> list[float]:
+    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before, or over 1."""
+    instants = [(at, len(list(same))) for at, same in groupby(times)]
+    spans = [after - at for (at, _), (after, _) in pairwise(instants)]
+    spans.append(spans[-1] if spans else 1.0)
+    return [
+        at + span * place / count for (at, count), span in zip(instants, spans, strict=True) for place in range(count)
+    ]
+
 
 LATE = 5.0
 """Per cent of the emulated steps' time by which the machine may be late: beyond that figures are rather its own."""

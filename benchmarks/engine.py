@@ -36,10 +36,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ceilings import Limits, Span, measured_limits, memory_now, rate, with_limit
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread_of
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
-from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
 from moonpool.base.checkpoint import inspect_checkpoint
 from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.base.sampling_params import SamplingParams

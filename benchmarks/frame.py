@@ -264,7 +264,8 @@ def run(
     took_s = time.monotonic() - began
     tell(f"took {took_s:.0f} s, load average {os.getloadavg()[1]:.1f}")
     result = json.dumps(report(name, rows, date=options.date, skipped=skipped, took_s=took_s), indent=2)
-    if options.out:
+    # A machine that lacks something does not replace what another machine measured.
+    if options.out and not (skipped and options.out.exists()):
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(result + "\n")
     if options.json:

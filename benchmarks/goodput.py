@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.arrivals import at_rate
-from benchmarks.emulated import late, lateness
+from benchmarks.emulated import at_rate, late, lateness
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import load_config

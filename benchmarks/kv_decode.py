@@ -1,7 +1,7 @@
 """A decode instance without an engine: the real contract, requests, receiver and pool, in a separate process.
 
 `python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as `moonpool.engine.decode` with
-its flags; SHAPE is a name in kv_shape.py. Joins no conductor and does not compute; for measuring what receiving KV
+its flags; SHAPE is a name in kv_paths.py. Joins no conductor and does not compute; for measuring what receiving KV
 costs.
 """
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
+from benchmarks.kv_paths import SHAPES, VOCAB_SIZE, Shape
 from moonpool.base.errors import Unavailable
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.rpc.channels import Channels

@@ -5,16 +5,20 @@ services.
 """
 
 import asyncio
+import dataclasses
 import itertools
+import random
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import grpc.aio
 
-from benchmarks.kv_shape import SMALL, Shape
 from moonpool.base.kv.frames import Slice
-from moonpool.base.kv.keys import BlockKey
+from moonpool.base.kv.keys import BlockKey, block_keys, chain_root, namespace, pack_keys, tokens_to_bytes
+from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool, PoolTarget
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader
@@ -29,6 +33,64 @@ from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.sessions import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+
+VOCAB_SIZE = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One model's KV, and the blocks per transfer or put."""
+
+    layout: KVLayout
+    blocks: int
+
+    @cached_property
+    def namespace(self) -> bytes:
+        """Of all benchmarks' KV of this shape."""
+        return namespace(bytes(32), self.layout)
+
+    @cached_property
+    def root(self) -> bytes:
+        """Parent of every chain's first block."""
+        return chain_root(self.namespace, "")
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes per transfer or put."""
+        return self.blocks * self.layout.block_bytes
+
+    def tokens(self, seed: int) -> "array[int]":
+        """As many as the blocks have, unlike those of other seeds."""
+        count = self.blocks * self.layout.block_size
+        return array("i", random.Random(seed).choices(range(VOCAB_SIZE), k=count))
+
+    def keys(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Keys of their blocks."""
+        return block_keys(self.root, token_ids, self.layout.block_size)
+
+    def sequence(self, request_id: str, token_ids: "array[int]") -> kv_pb2.SequenceSpec:
+        """A sequence with these tokens, one more to be generated."""
+        return kv_pb2.SequenceSpec(
+            request_id=request_id,
+            token_ids=tokens_to_bytes(token_ids),
+            prompt_tokens=len(token_ids),
+            block_keys=pack_keys(self.keys(token_ids)),
+            chain_root=self.root,
+            sampling=kv_pb2.Sampling(max_tokens=2, temperature=0.0, top_p=1.0, repetition_penalty=1.0),
+        )
+
+    def hello(self, sender: str) -> kv_pb2.StreamHello:
+        """First message on a stream with this KV."""
+        instance = kv_pb2.Instance(id=sender, epoch=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+        return kv_pb2.StreamHello(sender=instance, namespace=self.namespace, layout=self.layout.to_proto())
+
+
+SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_size=64, dtype="bfloat16"), 128)
+"""64 KiB per layer slice: a small model's. Frames near one MiB hold sixteen slices. 64 MiB."""
+HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16"), 32)
+"""A prompt of 2,048 tokens of Qwen2.5-0.5B: 24 MiB, 1 MiB of each layer."""
+SHAPES = {"small": SMALL, "0.5b": HALF_B}
+
 
 TIMEOUT_S = 120.0
 TLS_NAME = "tls"

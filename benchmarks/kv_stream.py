@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
-from benchmarks.kv_paths import TLS_NAME, DecodePath, GetPath, Path, PutPath, dialers, filled_pool
-from benchmarks.kv_shape import SMALL
+from benchmarks.kv_paths import SMALL, TLS_NAME, DecodePath, GetPath, Path, PutPath, dialers, filled_pool
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.base.kv.pool import KVPool

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import uvloop
 
 from benchmarks.frame import Progress, Row, Skipped, paired, run
-from benchmarks.kv_paths import DecodePath, dialers, filled_pool
-from benchmarks.kv_shape import HALF_B
+from benchmarks.kv_paths import HALF_B, DecodePath, dialers, filled_pool
 from benchmarks.limits import MEMORY_BYTES, tcp_seconds
 from benchmarks.processes import child
 from moonpool.base.kv.frames import FRAME_BYTES

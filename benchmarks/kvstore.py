@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers, kvstore_prefix, kvstore_ssd
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
+from benchmarks.kvstore_client import BLOCK_SIZES, layout_of
 from benchmarks.kvstore_ssd import DEPTH
 from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
@@ -94,7 +94,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, default=1_000_000, help="of the store that is asked for prefixes (default 1,000,000)")
     add("--churn-s", type=float, default=20.0, help="seconds of churn (default 20; the proof takes 600)")
     add("--churn-megabytes", type=int, default=1024, help="DRAM budget of the store that is churned (default 1024)")
-    add("--picture", type=Path, help="SVG file of memory over time (default: beside --out)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A kvstore's resident memory while more passes through than fits, as a figure and as a picture.
+"""A kvstore's resident memory while more passes through than fits.
 
 Chains from a set of twice the DRAM budget are put when the store does not hold them and read when it does, in blocks of
 several sizes whose shares change over time, which is what makes allocators grow. All anonymous memory of the process
@@ -12,12 +12,9 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from benchmarks.frame import Progress, Row, bounded
-from benchmarks.kvstore_client import IncompleteError, StoreClient, connected
-from benchmarks.kvstore_picture import Point, picture
-from benchmarks.kvstore_shape import Memory, chain, layout_of
+from benchmarks.kvstore_client import IncompleteError, Memory, StoreClient, chain, connected, layout_of
 from benchmarks.processes import Child, child
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)
@@ -99,9 +96,9 @@ class Churn:
         return f"{moved}, {self.incomplete} of {self.requests} chains incomplete"
 
 
-async def samples(store: Child, churn: Churn, progress: Progress) -> list[Point]:
+async def samples(store: Child, churn: Churn, progress: Progress) -> list[tuple[float, float]]:
     """Seconds and resident megabytes, until the churn ends."""
-    found: list[Point] = []
+    found: list[tuple[float, float]] = []
     told = 0.0
     while (now := time.perf_counter()) < churn.until:
         found.append((now - churn.began, store.resident_bytes() / 1e6))
@@ -113,7 +110,9 @@ async def samples(store: Child, churn: Churn, progress: Progress) -> list[Point]
     return found
 
 
-async def churned(store: Child, budget: int, seconds: float, progress: Progress) -> tuple[list[Point], Churn]:
+async def churned(
+    store: Child, budget: int, seconds: float, progress: Progress
+) -> tuple[list[tuple[float, float]], Churn]:
     """Churns a store for `seconds`."""
     memory = Memory(CHAIN_BYTES)
     async with contextlib.AsyncExitStack() as stack:
@@ -128,26 +127,12 @@ async def churned(store: Child, budget: int, seconds: float, progress: Progress)
         return measured.result(), churn
 
 
-def picture_path(options: argparse.Namespace) -> Path | None:
-    """Where the picture goes: the flag, or beside the results, or nowhere."""
-    chosen: Path | None = options.picture
-    out: Path | None = options.out
-    if chosen is not None or out is None:
-        return chosen
-    return out.with_name(f"{out.stem}-churn.svg")
-
-
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """The row of this part; writes the picture."""
+    """The row of this part."""
     budget = options.churn_megabytes << 20
     with child("moonpool.kvstore", "--dram-bytes", str(budget), "--log-level", "warning") as store:
         points, churn = await churned(store, budget, options.churn_s, progress)
     name = f"memory over {options.churn_s:g} s of churn, {churn.text()}"
     most = max(value for _, value in points)
     progress(f"{name}: at most {most:.0f} MB with a budget of {budget / 1e6:.0f}")
-    path = picture_path(options)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [("budget", budget / 1e6), ("allowed", ALLOWED * budget / 1e6)]
-        path.write_text(picture(f"kvstore: {name}", "MB", points, lines), encoding="utf-8")
     return [bounded(name, "MB", [most], "budget + 15 %", ALLOWED * budget / 1e6)]

@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from benchmarks.frame import Progress, Row, paired
-from benchmarks.kvstore_client import StoreClient, connected, some_at_once
-from benchmarks.kvstore_shape import Memory, chain, layout_of, split
+from benchmarks.kvstore_client import Memory, StoreClient, chain, connected, layout_of, some_at_once, split
 from benchmarks.limits import MEMORY_BYTES, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s
 from moonpool.base.kv.frames import FRAME_BYTES

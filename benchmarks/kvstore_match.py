@@ -1,6 +1,6 @@
 """`MatchPrefix` over 2,000 keys in a store of a million blocks, memory per indexed block, and how long a restart takes.
 
-The store is started on a data folder that was made beforehand (kvstore_index.py), beside one on an empty folder.
+The store is started on a data folder that was made beforehand, beside one on an empty folder.
 """
 
 import argparse
@@ -12,10 +12,57 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Progress, Row, paired
-from benchmarks.kvstore_client import StoreClient, connected
-from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
-from benchmarks.kvstore_shape import TINY, Memory
+from benchmarks.kvstore_client import TINY, Memory, StoreClient, chain, connected, namespace_of
 from benchmarks.processes import Child
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.kvstore.ssd.files import ALIGN, FileLayer
+from moonpool.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
+from moonpool.kvstore.ssd.records import segment_path
+
+CHAIN_BLOCKS = 2000
+RECORD_UNITS = 2
+"""A header and the data, each rounded up."""
+ROWS_PER_VALUE = 2000
+"""As the store's commits would leave them: some thousand records each."""
+SEGMENT_ROWS = 16_000
+
+
+def chain_keys(number: int) -> list[bytes]:
+    """One chain's keys."""
+    return chain(("index", number), CHAIN_BLOCKS)
+
+
+def record_bytes() -> int:
+    """Of a tiny block on disk."""
+    return RECORD_UNITS * ALIGN
+
+
+def build(folder: Path, chains: int) -> int:
+    """Makes a data folder with `chains` chains of `CHAIN_BLOCKS`; returns the number of blocks."""
+    (folder / "segments").mkdir(parents=True)
+    index = Index(FileLayer(), folder / "index", 256 << 20, sync=False)
+    try:
+        kinds = [RecordKind(BlockFormat(namespace_of(TINY), TINY), "")]
+        keys = (key for number in range(chains) for key in chain_keys(number))
+        left, segment = chains * CHAIN_BLOCKS, 0
+        while left:
+            segment += 1
+            rows = min(SEGMENT_ROWS, left)
+            left -= rows
+            entries = {}
+            for first in range(0, rows, ROWS_PER_VALUE):
+                slots = range(first, min(first + ROWS_PER_VALUE, rows))
+                packed = [ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, 0, 0) for slot in slots]
+                entries[segment, first] = b"".join(packed)
+            change = IndexChange(entries=entries, segments={segment: rows * record_bytes()}, kinds={segment: kinds})
+            index.commit(change)
+            with segment_path(folder / "segments", segment).open("wb") as file:
+                file.truncate(rows * record_bytes())
+        index.sync()
+    finally:
+        index.close()
+    return chains * CHAIN_BLOCKS
+
 
 CALLS = 200
 KEY_BYTES = 32.0

@@ -8,11 +8,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.disk import drop_cache
 from benchmarks.frame import Progress, Row, paired
-from benchmarks.kvstore_client import connected
-from benchmarks.kvstore_shape import Memory, chain, layout_of
+from benchmarks.kvstore_client import Memory, chain, connected, layout_of
 from benchmarks.kvstore_ssd import store
+from benchmarks.limits import drop_cache
 
 BLOCKS = 100
 LAYOUT = layout_of(1 << 20)

@@ -21,10 +21,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.disk import Piece, append_seconds, drop_cache, layer_major, make_file, read_seconds, whole_blocks
 from benchmarks.frame import Progress, Row, paired
-from benchmarks.kvstore_client import connected, some_at_once
-from benchmarks.kvstore_shape import Memory, chain, layout_of, split
+from benchmarks.kvstore_client import Memory, chain, connected, layout_of, some_at_once, split
+from benchmarks.limits import Piece, append_seconds, drop_cache, layer_major, make_file, read_seconds, whole_blocks
 from benchmarks.processes import Child, child, own_cpu_s
 from moonpool.kvstore.layer_reader import PIECE_BYTES
 

@@ -1,12 +1,145 @@
-"""Raw TCP between two processes and copies in memory on this machine, for comparison.
+"""Raw TCP between two processes, copies in memory, and reads and appends of a disk, for comparison.
 
 `python -m benchmarks.limits` is the receiving process: it prints its address and reads each connection to its end. A
 connection begins with the size of a read and the size of the memory that is read into, eight bytes each, and is
 answered with one byte at its end.
 """
 
+import mmap
+import os
 import socket
+import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_FILL_BYTES = 8 << 20
+
+Piece = tuple[int, int]
+"""Offset and length."""
+
+
+def drop_cache(folder: Path) -> int:
+    """Drops all files under `folder` from the page cache; returns their bytes.
+
+    The kernel does not drop pages that are not written yet, so everything is synced before.
+    """
+    os.sync()
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                total += os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+    return total
+
+
+def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int, sync_bytes: int) -> float:
+    """Seconds until `nbytes` have been appended to a new file and are on the device.
+
+    Args:
+        path: the file, removed afterwards.
+        source: the data, used in a circle; a multiple of `piece_bytes`.
+        piece_bytes: bytes per write.
+        nbytes: in all.
+        sync_bytes: `fdatasync` each time this many were written.
+    """
+    begin = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        done = synced = 0
+        while done < nbytes:
+            at = done % source.nbytes
+            done += os.write(fd, source[at : at + min(piece_bytes, nbytes - done)])
+            if done - synced >= sync_bytes:
+                os.fdatasync(fd)
+                synced = done
+        os.fdatasync(fd)
+        return time.perf_counter() - begin
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def make_file(path: Path, nbytes: int) -> None:
+    """Writes a file with `nbytes` without holes and syncs the file."""
+    data = os.urandom(1 << 16) * (_FILL_BYTES >> 16)
+    with path.open("wb") as file:
+        while (left := nbytes - file.tell()) > 0:
+            file.write(data[:left])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def layer_major(blocks: int, layers: int, slice_bytes: int, pitch: int, chain: int) -> list[Piece]:
+    """Pieces in a block file, `pitch` apart, in the order in which chains are read layer by layer."""
+    pieces = []
+    for first in range(0, blocks, chain):
+        group = range(first, min(first + chain, blocks))
+        pieces += [(block * pitch + layer * slice_bytes, slice_bytes) for layer in range(layers) for block in group]
+    return pieces
+
+
+def whole_blocks(blocks: int, block_bytes: int, pitch: int) -> list[Piece]:
+    """The same blocks, each in one piece."""
+    return [(block * pitch, block_bytes) for block in range(blocks)]
+
+
+def read_seconds(path: Path, pieces: Sequence[Piece], depth: int, *, direct: bool = False) -> float:
+    """Seconds until `depth` threads have read all pieces, in order, each into memory that was touched before.
+
+    With `direct` past the page cache: offsets and lengths are multiples of a sector's.
+
+    Raises:
+        OSError: a piece is not in the file.
+    """
+    todo = iter(pieces)
+    lock = threading.Lock()
+    failed: list[BaseException] = []
+    longest = max(length for _, length in pieces)
+    memories = [memoryview(mmap.mmap(-1, longest)) for _ in range(depth)]
+    for memory in memories:
+        memory[:] = b"\1" * longest
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+
+    def reader(memory: memoryview) -> None:
+        try:
+            while True:
+                with lock:
+                    piece = next(todo, None)
+                if piece is None:
+                    return
+                _read(fd, piece, memory)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=reader, args=(memory,)) for memory in memories]
+    try:
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - begin
+    finally:
+        os.close(fd)
+    if failed:
+        raise failed[0]
+    return seconds
+
+
+def _read(fd: int, piece: Piece, memory: memoryview) -> None:
+    offset, length = piece
+    done = 0
+    while done < length:
+        count = os.preadv(fd, [memory[done:length]], offset + done)
+        if not count:
+            raise OSError(f"the file ends before {offset + length}")
+        done += count
+
 
 CONFIRMED = b"\1"
 MEMORY_BYTES = 256 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.frame import Progress, Row, paired, run
-from benchmarks.kv_types import BLOCK, Pool, in_turns
+from benchmarks.weight_types import BLOCK, Pool, in_turns
 from moonpool.base.checkpoint import load_config
 from moonpool.base.checkpoint.lora import read_adapter
 from moonpool.engine.models.batch import BatchLoras, PackedBatch
@@ -33,7 +33,7 @@ ADAPTERS, RANK = 8, 16
 def step_call(stage: StageModel, parts: Sequence[tuple[int, int]], loras: Sequence[StageLora]) -> Callable[[], None]:
     """A step of sequences, each (position, tokens), that take turns through `loras`; none: the base model."""
     each = -(-max(start + tokens for start, tokens in parts) // BLOCK)
-    pool = Pool.of(stage.config, stage.config.num_layers, len(parts) * each, "auto")
+    pool = Pool.of(stage.config, len(parts) * each)
     packed = [
         (array("i", [5] * tokens).tobytes(), start, range(i * each, (i + 1) * each))
         for i, (start, tokens) in enumerate(parts)

@@ -1,4 +1,4 @@
-"""What the page over the results says in words: why targets are missed, and which old figures it leaves out.
+"""What the page over the results says in words: why targets are missed.
 
 A missed target that no reason here speaks of is shown as one whose cause is not known.
 """
@@ -22,23 +22,6 @@ class Reason:
     pattern: str
     why: str
     machine: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """Figures that are kept in their files, but not shown: a later version of the benchmark measures otherwise.
-
-    Attributes:
-        benchmark: name of the benchmark.
-        before: date of the first run that counts.
-        pattern: regular expression, found in "FIGURE beside REFERENCE".
-        why: what was wrong with them, or what takes their place.
-    """
-
-    benchmark: str
-    before: str
-    pattern: str
-    why: str
 
 
 GRPC_COSTS = (
@@ -65,13 +48,6 @@ REASONS = (
         "^qwen2.5-0.5b, decode, batch 8",
         "Runs of one day had 1.16 to 1.21. A step of eight takes hardly longer than a step of one, which reads all "
         "weights: what is left is the prompts, computed at 0.74 of the best product's rate.",
-    ),
-    Reason(
-        "kv_types",
-        "int8 KV, batch 32, .* beside bfloat16",
-        "Without instructions for products of bytes attention is computed in float over any type of KV, and is bound "
-        "by that; in the 0.5B shape the products of 32 rows with the weights alone take two thirds of a step.",
-        machine="avx2",
     ),
     Reason(
         "kernels",
@@ -147,67 +123,9 @@ REASONS = (
     ),
 )
 
-SMALL_PAGES = "memory was read on pages of 4 KiB beside them, a quarter slower than the large ones on which weights lie"
-
-RETIRED = (
-    Retired(
-        "engine",
-        "2026-11-23",
-        "^[^,]*, decode, .* tokens beside reading",
-        "they counted the time to the first tokens too; the rows *behind the first tokens* take their place",
-    ),
-    Retired("engine", "2026-11-24", "^[^,]*, decode, .* beside reading", SMALL_PAGES),
-    Retired(
-        "failover",
-        "2026-11-23",
-        "^bundled model, stage ",
-        "rows that name the two stages take their place",
-    ),
-    Retired(
-        "kernels",
-        "2026-11-22",
-        "^(decode|prefill)",
-        "they stood beside what was no ceiling: KV came from the cache, and the product did not have its best shape",
-    ),
-    Retired("kernels", "2026-11-24", "^(product|decode step).* beside read from memory", SMALL_PAGES),
-    Retired(
-        "kv_stream",
-        "2026-11-22",
-        "^(ReceiveKV|Put|Get), (frames|growth)",
-        "measured over gRPC before streams had transports; the rows by transport take their place",
-    ),
-    Retired("kv_stream", "2026-11-23", "growth of memory over 5 GB", "rows over 20 GB take their place"),
-    Retired(
-        "kvstore",
-        "2026-11-22",
-        "^(Put|Get), blocks of .*at a time beside",
-        "measured over gRPC before streams had transports; the rows by transport take their place",
-    ),
-    Retired(
-        "kvstore",
-        "2026-11-22",
-        "^SSD, sustained Put until durable beside",
-        "the tier was twice as large as what was put, so nothing was reclaimed",
-    ),
-    Retired("sampling", "2026-11-23", "^step with masks, vocabulary", "rows by model take their place"),
-    Retired(
-        "serving",
-        "2026-11-21",
-        "",
-        "of a model of 4.7 million weights, whose time is mostly Python's; `engine` measures decode with larger ones",
-    ),
-)
-
 
 def reason(benchmark: str, machine: str, figure: str, reference: str) -> str:
     """Why a target is missed, "" when nothing is said of it."""
     text = f"{figure} beside {reference}"
-    found = (it for it in REASONS if it.benchmark == benchmark and it.machine in machine)
-    return next((it.why for it in found if re.search(it.pattern, text)), "")
-
-
-def retired(benchmark: str, date: str, figure: str, reference: str) -> str:
-    """Why a figure of a date is not shown, "" when it is."""
-    text = f"{figure} beside {reference}"
-    found = (it for it in RETIRED if it.benchmark == benchmark and date < it.before)
-    return next((it.why for it in found if re.search(it.pattern, text)), "")
+    found = (reason for reason in REASONS if reason.benchmark == benchmark and reason.machine in machine)
+    return next((reason.why for reason in found if re.search(reason.pattern, text)), "")

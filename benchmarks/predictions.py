@@ -4,7 +4,7 @@ One prefill and one decode instance, of the bundled model and then emulated (`--
 teaches the conductor how fast the instances are, and says how many requests a second they can do at most; then requests
 come in an open loop at a share of that rate. Emulated speed is disturbed, so that predicting is not reading the pacer's
 own numbers. The error of one request is |predicted / measured - 1|. TTFT and TPOT, the mean over an answer, are
-predicted at its placement. `--picture FILE.svg` has one dot per request.
+predicted at its placement.
 
 What nothing can foresee is measured beside: each round is sent twice, the second time with other tokens of the same
 lengths at the same times. What the two differ by is the *noise*: no prediction has a smaller error but by luck. The
@@ -15,20 +15,102 @@ import argparse
 import asyncio
 import itertools
 import math
+import random
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
-from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, again
-from benchmarks.predictions_picture import Dots, Panel, picture
 from moonpool.base.bundled import model_dir
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult
+
+CONTINUES = 0.3
+"""Share of requests that begin with an earlier prompt."""
+SPREAD = 0.6
+"""Of the logarithm of a prompt's length."""
+FIRST_TOKEN, TOKENS = 300, 3700
+"""Prompts consist of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent.
+
+    Attributes:
+        prompt_tokens: median of new tokens of a prompt; `most_tokens` it has at most.
+        answer_tokens: least and most tokens of an answer.
+        block_size: of the stack.
+        wanted: median error wanted at most.
+    """
+
+    prompt_tokens: int
+    most_tokens: int
+    answer_tokens: tuple[int, int]
+    block_size: int
+    wanted: float
+
+
+REAL = Load(300, 1400, (8, 40), 64, 0.15)
+EMULATED = Load(1000, 6000, (4, 16), 512, 0.10)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: seconds since its round began, its prompt and the length of its answer."""
+
+    at: float
+    prompt: Sequence[int]
+    answer: int
+
+
+@dataclass(slots=True)
+class Requests:
+    """Requests without an end; equal seeds give equal ones."""
+
+    load: Load
+    seed: int
+    _random: random.Random = field(init=False)
+    _prompts: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"moonpool predictions {self.seed}")
+
+    def take(self, count: int, rate: float) -> Iterator[Asked]:
+        """The next ones, so many per second on the average."""
+        at = 0.0
+        for _ in range(count):
+            yield Asked(at, self._prompt(), self._random.randint(*self.load.answer_tokens))
+            at += self._random.expovariate(rate)
+
+    def _prompt(self) -> list[int]:
+        drawn = self._random
+        earlier = drawn.choice(self._prompts) if self._prompts and drawn.random() < CONTINUES else []
+        count = max(16, round(self.load.prompt_tokens * drawn.lognormvariate(0.0, SPREAD)))
+        prompt = [*earlier, *(_token(drawn.randrange(TOKENS)) for _ in range(count))][: self.load.most_tokens]
+        self._prompts.append(prompt)
+        return prompt
+
+    def alone(self, count: int) -> list[Asked]:
+        """Requests of equal lengths and without anything in common, each to be sent when the one before is over."""
+        prompts = [
+            [_token(self._random.randrange(TOKENS)) for _ in range(self.load.prompt_tokens)] for _ in range(count)
+        ]
+        return [Asked(0.0, prompt, self.load.answer_tokens[1]) for prompt in prompts]
+
+
+def again(asked: Sequence[Asked]) -> list[Asked]:
+    """The same requests at the same times with other tokens: what began alike still does, and nothing is cached."""
+    return [replace(it, prompt=[_token(token - FIRST_TOKEN + 1) for token in it.prompt]) for it in asked]
+
+
+def _token(number: int) -> int:
+    return FIRST_TOKEN + number % TOKENS
+
 
 LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
 """Requests per second as a share of the closed loop's."""
@@ -182,14 +264,6 @@ def _row(name: str, percents: Sequence[float], wanted: float) -> Row:
     return bounded(name, "%", percents, "wanted at most", 100 * wanted)
 
 
-def dots(found: Measured, figure: str) -> Dots:
-    """All requests of all rounds, by level."""
-    return {
-        level: [(pair.predicted_s, pair.measured_s) for it in each for pair in it.pairs[figure]]
-        for level, each in found.items()
-    }
-
-
 def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) -> StackPlan:
     """The stack that is measured."""
     extra: dict[str, Sequence[str]] = {}
@@ -214,28 +288,15 @@ def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) 
     )
 
 
-def picture_path(options: argparse.Namespace) -> Path | None:
-    """Where the picture goes: the flag, or beside the results, or nowhere."""
-    chosen: Path | None = options.picture
-    out: Path | None = options.out
-    return out.with_suffix(".svg") if chosen is None and out is not None else chosen
-
-
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All rows; writes the picture."""
+    """All rows."""
     found_rows: list[Row] = []
-    panels: dict[str, Panel] = {}
     for engine in options.engine.split(","):
         load = REAL if engine == "real" else EMULATED
         with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(engine, options, load, Path(folder))) as stack:
             found = rounds(stack.address, load, options, progress)
             idle = alone(stack.address, load, options)
         found_rows += rows(engine, found, idle, load.wanted)
-        panels |= {f"{engine}: {figure}": Panel(dots(found, figure), load.wanted) for figure in FIGURES}
-    path = picture_path(options)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(picture("Predicted and measured", panels), encoding="utf-8")
     return found_rows
 
 
@@ -248,7 +309,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--speed-error", type=float, default=0.5, help="hidden error of the emulated speed, as a share (default 0.5)")
     add("--seconds", type=float, default=2.5, help="in which a round's requests come, four at least (default 2.5)")
     add("--seed", type=int, default=1, help="of prompts and times (default 1)")
-    add("--picture", type=Path, help="SVG file, one dot per request (default: beside --out)")
 
 
 if __name__ == "__main__":

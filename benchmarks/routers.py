@@ -25,8 +25,7 @@ from pathlib import Path
 import aiohttp
 from tokenizers import Tokenizer
 
-from benchmarks.arrivals import at_rate
-from benchmarks.emulated import LATE
+from benchmarks.emulated import LATE, at_rate
 from benchmarks.emulated_vllm import BLOCK_SIZE, MAX_TOKENS, MODEL, words
 from benchmarks.frame import Absent, Progress, Row, Skipped, bounded, paired, run
 from benchmarks.peers import routers

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.ceilings import Limits, measured_limits
 from benchmarks.frame import Absent, Progress, Row, optional, paired, run
-from benchmarks.serving_limits import Limits, measured_limits
 from moonpool.base.bundled import model_dir
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.load_generator.senders import greedy

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.arrivals import at_rate
+from benchmarks.emulated import at_rate
 from benchmarks.frame import Progress, Row, Skipped, bounded, run
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import load_config

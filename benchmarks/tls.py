@@ -15,8 +15,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.frame import Progress, Row, paired, run
-from benchmarks.kv_paths import PutPath, filled_pool
-from benchmarks.kv_shape import SMALL
+from benchmarks.kv_paths import SMALL, PutPath, filled_pool
 from benchmarks.processes import Child, child, own_cpu_s
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.rpc.channels import Channels

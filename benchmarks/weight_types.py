@@ -9,21 +9,26 @@ which memory gives the bytes that a token reads. `--shapes small qwen2.5-0.5b` t
 
 import argparse
 import itertools
+import statistics
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
 import torch
+from torch import Tensor
 
 from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory
 from benchmarks.frame import Progress, Row, bounded, paired, run
-from benchmarks.kv_types import BLOCK, Pool, in_turns, perplexity, predict, trained, windows
-from moonpool.base.checkpoint import load_config
+from moonpool.base.bundled import model_dir
+from moonpool.base.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
 from moonpool.base.checkpoint.formats import tensor_index
+from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.kv.pool import KVPool
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.experts import MixtureOfExperts
 from moonpool.engine.models.loader import load_stage
@@ -31,6 +36,7 @@ from moonpool.engine.models.native_step import NativeRun
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import KeptWeights
+from moonpool.engine.platforms.kv_memory import StageSlices, pool_bytes
 
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 ALL: tuple[Quantization, ...] = ("none", *KINDS)
@@ -49,12 +55,91 @@ OF_FILE = 1.15
 """Memory of weights at most, times the file."""
 AGREE = {"file": 0.08, "int8": 0.08, "int4": 0.30}
 """Share of tokens whose most likely successor is another one, at most."""
+TURNS, TURN_S = 7, 0.02
+"""Of each type in a run, and seconds of one at least."""
+BLOCK = 64
+RANDOM_BYTES = 1 << 22
+TEXT = Path(__file__).parents[1] / "docs" / "adr"
+WINDOW, WINDOWS, WINDOW_CHUNK = 1024, 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Random KV of all layers of a model, in bfloat16."""
+
+    kv: Tensor
+    pool: KVPool  # kept alive: `kv` is a view of its memory
+
+    @classmethod
+    def of(cls, config: ModelConfig, blocks: int) -> "Pool":
+        pool = KVPool.create(kv_layout(config, "bfloat16", BLOCK), blocks, [(0, config.num_layers)])
+        kv, _ = StageSlices.of_pool(pool.parts[0], pool_bytes(pool.parts[0])).typed()
+        assert isinstance(kv, Tensor), "layers are alike"
+        numbers = torch.randn(RANDOM_BYTES).to(kv.dtype)
+        for block in kv.flatten(0, 1):
+            begin = int(torch.randint(RANDOM_BYTES - block.numel(), ()))
+            block.view(-1).copy_(numbers[begin : begin + block.numel()])
+        return cls(kv, pool)
+
+
+def in_turns(calls: dict[str, Callable[[], None]], runs: int) -> Iterator[dict[str, float]]:
+    """Milliseconds of one call of each, the median of TURNS turns in every run: what disturbs one disturbs all."""
+    for call in calls.values():
+        call()
+    for _ in range(runs):
+        turns = [{kind: seconds(call, TURN_S) * 1e3 for kind, call in calls.items()} for _ in range(TURNS)]
+        yield {kind: statistics.median(turn[kind] for turn in turns) for kind in calls}
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """One text window.
+
+    Attributes:
+        losses: per next token, nats.
+        best: the most likely next tokens.
+    """
+
+    losses: Tensor
+    best: Tensor
+
+
+def trained() -> Path:
+    """The trained model's file or folder."""
+    return cached_model("smollm2", cache_folder()) or model_dir()
+
+
+def windows(path: Path) -> list[list[int]]:
+    """Tokens of this project's prose, which no model has seen."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(TEXT.glob("*.md")))
+    tokens = Tokenizer.load(path).encode(text)
+    count = min(WINDOWS, len(tokens) // WINDOW)
+    return [tokens[number * WINDOW : (number + 1) * WINDOW] for number in range(count)]
+
+
+@torch.inference_mode()
+def predict(stage: StageModel, tokens: list[int]) -> Predictions:
+    """Reads a window chunk by chunk, as prefill does: attention sees what was stored."""
+    blocks = list(range(-(-len(tokens) // BLOCK)))
+    pool, rows = Pool.of(stage.config, len(blocks)), []
+    for begin in range(0, len(tokens), WINDOW_CHUNK):
+        chunk = array("i", tokens[begin : begin + WINDOW_CHUNK]).tobytes()
+        batch = PackedBatch.build([(chunk, begin, blocks)], BLOCK)
+        rows.append(stage.logits(stage.forward(batch.token_ids, batch, pool.kv)))
+    logits = torch.cat(rows)[:-1]
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+    return Predictions(losses, logits.argmax(-1))
+
+
+def perplexity(found: list[Predictions]) -> float:
+    """Over all windows."""
+    return float(torch.cat([window.losses for window in found]).double().mean().exp())
 
 
 def decode_call(stage: StageModel, batch: int) -> Callable[[], None]:
     """A decode step of so many sequences."""
     blocks = CONTEXT // BLOCK
-    pool = Pool.of(stage.config, stage.config.num_layers, batch * blocks, "auto")
+    pool = Pool.of(stage.config, batch * blocks)
     tables = torch.arange(batch * blocks).view(batch, blocks).tolist()
     parts = [(array("i", [5]).tobytes(), CONTEXT - 1, table) for table in tables]
 
@@ -68,7 +153,7 @@ def decode_call(stage: StageModel, batch: int) -> Callable[[], None]:
 def prompt_call(stage: StageModel, tokens: int) -> Callable[[], None]:
     """A prompt of so many tokens in chunks, with the logits of its last one."""
     blocks = list(range(tokens // BLOCK))
-    pool = Pool.of(stage.config, stage.config.num_layers, len(blocks), "auto")
+    pool = Pool.of(stage.config, len(blocks))
     chunk = array("i", [7] * CHUNK).tobytes()
 
     def call() -> None:
@@ -143,7 +228,7 @@ def active_bytes(stage: StageModel) -> int:
 
 def expert_call(stage: StageModel) -> Callable[[], None]:
     """A further step of a run, as decode computes them, with another token, and so other experts, each time."""
-    pool = Pool.of(stage.config, stage.config.num_layers, -(-RUN // BLOCK), "auto")
+    pool = Pool.of(stage.config, -(-RUN // BLOCK))
     tokens = itertools.cycle(
         torch.randperm(stage.config.vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
     )
@@ -177,7 +262,7 @@ def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Ro
         return load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind))
 
     dense = stage("none")
-    plain = [predict(dense, tokens, "auto") for tokens in texts]
+    plain = [predict(dense, tokens) for tokens in texts]
     before = perplexity(plain)
     progress(f"{path.name}: perplexity {before:.4f} over {len(texts)} windows with bfloat16 weights")
     quantised = any(info.format is not None for info in tensor_index(path).values())
@@ -188,7 +273,7 @@ def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Ro
                 file.stat().st_size for file in {it.file for it in tensor_index(path).values()}
             )
             yield bounded(f"{path.name}: memory of weights over the file", "", [share], "allowed", OF_FILE)
-        found = [predict(packed, tokens, "auto") for tokens in texts]
+        found = [predict(packed, tokens) for tokens in texts]
         after = perplexity(found)
         others = [float((its.best != other.best).float().mean()) for its, other in zip(found, plain, strict=True)]
         name = f"{kind}, {path.name}"
@@ -196,7 +281,7 @@ def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Ro
         yield bounded(f"{name}: perplexity over bfloat16's", "", [after / before], "allowed", WORSE[kind])
         yield bounded(f"{name}: other most likely tokens", "share", [mean(others)], "allowed", AGREE[kind])
         if kind == "int4" and options.beside is not None:
-            theirs = perplexity([predict(stage("none", options.beside), tokens, "auto") for tokens in texts])
+            theirs = perplexity([predict(stage("none", options.beside), tokens) for tokens in texts])
             yield bounded(f"{name}: perplexity over {options.beside.name}'s", "", [after / theirs], "allowed", 1.0)
 
 

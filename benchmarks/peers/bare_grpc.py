@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvloop
 
-from benchmarks.kvstore_shape import Memory
+from benchmarks.kvstore_client import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
 from moonpool.base.kv.frames import FRAME_BYTES

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from benchmarks.kvstore_shape import Memory
+from benchmarks.kvstore_client import Memory
 
 Batches = Sequence[Sequence[bytes]]
 """Keys of each operation."""

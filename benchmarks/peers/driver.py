@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.kvstore_shape import Memory, chain
+from benchmarks.kvstore_client import Memory, chain
 from benchmarks.peers.contract import BlockClient, Store
 from benchmarks.processes import Child
 from moonpool.base.rpc.tuning import tune_gc, tune_malloc

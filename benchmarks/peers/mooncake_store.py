@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.frame import Skipped, optional
-from benchmarks.kvstore_shape import Memory
+from benchmarks.kvstore_client import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.peers.programs import HOST, free_port, listening, program
 

@@ -7,7 +7,7 @@ into the memory that all clients have.
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from benchmarks.kvstore_shape import Memory
+from benchmarks.kvstore_client import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
 from moonpool.base.rpc.tuning import tune_grpc

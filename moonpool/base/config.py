@@ -470,7 +470,8 @@ OTHER_VARIABLES = (
     "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
     "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
     "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
-    "STACK_BASE", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH", "STACK_SIZE",  # of compose.yaml
+    "STACK_BASE", "STACK_CONDUCTOR", "STACK_HOST", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH",
+    "STACK_SIZE",  # of compose.yaml
 )  # fmt: skip
 """MOONPOOL_* variables that are no setting of a service."""
 

@@ -1,4 +1,4 @@
-"""compose.yaml's own commands, variables and health checks, each service at an address of its own.
+"""The compose files' own commands, variables and health checks, each service at an address of its own.
 
 What containers would show of addresses and names, without containers: a service that listens at the loopback address
 only, or advertises what others cannot reach, fails here as it would there. Compute is emulated: it has no address.
@@ -12,15 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.integration.namespaces import Network, missing, namespaces
-from tests.unit.deploy.compose import ROOT, Service, services
+from tests.unit.deploy.compose import Service, compose_files, replaced, services
 
-COMPOSE = (ROOT / "compose.yaml").read_text()
+COMPOSE = compose_files()
 SMALL = {
     "MOONPOOL_ENGINE": "emulated:llama-70b-a800",
     "MOONPOOL_TIME_SCALE": "20",
@@ -50,9 +50,9 @@ def network(tmp_path: Path) -> Iterator[Network]:
 class Stack:
     """The services of a compose file as processes, started and judged as an engine does it."""
 
-    def __init__(self, network: Network, text: str, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, network: Network, files: Mapping[str, str], checkpoint: Path, folder: Path) -> None:
         self.network = network
-        self.services = services(text, SMALL | {"MOONPOOL_MODEL": str(checkpoint)})
+        self.services = services(files, SMALL | {"MOONPOOL_MODEL": str(checkpoint)})
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = folder
         self._healthy: set[str] = set()
@@ -154,7 +154,11 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
     [
         ("conductor", '"--listen=0.0.0.0:50051"', '"--listen=127.0.0.1:50051"'),
         pytest.param(
-            *("conductor", '"--listen=0.0.0.0:50051", --advertise=conductor', '"--listen=localhost:50051"'),
+            *(
+                "conductor",
+                '"--listen=0.0.0.0:50051", "--advertise=${MOONPOOL_STACK_HOST:-conductor}"',
+                '"--listen=localhost:50051"',
+            ),
             marks=pytest.mark.slow,
         ),
         pytest.param(*("kvstore", '"--listen=0.0.0.0:50052"', '"--listen=127.0.0.1:50052"'), marks=pytest.mark.slow),
@@ -164,8 +168,7 @@ def test_loopback_address_fails(
     network: Network, checkpoint: Path, tmp_path: Path, victim: str, old: str, new: str
 ) -> None:
     """A service that only its own host reaches runs, but is never healthy, and no other host reaches it."""
-    assert old in COMPOSE
-    stack = Stack(network, COMPOSE.replace(old, new), checkpoint, tmp_path)
+    stack = Stack(network, replaced(COMPOSE, old, new), checkpoint, tmp_path)
     with stack.started(*dict.fromkeys(("conductor", victim))):
         stack.wait_ready(victim)
         answer = stack.health(victim)

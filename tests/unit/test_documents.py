@@ -20,7 +20,7 @@ from moonpool.interop.indexer.config import IndexerConfig
 from moonpool.kvstore.config import KVStoreConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *(path for top in ("docs", "services") for path in sorted((ROOT / top).rglob("*.md")))]
 CODE = ("benchmarks", "deploy", "kernels", "moonpool", "packages", "services", "tests", "tools")
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "conductor": ConductorConfig,

@@ -1,4 +1,4 @@
-from benchmarks.conductor_world import CHAIN_BLOCKS, STORES, ConductorWorld, Size, chain_keys
+from benchmarks.conductor import CHAIN_BLOCKS, STORES, ConductorWorld, Size, chain_keys
 
 
 def test_a_small_world_is_told_and_asked() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ceilings import Limits
 from benchmarks.engine import PROMPT, TASKS, Answers, Beside, Subject, same_tokens
 from benchmarks.frame import Absent, Row
 from benchmarks.peers.engines import Peer
-from benchmarks.serving_limits import Limits
 
 ECHO = """
 import json, sys

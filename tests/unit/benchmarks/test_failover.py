@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.failover import Wait, growth, quantile, rows_of
-from benchmarks.failover_streams import longest_wait_s
+from benchmarks.failover import Wait, growth, longest_wait_s, quantile, rows_of
 
 
 @pytest.mark.parametrize(

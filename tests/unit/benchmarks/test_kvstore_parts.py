@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 
 from benchmarks import kvstore, kvstore_peers
 from benchmarks.frame import Absent, Row, Skipped, report, run
-from benchmarks.kvstore_churn import Churn, picture_path
-from benchmarks.kvstore_client import IncompleteError
-from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
-from benchmarks.kvstore_match import percentile
+from benchmarks.kvstore_churn import Churn
+from benchmarks.kvstore_client import BLOCK_SIZES, IncompleteError, Memory, chain, layout_of, parents, root_of, split
+from benchmarks.kvstore_match import CHAIN_BLOCKS, build, chain_keys, percentile, record_bytes
 from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, TCP, name_of, operations, rows_of, target_of
-from benchmarks.kvstore_picture import picture
-from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
 from benchmarks.kvstore_ssd import (
     LAYOUT,
     MIN_BLOCKS,
@@ -93,12 +89,6 @@ def test_flags_name_what_they_do_not_take() -> None:
         kvstore.parts("x")
     with pytest.raises(argparse.ArgumentTypeError, match="not a multiple"):
         kvstore.sizes("100")
-
-
-def test_the_picture_lies_beside_the_result() -> None:
-    assert picture_path(options()) is None
-    assert picture_path(options("--out", "x/2026-11-20-kvstore.json")) == Path("x/2026-11-20-kvstore-churn.svg")
-    assert picture_path(options("--out", "x/y.json", "--picture", "z.svg")) == Path("z.svg")
 
 
 # Ratios
@@ -243,17 +233,7 @@ def test_what_an_earlier_run_read_does_not_pass_for_this_one() -> None:
     assert memory.differs(2, 64 * KIB) == 2
 
 
-# Pictures and data folders
-
-
-def test_a_picture_is_svg_with_its_lines() -> None:
-    drawn = picture("a < b", "MB", [(0.0, 1.0), (1.0, 3.0)], [("budget", 4.0)])
-    root = ET.fromstring(drawn)
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "a < b" in texts
-    assert "budget: 4 MB" in texts
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
-    ET.fromstring(picture("nothing", "MB", [], []))
+# Data folders
 
 
 def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
@@ -295,9 +275,8 @@ async def test_a_sustained_put_moves_three_times_what_its_tier_holds(tmp_path: P
 @pytest.mark.slow
 def test_the_other_parts_measure(tmp_path: Path) -> None:
     flags = ("--ssd-gigabytes", "0.004", "--blocks", "40000", "--churn-s", "0.5", "--churn-megabytes", "32")
-    where = ("--folder", str(tmp_path), "--picture", str(tmp_path / "churn.svg"))
+    where = ("--folder", str(tmp_path))
     rows = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
     assert len(rows) == 14
     assert all(isinstance(row, Row) and row.value > 0 for row in rows)
-    assert (tmp_path / "churn.svg").read_text().startswith("<svg")
-    assert [path.name for path in tmp_path.iterdir()] == ["churn.svg"]
+    assert list(tmp_path.iterdir()) == []

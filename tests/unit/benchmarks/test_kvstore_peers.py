@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.frame import Skipped
-from benchmarks.kvstore_shape import Memory
+from benchmarks.kvstore_client import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.peers.driver import Driver, answer, batches
 from benchmarks.peers.programs import free_port, listening, program

@@ -1,15 +1,23 @@
-"""The benchmark of predictions: its load, its errors, its picture."""
+"""The benchmark of predictions: load and errors."""
 
 import itertools
 import math
-import re
-from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.predictions import Pair, Round, distance, median_error, rows, twice
-from benchmarks.predictions_load import EMULATED, REAL, Load, Requests, again
-from benchmarks.predictions_picture import Panel, picture
+from benchmarks.predictions import (
+    EMULATED,
+    REAL,
+    Load,
+    Pair,
+    Requests,
+    Round,
+    again,
+    distance,
+    median_error,
+    rows,
+    twice,
+)
 
 
 @pytest.mark.parametrize("load", [REAL, EMULATED])
@@ -68,14 +76,3 @@ def test_noise_is_what_equal_rounds_differ_by() -> None:
     assert found.noise == {"TTFT": pytest.approx(math.expm1(0.1)), "TPOT": 0.0}
     assert len(found.pairs["TTFT"]) == 6
     assert distance([1.0, 1.1, 0.7, 1.0, 1.2]) == pytest.approx(0.1)
-
-
-def test_the_picture_has_a_dot_per_request_with_equal_times_on_the_diagonal() -> None:
-    times = [(0.1, 0.1), (1.0, 1.0), (0.5, 0.05), (0.0, 1.0)]
-    ttft, tpot = Panel({"light": times[:2], "heavy": times[2:]}, 0.1), Panel({"light": [(1.0, 2.0)]}, 0.15)
-    svg = picture("both & more", {"TTFT": ttft, "TPOT": tpot})
-    ElementTree.fromstring(svg)
-    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="2.5"', svg)
-    assert len(dots) == 4, "a time of 0 has no place on a logarithmic scale"
-    (x1, y1), (x2, y2) = ((float(x), float(y)) for x, y in dots[:2])
-    assert math.isclose(x2 - x1, y1 - y2, abs_tol=0.2)

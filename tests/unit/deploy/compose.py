@@ -1,6 +1,7 @@
-"""compose.yaml as an engine reads it: merged, substituted, one `Service` each."""
+"""Compose files as an engine reads them: extended, merged, substituted, one `Service` each."""
 
 import dataclasses
+import posixpath
 import re
 import shlex
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 _SUBSTITUTION = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+REPLACED = ("command", "entrypoint", "test")
+"""Lists that a service which extends another gives anew."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -66,11 +69,55 @@ def substitutions(text: str) -> set[str]:
     return {name for name, _ in _SUBSTITUTION.findall(text)}
 
 
-def services(text: str, environment: Mapping[str, str] | None = None) -> dict[str, Service]:
-    """The file's services by name, as they are with the variables of `environment`."""
-    raw = yaml.safe_load(text)["services"]
-    cooked = yaml.safe_load(substituted(text, environment or {}))["services"]
+def compose_files() -> dict[str, str]:
+    """The texts of compose.yaml and of the services' own files, by path."""
+    paths = [ROOT / "compose.yaml", *sorted((ROOT / "services").rglob("*.yaml"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def replaced(files: Mapping[str, str], old: str, new: str) -> dict[str, str]:
+    """The files with a text replaced wherever the text stands."""
+    assert any(old in text for text in files.values()), old
+    return {path: text.replace(old, new) for path, text in files.items()}
+
+
+def services(
+    files: Mapping[str, str], environment: Mapping[str, str] | None = None, path: str = "compose.yaml"
+) -> dict[str, Service]:
+    """The services of one of the files by name, as they are with the variables of `environment`."""
+    raw = _bodies(files, path)
+    cooked = _bodies({name: substituted(text, environment or {}) for name, text in files.items()}, path)
     return {name: _service(name, body, raw[name]) for name, body in cooked.items()}
+
+
+def _bodies(files: Mapping[str, str], path: str) -> dict[str, dict[str, Any]]:
+    """The services of a file, each with what the file takes from others by `extends`."""
+    found = {}
+    for name, body in yaml.safe_load(files[path])["services"].items():
+        build = body.get("build")
+        if build is not None:
+            context = posixpath.normpath(posixpath.join(posixpath.dirname(path), build["context"]))
+            body["build"] = build | {"context": context}
+        if "extends" in body:
+            extended = body.pop("extends")
+            source = posixpath.normpath(posixpath.join(posixpath.dirname(path), extended["file"]))
+            body = _merged(_bodies(files, source)[extended["service"]], body)
+        found[name] = body
+    return found
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A service over the one that it extends: commands are replaced, other lists and mappings are joined."""
+    merged = dict(base)
+    for key, value in more.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merged(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and key not in REPLACED:
+            merged[key] = [*old, *value]
+        else:
+            merged[key] = value
+    return merged
 
 
 def _service(name: str, body: dict[str, Any], raw: dict[str, Any]) -> Service:

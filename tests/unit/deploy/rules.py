@@ -1,4 +1,4 @@
-"""What must be true of compose.yaml, deploy/Containerfile and deploy/*.sh, each fault as one line of text.
+"""What must be true of compose.yaml, services/, deploy/Containerfile and deploy/*.sh, each fault as one line of text.
 
 Everything is compared with the code itself: the services' settings classes, the command line's verbs, pyproject.toml.
 """
@@ -16,13 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import typer
+import yaml
 from typer.exceptions import TyperException
 
 from moonpool.base.config import SERVICE_MODULES, ServiceConfig, parse_address
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc import process
 from moonpool.cli.main import app
-from tests.unit.deploy.compose import ROOT, Service, services, substitutions
+from tests.unit.deploy.compose import ROOT, Service, compose_files, services, substitutions
 from tests.unit.deploy.containerfile import Containerfile, Stage, parse
 
 PREFIX = "MOONPOOL_"
@@ -59,11 +60,11 @@ def load(service: Service, changes: Mapping[str, str] | None = None) -> ServiceC
         return config_class(service.command[0]).load(service.command[1:])
 
 
-def complaints(compose: str, container: str, scripts: Mapping[str, str]) -> list[str]:
-    """Everything that is wrong with the texts of compose.yaml, the container file and the shell scripts."""
+def complaints(compose: Mapping[str, str], container: str, scripts: Mapping[str, str]) -> list[str]:
+    """Everything that is wrong with the texts of the compose files, the container file and the shell scripts."""
     stack = services(compose)
     images = parse(container)
-    found = [*_of_stack(stack, compose), *_of_containerfile(images, container)]
+    found = [*_of_stack(stack, compose), *_of_files(compose), *_of_containerfile(images, container)]
     for service in stack.values():
         found += [f"{service.name}: {text}" for text in of_service(service, stack, images)]
     for name, script in scripts.items():
@@ -71,18 +72,37 @@ def complaints(compose: str, container: str, scripts: Mapping[str, str]) -> list
     return found
 
 
-def _of_stack(stack: Mapping[str, Service], text: str) -> Iterator[str]:
+def _of_stack(stack: Mapping[str, Service], files: Mapping[str, str]) -> Iterator[str]:
     kinds = tuple(sorted({service.command[0] for service in stack.values()}))
     if kinds != KINDS:
         yield f"the services are {', '.join(KINDS)}; compose.yaml runs {', '.join(kinds)}"
-    head = text.partition("\n\n")[0] + text.split("\nx-")[0]
-    named = set(re.findall(rf"^#\s+({STACK_PREFIX}\w+)", head, re.MULTILINE))
-    used = {name for name in substitutions(text) if name.startswith(STACK_PREFIX)}
+    named = set(re.findall(rf"^#\s+({STACK_PREFIX}\w+)", files["compose.yaml"], re.MULTILINE))
+    asked = set[str]().union(*(substitutions(text) for text in files.values()))
+    used = {name for name in asked if name.startswith(STACK_PREFIX)}
     for name in sorted(named ^ used):
         yield f"{name} is {'not explained at the head' if name in used else 'explained and not used'}"
-    for name in sorted(substitutions(text) - used):
+    for name in sorted(asked - used):
         if not any(f"${{{name}" in service.raw_environment.get(name, "") for service in stack.values()):
             yield f"${{{name}}} is not the variable of that name of any service"
+
+
+def _of_files(files: Mapping[str, str]) -> Iterator[str]:
+    """A folder of services/ has its service whole, and compose.yaml adds nothing but the order of starting."""
+    top = yaml.safe_load(files["compose.yaml"])
+    for name, body in top["services"].items():
+        path = f"services/{name}/compose.yaml"
+        if body.get("extends") != {"file": path, "service": name} or not body.keys() <= {"extends", "depends_on"}:
+            yield f"compose.yaml states {name} itself, instead of extending {path} alone"
+    for path in [path for path in files if path.endswith("/compose.yaml")]:
+        (service,) = services(files, path=path).values()
+        if path != f"services/{service.name}/compose.yaml" or service.command[0] != service.name:
+            yield f"{path} has the service {service.name}, which runs {service.command[0]}"
+        declared = set(yaml.safe_load(files[path]).get("volumes", {}))
+        used = {source for source, _, _ in service.volumes}
+        for volume in sorted(used ^ declared):
+            yield f"{path}: volume {volume} is {'not declared' if volume in used else 'declared and not used'}"
+        for volume in sorted(declared - set(top["volumes"])):
+            yield f"compose.yaml: volume {volume} is not declared"
 
 
 def of_service(service: Service, stack: Mapping[str, Service], images: Containerfile) -> Iterator[str]:
@@ -339,7 +359,7 @@ def _verbs() -> dict[str, Any]:
     return verbs
 
 
-def texts() -> tuple[str, str, dict[str, str]]:
+def texts() -> tuple[dict[str, str], str, dict[str, str]]:
     """The project's own files, as `complaints` takes them."""
     scripts = {str(path.relative_to(ROOT)): path.read_text() for path in Path(ROOT, "deploy").glob("*.sh")}
-    return (ROOT / "compose.yaml").read_text(), (ROOT / "deploy" / "Containerfile").read_text(), scripts
+    return compose_files(), (ROOT / "deploy" / "Containerfile").read_text(), scripts

@@ -1,4 +1,4 @@
-"""compose.yaml, the container file and the scripts say what the code means; and a fault in them does not pass."""
+"""The compose files, the container file and the scripts say what the code means; and a fault in them does not pass."""
 
 import dataclasses
 import os
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moonpool.base.config import parse_address
 from moonpool.base.errors import ConfigError
-from tests.unit.deploy.compose import ROOT, duration_s, services, substituted, substitutions
+from tests.unit.deploy.compose import ROOT, duration_s, replaced, services, substituted, substitutions
 from tests.unit.deploy.containerfile import parse
-from tests.unit.deploy.rules import STACK_PREFIX, complaints, kernels_folder, load, of_service, texts
+from tests.unit.deploy.rules import KINDS, STACK_PREFIX, complaints, kernels_folder, load, of_service, texts
 
 COMPOSE, CONTAINERFILE, SCRIPTS = texts()
 STACK_SH = SCRIPTS["deploy/stack.sh"]
@@ -35,18 +36,18 @@ def test_files_are_right() -> None:
         (LISTEN, '"--listen=127.0.0.1:50053"', "where no other container reaches it"),
         (LISTEN, '"--listen=0.0.0.0:50059"', "its health check asks prefill:50053, it listens at prefill:50059"),
         (LISTEN, '"--listen=0.0.0.0:0"', "any free port"),
-        (" --advertise=prefill,", "", "advertise: "),
-        ("--advertise=prefill", "--advertise=decode", "advertises decode:50053, others know it as prefill:50053"),
-        ('"--conductor=conductor:50051",', '"--conductor=conductor:50052",', "joins conductor:50052, where no"),
+        (' "--advertise=${MOONPOOL_STACK_HOST:-prefill}",', "", "advertise: "),
+        ("HOST:-prefill}\",", "HOST:-decode}\",", "advertises decode:50053, others know it as prefill:50053"),
+        ("CONDUCTOR:-conductor:50051}", "CONDUCTOR:-conductor:50052}", "joins conductor:50052, where no"),
         ("50051}:50051", "50051}:50052", "publishes 127.0.0.1:50051 from port 50052, but listens at 50051"),
         ("MOONPOOL_MAX_NUM_SEQS: ${MOONPOOL_MAX_NUM_SEQS:-}", "MOONPOOL_SEQS: ''", "MOONPOOL_SEQS is no setting of"),
         ("MOONPOOL_BLOCK_SIZE: ${MOONPOOL_BLOCK_SIZE:-}", "MOONPOOL_BLOCK_SIZE: many", "block_size: "),
         ("${MOONPOOL_PIPELINE_PARALLEL_SIZE:-}", "${STAGES:-}", "takes its value from another variable"),
         ("${MOONPOOL_PIPELINE_PARALLEL_SIZE:-}", "${MOONPOOL_STACK_SIZE:-}", "MOONPOOL_STACK_SIZE is not explained"),
         ("#   MOONPOOL_STACK_PUBLISH", "#   MOONPOOL_STACK_PUBLIC", "MOONPOOL_STACK_PUBLIC is explained and not used"),
-        ("--address=decode:50054", "--address=decode:50053", "its health check asks decode:50053"),
-        ("--address=decode:50054", "--url=decode:50054", "health check: No such option"),
-        ("[CMD, moonpool, health, --address=decode:50054]", '[CMD, "true"]', "is not `moonpool health`"),
+        ("HOST:-decode}:50054", "HOST:-decode}:50053", "its health check asks decode:50053"),
+        ("--address=${MOONPOOL_STACK_HOST:-dec", "--url=${MOONPOOL_STACK_HOST:-dec", "health check: No such option"),
+        ('[CMD, moonpool, health, "--address=${MOON', '["true", "${MOON', "is not `moonpool health`"),
         ("timeout: 15s", "timeout: 2s", "ended before it can say why"),
         ("stop_grace_period: 60s", "stop_grace_period: 10s", "is killed after 10 s, may drain for 45 s"),
         ("restart: unless-stopped", 'restart: "no"', "is not started again"),
@@ -61,13 +62,17 @@ def test_files_are_right() -> None:
         ("kv:/var/lib/moonpool/kv", "kv:/var/lib/moonpool/store", "is not a folder of the image"),
         ("/opt/moonpool/model/tiny", "/opt/moonpool/model/small", "the image has no /opt/moonpool/model/small"),
         ("condition: service_healthy", "condition: service_started", "does not wait until its conductor is healthy"),
-        ("--address=http://gateway:8000", "--address=gateway:8000", "it listens at http://gateway:8000"),
+        ("--address=http://", "--address=", "it listens at http://gateway:8000"),
+        ("    depends_on: *joined", "    privileged: true", "states prefill itself, instead of extending"),
+        ("decode/compose.yaml, service: decode", "prefill/compose.yaml, service: prefill", "states decode itself"),
+        ("[decode, --id=decode", "[prefill, --id=decode", "has the service decode, which runs prefill"),
+        ("  kv:\n  transports:\n", "  transports:\n", "kvstore/compose.yaml: volume kv is not declared"),
+        ("  hub:\n", "  hub:\n  old:\n", "prefill/compose.yaml: volume old is declared and not used"),
     ],
 )  # fmt: skip
 def test_fault_in_compose(old: str, new: str, complaint: str) -> None:
     """Each is found, by name."""
-    assert old in COMPOSE
-    broken = COMPOSE.replace(old, new)
+    broken = replaced(COMPOSE, old, new)
     try:
         found = complaints(broken, CONTAINERFILE, SCRIPTS)
     except KeyError as error:  # a target that is not there
@@ -187,7 +192,7 @@ def test_kernels_are_found_in_the_image(tmp_path: Path) -> None:
 def test_documented() -> None:
     """docs/deploy.md names the variables, the verbs and the folders of the container files."""
     page = (ROOT / "docs" / "deploy.md").read_text()
-    wanted = {name for name in substitutions(COMPOSE) if name.startswith(STACK_PREFIX)}
+    wanted = {name for text in COMPOSE.values() for name in substitutions(text) if name.startswith(STACK_PREFIX)}
     for word in (
         *wanted,
         "make up",
@@ -200,14 +205,25 @@ def test_documented() -> None:
         assert word in page, word
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_documented_in_its_folder(kind: str) -> None:
+    """The README of a service names the port, the health check and the variables that the service alone has."""
+    page = (ROOT / "services" / kind / "README.md").read_text()
+    service = services(COMPOSE)[kind]
+    _, port = parse_address(load(service).listen)
+    own = [name for name in service.environment if not re.search("LOG_|KV_TRANSPORTS|ENGINE|TIME_SCALE", name)]
+    for word in (f"moonpool {kind} ", f"| port | {port} |", *service.health[2:], *own):
+        assert word.replace("--address=", "--address ") in page, word
+
+
 def test_documented_overrides() -> None:
     """The page's second prefill instance fits into the stack, and its store has one disk more."""
     instance, disk = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
     stack = services(COMPOSE)
     kvstore = yaml.safe_load(disk)["services"]["kvstore"]
     folder = kvstore["volumes"][0].split(":")[1]
-    assert kvstore["command"] == [*yaml.safe_load(COMPOSE)["services"]["kvstore"]["command"], f"--data-dir={folder}"]
-    (more,) = services(instance).values()
+    assert kvstore["command"] == [*stack["kvstore"].command, f"--data-dir={folder}"]
+    (more,) = services({"compose.yaml": instance}).values()
     assert more.rest["image"] == stack["prefill"].rest["image"]
     built = dataclasses.replace(more, rest=more.rest | {"build": stack["prefill"].rest["build"]})
     assert list(of_service(built, stack | {more.name: built}, parse(CONTAINERFILE))) == []
@@ -268,5 +284,5 @@ def test_durations() -> None:
 
 def test_no_registry_or_host_of_ours() -> None:
     """The files say nothing of where they were written: addresses are the stack's own or loopback."""
-    for text in (COMPOSE, CONTAINERFILE, *SCRIPTS.values()):
+    for text in (*COMPOSE.values(), CONTAINERFILE, *SCRIPTS.values()):
         assert not re.search(r"https?://(?!gateway:|\$)|/root/|/home/", text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.device import On
+from benchmarks.ceilings import On
 from moonpool.engine.cuda_graphs import DecodeGraphs
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.stage import StageModel

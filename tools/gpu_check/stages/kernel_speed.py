@@ -5,10 +5,17 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.device import On
+from benchmarks.ceilings import On
 from benchmarks.frame import Row
-from benchmarks.kernels_gpu import SAMPLED, SIZES, Shape, Sizes, flashinfer_rows, kernel_rows
-from benchmarks.kernels_gpu_steps import sampling_rows
+from tools.gpu_check.kernel_rows import (
+    SAMPLED,
+    SIZES,
+    Shape,
+    Sizes,
+    flashinfer_rows,
+    kernel_rows,
+    sampling_rows,
+)
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
 LIMIT_S = 75

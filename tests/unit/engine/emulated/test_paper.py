@@ -50,24 +50,23 @@ def test_each_figure_of_the_paper_holds_within_ten_percent_and_the_median_within
 
 
 def test_the_grpc_profile_differs_in_its_rates_alone() -> None:
-    """Its rates are those of the newest committed rows, within a quarter: runs differ by that much."""
+    """Its rates are near those of the kept rows: runs differ by a quarter, processors by more."""
     paper, grpc = load_profile("llama-70b-a800"), load_profile("llama-70b-a800-grpc")
     rates = {name: getattr(grpc.speeds, name) for name in ("load_bytes_per_s", "transfer_bytes_per_s")}
     speeds = dataclasses.replace(paper.speeds, **rates)
     assert grpc == dataclasses.replace(paper, name=grpc.name, hardware=grpc.hardware, speeds=speeds)
-    assert rates["load_bytes_per_s"] == pytest.approx(measured("kvstore", "DRAM, Get, blocks of 1024 KiB"), rel=0.25)
+    # The profile's processor read a quarter slower than the one of the kept row.
+    assert rates["load_bytes_per_s"] == pytest.approx(measured("kvstore", "DRAM, Get, blocks of 1024 KiB"), rel=0.4)
     assert rates["transfer_bytes_per_s"] == pytest.approx(
         measured("kv_stream", "ReceiveKV over grpc, frames of 1024 KiB"), rel=0.25
     )
 
 
 def measured(benchmark: str, name: str) -> float:
-    """Bytes per second of the newest row of this name: a run may have been of other rows only."""
-    for results in sorted(RESULTS.glob(f"*-{benchmark}.json"), reverse=True):
-        for row in json.loads(results.read_text())["rows"]:
-            if row["name"] == name:
-                return 1e9 * float(row["value"])
-    raise LookupError(f"no results of {benchmark} have the row {name!r}")
+    """Bytes per second of the kept row of this name."""
+    rows = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"]
+    (value,) = {row["value"] for row in rows if row["name"] == name}
+    return 1e9 * float(value)
 
 
 def test_the_pool_is_what_the_devices_memory_holds_beside_the_weights() -> None:
