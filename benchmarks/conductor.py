@@ -29,12 +29,13 @@ from moonpool.base.kv.keys import BlockKey, block_keys, unpack_keys
 from moonpool.base.rpc.tuning import tune_gc
 from moonpool.base.scheduling.fair_share import QueueKey
 from moonpool.base.scheduling.latency import Speeds
-from moonpool.conductor.core.cluster_state import ClusterView
-from moonpool.conductor.core.decode_pool import PlacedAnswer
+from moonpool.conductor.core.cluster_view import ClusterView
+from moonpool.conductor.core.decode_instance import PlacedAnswer
 from moonpool.conductor.core.events import KeysChanged
 from moonpool.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from moonpool.conductor.core.latency_model import KVShape, LinkRead
-from moonpool.conductor.core.router import RoutingConfig, RoutingRequest
+from moonpool.conductor.core.kv_links import LinkRead
+from moonpool.conductor.core.kv_shape import KVShape
+from moonpool.conductor.core.routing import RoutingConfig, RoutingRequest
 from moonpool.conductor.placement.policies import DEFAULT_POLICY
 from moonpool.conductor.placement.policies.registry import load_policy
 

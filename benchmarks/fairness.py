@@ -32,8 +32,8 @@ from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.prefill.core.actions import Action, ReportFirstToken, RunStep
-from moonpool.engine.prefill.core.events import IoResult, StepEnded, SubmitJob
-from moonpool.engine.prefill.core.jobs import PrefillSettings
+from moonpool.engine.prefill.core.events import AddRequest, IoResult, StepEnded
+from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 
 BLOCK_SIZE = 64
@@ -54,7 +54,7 @@ class Coming:
 def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[float]:
     """TTFT for a tenant's prompts, seconds, in arrival order; they come sorted, and begin all unlike."""
     core = PrefillScheduler(SETTINGS, speeds)
-    heap: list[tuple[float, int, SubmitJob | IoEnded[IoResult]]] = [
+    heap: list[tuple[float, int, AddRequest | IoEnded[IoResult]]] = [
         (it.at, number, _arrival(number, it)) for number, it in enumerate(coming, 1)
     ]
     heapify(heap)
@@ -70,16 +70,16 @@ def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[
                     seconds = _seconds(action, speeds)
                     ended: IoEnded[IoResult] = IoEnded(io, StepEnded(False, seconds))
                     heappush(heap, (now + seconds, order + len(coming), ended))
-                case ReportFirstToken(job=job) if job in wanted:
-                    found[job] = now - wanted[job]
+                case ReportFirstToken(id=number) if number in wanted:
+                    found[number] = now - wanted[number]
     return [found[number] for number in wanted]
 
 
-def _arrival(number: int, coming: Coming) -> SubmitJob:
+def _arrival(number: int, coming: Coming) -> AddRequest:
     keys = tuple(
         BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big")) for index in range(coming.tokens // BLOCK_SIZE)
     )
-    return SubmitJob(number, EngineRequest(keys, coming.tokens, coming.tokens, tenant=coming.tenant), None)
+    return AddRequest(number, EngineRequest(keys, coming.tokens, coming.tokens, tenant=coming.tenant), None)
 
 
 def _seconds(step: RunStep, speeds: Speeds) -> float:

@@ -29,7 +29,9 @@ from moonpool.base.telemetry.logs import get_logger
 log = get_logger(__name__)
 MAGIC = b"moonpool journal 1\n"
 _LENGTH = struct.Struct("<I")
-CORE_MODULES = re.compile(r"(moonpool\.base\.(kv|sampling_params|scheduling)|moonpool\.conductor\.(core|placement)|moonpool\.engine\.(prefill|decode)\.core)(\..*)?")
+CORE_MODULES = re.compile(
+    r"(moonpool\.base\.(kv|sampling_params|scheduling)|moonpool\.conductor\.(core|placement)|moonpool\.engine\.(prefill|decode)\.core)(\..*)?"
+)
 """Modules with classes that a journal may name."""
 _PLAIN_CLASSES = {
     ("builtins", "set"),
