@@ -61,7 +61,7 @@ class ClusterMembers:
 
     def lora_engines(self) -> list[LoraEngine]:
         """The engines, and whether they take LoRA adapters."""
-        return [LoraEngine(it.instance, it.takes_loras) for it in self.registry if it.kind in ENGINES]
+        return [LoraEngine(member.instance, member.takes_loras) for member in self.registry if member.kind in ENGINES]
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
         """The member of this id."""

@@ -194,7 +194,7 @@ class StepsStream:
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
             known_token_ids=known[0] if known else (),
-            further_known=[decode_pb2.KnownTokens(token_ids=it) for it in known[1:]],
+            further_known=[decode_pb2.KnownTokens(token_ids=tokens) for tokens in known[1:]],
             gather=gather,
         )
         self._send(decode_pb2.StepsRequest(start=start))

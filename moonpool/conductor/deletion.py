@@ -110,7 +110,7 @@ class KVDeletions:
         response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)
         for chosen in _engines_first(self._members()):
             response.instances.extend(await asyncio.gather(*map(self._report, chosen)))
-        log.info("KV deleted", deletion=record.id, blocks=sum(one.blocks for one in response.instances))
+        log.info("KV deleted", deletion=record.id, blocks=sum(instance.blocks for instance in response.instances))
         return response
 
     async def _named(self, name: str, selection: KVSelection) -> kv_pb2.Record:

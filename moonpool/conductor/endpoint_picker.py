@@ -185,7 +185,11 @@ class _Stream:
             raise Unavailable(
                 "no engine with an HTTP server of its own has joined, or none of those that may be chosen"
             )
-        others = [one.id for one in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL) if one.id not in addresses]
+        others = [
+            instance.id
+            for instance in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL)
+            if instance.id not in addresses
+        ]
         found = await self._dispatcher.pick_endpoint(message, others, PLACE_LIMIT_S)
         self._number = found.request
         places = ",".join(dict.fromkeys([addresses[engine] for engine in found.engines if engine in addresses]))
@@ -241,12 +245,14 @@ def _allowed(message: ProcessingRequest) -> frozenset[str] | None:
         return None
     value = hint.fields[DESTINATIONS_ALLOWED]
     if value.WhichOneof("kind") == "string_value":
-        return frozenset(one.strip() for one in value.string_value.split(","))
-    return frozenset(one.string_value for one in value.list_value.values)
+        return frozenset(part.strip() for part in value.string_value.split(","))
+    return frozenset(value.string_value for value in value.list_value.values)
 
 
 def _text_headers(headers: HttpHeaders) -> dict[str, str]:
-    return {one.key.lower(): one.value or one.raw_value.decode("latin-1") for one in headers.headers.headers}
+    return {
+        header.key.lower(): header.value or header.raw_value.decode("latin-1") for header in headers.headers.headers
+    }
 
 
 def _request(body: bytes, headers: Mapping[str, str]) -> conductor_pb2.GenerateRequest:

@@ -197,7 +197,9 @@ class InstanceCalls:
         )
         if order.target is not None:
             request.target.CopyFrom(reservation_proto(order.target))
-        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._members(order.plan.sources)]
+        sources = [
+            prefill_pb2.PrefixSource(instance=member, blocks=held) for member, held in self._members(order.plan.sources)
+        ]
         if sources:
             request.source.CopyFrom(sources[0])
             request.other_sources.extend(sources[1:])
@@ -205,12 +207,14 @@ class InstanceCalls:
         if targets:
             instance, request.write_back_held = targets[0]
             request.write_back.CopyFrom(instance)
-            request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
+            request.replicas.extend(
+                prefill_pb2.StoreReplica(instance=target, held_blocks=held) for target, held in targets[1:]
+            )
         return request
 
     def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
         """A plan's instances that are still members, each with the number of leading blocks there."""
-        return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
+        return [(instance, option.blocks) for option in options if (instance := self._find(option.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, CallResult]]) -> None:
         """Run a call as a task, and post the call's end, also if the call is cancelled before the first step.
@@ -262,8 +266,8 @@ class InstanceCalls:
         steps, subscription = self._subscribe(order, session)
         root = session.request.chain_root
         first, *further = [
-            decode_pb2.ResumedAnswer(from_position=len(it.tokens), digest=tokens_digest(root, it.tokens))
-            for it in session.choices
+            decode_pb2.ResumedAnswer(from_position=len(choice.tokens), digest=tokens_digest(root, choice.tokens))
+            for choice in session.choices
         ]
         steps.resume(
             decode_pb2.ResumeSequence(
@@ -330,6 +334,6 @@ def _prefill_measurements(
     for miss in first.misses:
         key = spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
         misses.append((miss.store.id, window_key(key) if miss.windowed and key else key))
-    loads = tuple([(it.source.id, it.blocks, min(finite_or_zero(it.seconds), lasted_s)) for it in first.reads])
+    loads = tuple([(read.source.id, read.blocks, min(finite_or_zero(read.seconds), lasted_s)) for read in first.reads])
     there_s = min(finite_or_zero(first.queue_s) + finite_or_zero(first.prefill_s), lasted_s)
     return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)

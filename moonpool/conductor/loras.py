@@ -195,8 +195,8 @@ class LoraAdapters:
             if self._engines():
                 raise InvalidRequest("lora_path", "no engine takes LoRA adapters: start them with max_loras")
             raise Unavailable("no prefill and no decode instance has joined")
-        answers = await asyncio.gather(*(self._load_at(it, lora) for it in engines), return_exceptions=True)
-        failed = {it.id: error for it, error in zip(engines, answers, strict=True) if error is not None}
+        answers = await asyncio.gather(*(self._load_at(engine, lora) for engine in engines), return_exceptions=True)
+        failed = {engine.id: error for engine, error in zip(engines, answers, strict=True) if error is not None}
         for error in failed.values():
             if isinstance(error, InvalidRequest):
                 await self._unload_everywhere(lora.id)
@@ -204,10 +204,10 @@ class LoraAdapters:
             if not isinstance(error, MoonpoolError):
                 raise error
         for kind in _STUBS:
-            its = [it.id for it in engines if it.kind == kind]
-            if its and all(name in failed and not isinstance(failed[name], Overloaded) for name in its):
+            of_kind = [engine.id for engine in engines if engine.kind == kind]
+            if of_kind and all(name in failed and not isinstance(failed[name], Overloaded) for name in of_kind):
                 await self._unload_everywhere(lora.id)
-                raise Unavailable(str(failed[its[0]]))
+                raise Unavailable(str(failed[of_kind[0]]))
         for name, error in failed.items():
             log.warning("LoRA adapter not loaded", name=lora.name, instance=name, error=str(error))
         return len(engines) - len(failed)
@@ -218,11 +218,11 @@ class LoraAdapters:
 
     async def _unload_everywhere(self, lora: bytes) -> None:
         """Tell all engines that an adapter is unloaded, unless it has another name. An engine drops what is unused."""
-        if any(it.id == lora for it in self.known()):
+        if any(adapter.id == lora for adapter in self.known()):
             return
         engines = [engine.instance for engine in self._engines() if engine.takes_loras]
         order = kv_pb2.UnloadLoraRequest(id=lora)
-        stubs = [_STUBS[it.kind](self._channels.get(it.address)) for it in engines]
+        stubs = [_STUBS[engine.kind](self._channels.get(engine.address)) for engine in engines]
         answers = await asyncio.gather(
             *(stub.UnloadLora(order, timeout=LOAD_TIMEOUT_S) for stub in stubs), return_exceptions=True
         )

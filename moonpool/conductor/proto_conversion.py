@@ -162,7 +162,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         taken=load.taken,
         answer_tokens=load.expected_answer_tokens,
         conductors=load.conductors,
-        activities=tuple([_conductor_activity(it) for it in load.activities[:MAX_CONDUCTORS]]),
+        activities=tuple([_conductor_activity(activity) for activity in load.activities[:MAX_CONDUCTORS]]),
     )
 
 

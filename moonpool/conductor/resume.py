@@ -47,7 +47,7 @@ def read_resume(
     require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
     require("resume.further", len(resume.further) == further, f"must have {further}: one for each further answer")
     parts = [("resume.token_ids", resume.token_ids, resume.text_chars)]
-    parts += [("resume.further.token_ids", it.token_ids, it.text_chars) for it in resume.further]
+    parts += [("resume.further.token_ids", answer.token_ids, answer.text_chars) for answer in resume.further]
     choices = tuple([_read_progress(*part, sampling.max_tokens, vocabulary) for part in parts])
     least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
     require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
@@ -93,7 +93,7 @@ def _read_progress(
 
 def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[ClientProgress]) -> bool:
     """Whether the client lacks the prompt's log probabilities or embedding, which are sent before the first token."""
-    wanted, begun = sampling.scores_prompt, any(it.tokens for it in choices)
+    wanted, begun = sampling.scores_prompt, any(choice.tokens for choice in choices)
     field = "resume.prompt_scored"
     require(field, wanted or not scored, "only where sampling wants a prompt's log probabilities or embedding")
     require(

@@ -201,7 +201,7 @@ class AttemptCalls:
         waits = False
         if attempt is not None:
             waits = attempt.reservation is None and io in (attempt.pending_reserve, *attempt.overdue_reserves)
-            attempt.overdue_reserves = [it for it in attempt.overdue_reserves if it != io]
+            attempt.overdue_reserves = [reserve for reserve in attempt.overdue_reserves if reserve != io]
             attempt.pending_reserve = 0 if attempt.pending_reserve == io else attempt.pending_reserve
         if not isinstance(result, ReserveGranted):
             self._cluster.release(call.claim, now)

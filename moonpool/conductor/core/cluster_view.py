@@ -75,7 +75,7 @@ class ClusterView:
 
     def all_suspected(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""
-        pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
+        pools = [prefill.facts.id for prefill in self.prefills], [decode.facts.id for decode in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
     def paired(self, prefill: str, decode: str) -> bool:
@@ -192,7 +192,7 @@ class ClusterView:
 
     def overtaken(self, claim: int) -> bool:
         """Whether a prompt was placed before the prompt of a claim later, at the same instance."""
-        there = [it for it in self._claims.get(claim, ()) if isinstance(it, PrefillInstanceState)]
+        there = [instance for instance in self._claims.get(claim, ()) if isinstance(instance, PrefillInstanceState)]
         return any(instance.prompts[claim].overtaken for instance in there)
 
     def tokens_to_compute(self, decision: RoutingDecision) -> int:
@@ -387,8 +387,8 @@ class ClusterView:
             assert instance.slot == self.index.slot(name)
         for decode in self.decodes:
             decode.check_invariants()
-        held = [number for one in self.prefills for number in one.prompts]
-        held += [number for one in self.decodes for number in one.answers]
+        held = [number for prefill in self.prefills for number in prefill.prompts]
+        held += [number for decode in self.decodes for number in decode.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
         assert set(self.prefills.in_flight.claims) <= set(self._claims), "a released claim is still in flight"

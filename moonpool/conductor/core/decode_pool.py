@@ -112,21 +112,21 @@ class PoolDecodeCandidates(DecodeCandidates):
             limit,
             self._fits,
         )
-        places = [(one.place.slot, one.blocks) for one in found]
+        places = [(match.place.slot, match.blocks) for match in found]
         starved = pool.starved_slot(self._allowed)
         if starved is not None and self._fits(starved) and all(slot != starved for slot, _ in places):
             places.append((starved, blocks_at(self._prefixes, starved)))
         return [self._predict(slot, blocks) for slot, blocks in places]
 
     def _fits(self, slot: int) -> bool:
-        one = self._pool.by_slot[slot]
-        return (one.available_blocks >= self._model.blocks(one.load.answer_tokens)) is self._roomy
+        instance = self._pool.by_slot[slot]
+        return (instance.available_blocks >= self._model.blocks(instance.load.answer_tokens)) is self._roomy
 
     def _predict(self, slot: int, held_blocks: int) -> DecodeChoice:
-        one = self._pool.by_slot[slot]
-        need = self._model.blocks(one.load.answer_tokens)
-        optimism = self._pool.optimism_factor(one)
-        return self._model.choice(one.facts.id, one.speeds, one.there, held_blocks, need, optimism)
+        instance = self._pool.by_slot[slot]
+        need = self._model.blocks(instance.load.answer_tokens)
+        optimism = self._pool.optimism_factor(instance)
+        return self._model.choice(instance.facts.id, instance.speeds, instance.there, held_blocks, need, optimism)
 
 
 TRANSFER_BYTES = 1 << 28

@@ -72,9 +72,9 @@ class DecodeSidePrefill:
                 continue
             slots = [slot for slot in slots_in(mask & allowed) if _has_memory(pool.by_slot[slot], model)][:SHORTLIST]
             choices = [_decode_side_choice(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]
-            known = [it for it in choices if it.prefill.prefill_s > 0.0]
+            known = [choice for choice in choices if choice.prefill.prefill_s > 0.0]
             if known:
-                return min(known, key=lambda it: (it.prefill.ttft_s + it.cost_s, it.prefill.id))
+                return min(known, key=lambda choice: (choice.prefill.ttft_s + choice.cost_s, choice.prefill.id))
         return None
 
 

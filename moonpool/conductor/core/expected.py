@@ -118,14 +118,14 @@ class ExpectedPrompts:
         prompt.due_at = due_at
         heappush(self._due, (due_at, name))
         if len(self._due) > 2 * len(self._prompts):
-            self._due = [(it.due_at, name) for name, it in self._prompts.items()]
+            self._due = [(prompt.due_at, name) for name, prompt in self._prompts.items()]
             heapify(self._due)
 
     def check_invariants(self) -> None:
         """Asserts that what is remembered is bounded, and that each prompt has an order to come."""
         assert len(self._due) <= 2 * MAX_EXPECTED, "outdated notes stay"
-        assert self._key_bytes == sum(len(it.keys) for it in self._prompts.values()) <= MAX_KEY_BYTES
-        assert {(it.due_at, name) for name, it in self._prompts.items()} <= set(self._due)
+        assert self._key_bytes == sum(len(prompt.keys) for prompt in self._prompts.values()) <= MAX_KEY_BYTES
+        assert {(prompt.due_at, name) for name, prompt in self._prompts.items()} <= set(self._due)
 
     def digest(self) -> bytes:
         """Hash of the state."""

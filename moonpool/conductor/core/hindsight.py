@@ -60,7 +60,9 @@ class Regrets:
     def error_near(self, instance: str, placed_at: float) -> float | None:
         """The error of the prediction that was made for an instance nearest in time; None = none is near."""
         outcomes = self._outcomes.get(instance, ())
-        apart_s, error = min([(abs(it.placed_at - placed_at), it.error) for it in outcomes], default=(NEAR_S, 0.0))
+        apart_s, error = min(
+            [(abs(outcome.placed_at - placed_at), outcome.error) for outcome in outcomes], default=(NEAR_S, 0.0)
+        )
         return error if apart_s < NEAR_S else None
 
     def noted(self, instance: str, outcome: PlacementOutcome) -> None:
@@ -109,9 +111,9 @@ class Hindsight:
         regrets, ttft_s = self.prefill, now - placed_at
         regrets.noted(chosen.id, PlacementOutcome(placed_at, ttft_s - chosen.ttft_s))
         known = [
-            (max(it.alone_s, it.ttft_s + (regrets.error_near(it.id, placed_at) or 0.0)), it.id)
-            for it in others
-            if not it.excluded
+            (max(other.alone_s, other.ttft_s + (regrets.error_near(other.id, placed_at) or 0.0)), other.id)
+            for other in others
+            if not other.excluded
         ]
         regrets.measured(request, ttft_s, known)
 
@@ -136,16 +138,16 @@ class Hindsight:
             answered_s: see above.
             length: tokens of the answer over the number for which `DecodeChoice.finish_s` was predicted.
         """
-        chosen = next((it for it in candidates if it.id == chosen_id), None)
+        chosen = next((candidate for candidate in candidates if candidate.id == chosen_id), None)
         if chosen is None or not chosen.finish_s:
             return
         regrets, factor = self.decode, answered_s / (length * chosen.finish_s)
         regrets.noted(chosen.id, PlacementOutcome(placed_at, factor))
         known: list[tuple[float, str]] = []
-        for it in candidates:
-            if it is not chosen and it.there.available_blocks >= it.blocks:
-                error = regrets.error_near(it.id, placed_at)
-                known.append((length * it.finish_s * (factor if error is None else error), it.id))
+        for other in candidates:
+            if other is not chosen and other.there.available_blocks >= other.blocks:
+                error = regrets.error_near(other.id, placed_at)
+                known.append((length * other.finish_s * (factor if error is None else error), other.id))
         regrets.measured(request, answered_s, known)
 
     def lost(self, instance: str) -> None:

@@ -59,14 +59,14 @@ class InFlightPrefixes:
     def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
         """An instance has reported which blocks are there."""
         if instance in self._computed:
-            self._keep(instance, lambda one: not holds(one.marked[-1]))
+            self._keep(instance, lambda chain: not holds(chain.marked[-1]))
 
     def reported(self, instance: str) -> None:
         """An instance has reported load."""
         if instance in self._computed:
-            for one in self._computed[instance]:
-                one.reports += 1
-            self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
+            for chain in self._computed[instance]:
+                chain.reports += 1
+            self._keep(instance, lambda chain: chain.reports < REPORTS_AWAITED)
 
     def lost(self, instance: str) -> None:
         """The instance and all its blocks are gone."""
@@ -75,11 +75,11 @@ class InFlightPrefixes:
     def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
         """Keeps the computed chains of an instance for which `wanted` is true."""
         kept: list[_ComputedChain] = []
-        for one in self._computed.pop(instance, ()):
-            if wanted(one):
-                kept.append(one)
+        for chain in self._computed.pop(instance, ()):
+            if wanted(chain):
+                kept.append(chain)
             else:
-                self._drop(instance, one.marked)
+                self._drop(instance, chain.marked)
         if kept:
             self._computed[instance] = kept
 
@@ -126,7 +126,7 @@ class InFlightPrefixes:
     def check_invariants(self) -> None:
         """Asserts that the counts are those of the chains."""
         counted: dict[bytes, dict[str, int]] = {}
-        computed = [(instance, one.marked) for instance, here in self._computed.items() for one in here]
+        computed = [(instance, chain.marked) for instance, here in self._computed.items() for chain in here]
         for instance, marked in [*self._claims.values(), *computed]:
             for key in marked:
                 there = counted.setdefault(key, {})

@@ -153,7 +153,7 @@ class InstancePool(Generic[I]):
         if self._tried & allowed:
             return next(iter(slots_in(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
-        instance = next((one for one in unproven if allowed >> one.slot & 1), None)
+        instance = next((instance for instance in unproven if allowed >> instance.slot & 1), None)
         return instance.slot if instance is not None and self.optimism_factor(instance) < 1.0 else None
 
     def move(self, instance: I, slot: int) -> None:
@@ -215,7 +215,7 @@ class InstancePool(Generic[I]):
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of the instances with these ids, as far as they are here."""
-        return sum([1 << self._by_id[one].slot for one in ids if one in self._by_id])
+        return sum([1 << self._by_id[name].slot for name in ids if name in self._by_id])
 
     def digest(self) -> bytes:
         """Hash of the state."""
@@ -232,10 +232,14 @@ class InstancePool(Generic[I]):
         assert all(self.by_slot[slot].health.slow for slot in slots_in(self.slow_mask))
         assert sum(self._by_size.values()) == sum(self._by_domain.values()) == self.mask
         for option, slots in self._lacking.items():
-            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.unsupported)
+            assert slots == sum(
+                1 << instance.slot for instance in self._by_id.values() if option in instance.facts.unsupported
+            )
         for option, slots in self._with_lora.items():
-            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.loras)
-        assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
+            assert slots == sum(
+                1 << instance.slot for instance in self._by_id.values() if option in instance.facts.loras
+            )
+        assert self._unproven.keys() == {name for name, instance in self._by_id.items() if not instance.turn}
         for instance_id, instance in self._by_id.items():
             assert instance.facts.id == instance_id
             assert self._by_size[instance.facts.total_blocks] >> instance.slot & 1

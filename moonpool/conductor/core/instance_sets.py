@@ -49,14 +49,14 @@ class InstanceSets:
         self._remember()
         return _set_table(self._without, slot).setdefault(number, self.number(self.masks[number] & ~(1 << slot)))
 
-    def common(self, one: int, other: int) -> int:
+    def common(self, number: int, other: int) -> int:
         """The set of what both have."""
-        if one == other:
-            return one
-        found = self._common.get((one, other))
+        if number == other:
+            return number
+        found = self._common.get((number, other))
         if found is None:
             self._remember()
-            found = self._common[one, other] = self.number(self.masks[one] & self.masks[other])
+            found = self._common[number, other] = self.number(self.masks[number] & self.masks[other])
         return found
 
     def keep(self, used: Iterable[int]) -> dict[int, int]:

@@ -117,4 +117,4 @@ class ReadsInFlight:
         """Asserts that links and claims agree."""
         both = [*self._links.items(), *self._sends.items()]
         assert all(number in link.reads for number, link in both)
-        assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
+        assert all(link in (self._links.get(read), self._sends.get(read)) for _, link in both for read in link.reads)

@@ -108,7 +108,7 @@ class PrefillLatencyModel:
     def _loadable(self, max_num_batched_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
         """The prefixes that may be loaded."""
         found = self._loads[max_num_batched_tokens] = [
-            (it, it.blocks, self._work(it.blocks, max_num_batched_tokens)) for it in self.sources
+            (source, source.blocks, self._work(source.blocks, max_num_batched_tokens)) for source in self.sources
         ]
         return found
 

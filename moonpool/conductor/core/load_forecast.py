@@ -51,7 +51,11 @@ class LoadForecaster:
             return 0.0
         then = load_at(instance, self.lengths, now, at)
         step_s = forecast_step_seconds(instance, then, joining)
-        later = [it.reported_at for it in instance.answers.values() if not it.generated and it.reported_at > at]
+        later = [
+            answer.reported_at
+            for answer in instance.answers.values()
+            if not answer.generated and answer.reported_at > at
+        ]
         for time in thin_out(later, FORECAST_POINTS) if step_s else ():
             share = self.lengths.outlives(stratum, (time - at) / step_s)
             left = LoadForecast(share * joining.sequences, share * joining.context_tokens)

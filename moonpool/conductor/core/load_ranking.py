@@ -66,7 +66,7 @@ class LoadRanking:
             self._speeds[slot] = speeds, seconds
             self.move(slot, load, turn)
             return
-        levels = tuple([log(it) / self._log_width if it > 0.0 else None for it in seconds])
+        levels = tuple([log(typical_s) / self._log_width if typical_s > 0.0 else None for typical_s in seconds])
         key = before[0].key if before is not None else None
         if key is not None and key.kind == (stages, max_num_batched_tokens) and key.distance(levels) <= CLASS_LEAVE:
             self.move(slot, load, turn)
@@ -83,8 +83,8 @@ class LoadRanking:
 
     def _class_for(self, key: SpeedClassKey, speeds: Speeds) -> SpeedClass:
         """The nearest class that an instance may join, or a new one."""
-        alike = [one for one in self._classes.values() if one.key.kind == key.kind]
-        nearest = min(alike, key=lambda one: one.key.distance(key.levels), default=None)
+        alike = [found for found in self._classes.values() if found.key.kind == key.kind]
+        nearest = min(alike, key=lambda found: found.key.distance(key.levels), default=None)
         if nearest is None or nearest.key.distance(key.levels) > CLASS_JOIN:
             nearest = self._classes[key] = SpeedClass(key, speeds)
         return nearest
@@ -139,9 +139,9 @@ class LoadRanking:
                     continue
                 one_s = seconds + wait(place.load)
                 if one_s <= worst_s:
-                    one = make(RankedMatch, (one_s, place, blocks))
-                    if len(best) < limit or one < best[-1]:
-                        insort(best, one)
+                    match = make(RankedMatch, (one_s, place, blocks))
+                    if len(best) < limit or match < best[-1]:
+                        insort(best, match)
                         del best[limit:]
                         worst_s = best[-1].seconds if len(best) == limit else inf
                         continue

@@ -57,10 +57,10 @@ class OutputLengthModel:
         if number in self._running:
             return
         self._running[number] = _RunningAnswer(stratum)
-        for one in _with_parents(stratum):
-            if one not in self._counts:
-                self._counts[one] = _LengthCounts()
-            self._counts.move_to_end(one)
+        for level in _with_parents(stratum):
+            if level not in self._counts:
+                self._counts[level] = _LengthCounts()
+            self._counts.move_to_end(level)
         while len(self._counts) > MAX_STRATA:
             forgotten, _ = self._counts.popitem(last=False)
             self._curves.pop(forgotten, None)
@@ -89,7 +89,7 @@ class OutputLengthModel:
         self._running.pop(number, None)
 
     def _of(self, stratum: Stratum) -> list[_LengthCounts]:
-        return [self._counts[one] for one in _with_parents(stratum) if one in self._counts]
+        return [self._counts[level] for level in _with_parents(stratum) if level in self._counts]
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
@@ -107,8 +107,8 @@ class OutputLengthModel:
         if known is not None and total - known[0] < max(1, known[0] // CURVE_REFRESH):
             return known[1]
         steps = self._prior
-        for one in reversed(_with_parents(stratum)):
-            steps = self._steps(one, steps) if one in self._counts else steps
+        for level in reversed(_with_parents(stratum)):
+            steps = self._steps(level, steps) if level in self._counts else steps
         curve, height = [0.0], 0.0
         for step in steps:
             height += step

@@ -120,7 +120,7 @@ class Prefetch:
     def _into_memory(self, prompt: ExpectedPrompt, now: float) -> Iterator[TellSession]:
         """The first store that has the last block on SSD reads the chain. Chains leave memory tail first."""
         chain = prompt.chain
-        store = next((it for it in prompt.stores if self._cluster.index.is_cold(it, chain[-1])), "")
+        store = next((store for store in prompt.stores if self._cluster.index.is_cold(store, chain[-1])), "")
         if store:
             self.to_memory += 1
             yield TellSession(store, prompt.hint.after(now - prompt.told_at), chain)

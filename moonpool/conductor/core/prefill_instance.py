@@ -116,7 +116,9 @@ class PrefillInstanceState:
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
         drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
-        self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
+        self.others_at = now + max(
+            0.0, drain_s - sum([prompt.busy_s for prompt in self.prompts.values() if prompt.covered])
+        )
         # An idle instance keeps the time since when idle: the longest idle instance is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
@@ -126,12 +128,12 @@ class PrefillInstanceState:
         A prompt that goes before other prompts from this conductor waits for the tenant's earlier prompts, each in turn
         among the tenants, and for the step under way.
         """
-        own = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
+        own = [(prompt.queue_key, prompt.busy_s) for prompt in self.prompts.values() if prompt.queue_key is not None]
         last = key.order_in_tenant
-        before = [busy_s for it, busy_s in own if it.tenant == key.tenant and it.order_in_tenant < last]
+        before = [busy_s for other, busy_s in own if other.tenant == key.tenant and other.order_in_tenant < last]
         if len(before) == len(own):
             return all_s
-        weights = {it.tenant: it.weight for it, _ in own} | {key.tenant: key.weight}
+        weights = {other.tenant: other.weight for other, _ in own} | {key.tenant: key.weight}
         turns = sum(weights.values()) / key.weight
         return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
 
@@ -146,15 +148,15 @@ class PrefillInstanceState:
         last, tenant, prompts = (key.rank, key.number), key.tenant, self.prompts
         left_s = before_s = 0.0
         behind = covered = strangers = 0
-        for it, one_s in self._left(now) if prompts else ():
-            if it.tenant != tenant:
+        for prompt, one_s in self._left(now) if prompts else ():
+            if prompt.tenant != tenant:
                 strangers += 1
                 continue
             left_s += one_s
-            covered += it.covered
-            if it.order < last:
+            covered += prompt.covered
+            if prompt.order < last:
                 before_s += one_s
-            elif it.order > last:
+            elif prompt.order > last:
                 behind += 1
         if strangers:
             return QueueWait(self.queue_s(key, all_s), behind)
@@ -173,25 +175,25 @@ class PrefillInstanceState:
         """
         elapsed_s, left = now - self.advanced_at, []
         prompts = self.prompts.values()
-        for it in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
-            left_s = it.left_s
+        for prompt in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
+            left_s = prompt.left_s
             if elapsed_s > 0.0:
                 spent_s = min(elapsed_s, left_s)
                 elapsed_s -= spent_s
                 left_s -= spent_s
-            left.append((it, left_s))
+            left.append((prompt, left_s))
         return left
 
     def _advance(self, now: float) -> None:
         """Counts the time until now as spent on the first prompts."""
         if now > self.advanced_at:
-            for it, left_s in self._left(now):
-                it.left_s = left_s
+            for prompt, left_s in self._left(now):
+                prompt.left_s = left_s
             self.advanced_at = now
 
     def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
         """Seconds of the step under way at most."""
-        longest_s = max([it.busy_s for it in prompts])
+        longest_s = max([prompt.busy_s for prompt in prompts])
         return (
             min(longest_s, work_seconds(self.learnt.speeds, *self.full_step))
             if self.facts.max_num_batched_tokens
@@ -201,9 +203,9 @@ class PrefillInstanceState:
     def there(self, now: float) -> InstanceLoad:
         """What is here."""
         load, facts, prompts, tokens = self.load, self.facts, 0, 0
-        for it in self.prompts.values():
-            if not it.covered:
-                prompts, tokens = prompts + 1, tokens + it.tokens
+        for prompt in self.prompts.values():
+            if not prompt.covered:
+                prompts, tokens = prompts + 1, tokens + prompt.tokens
         prompts = max(load.running + load.waiting + prompts, len(self.prompts))
         tokens += load.queued_tokens
         busy_share = self.recent.per_s(now)

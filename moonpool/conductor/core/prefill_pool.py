@@ -105,7 +105,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
         in_flight = self.in_flight.match(keys)
         return with_in_flight(
-            prefixes, [(blocks, it.slot) for name, blocks in in_flight.items() if (it := self.get(name))]
+            prefixes, [(blocks, instance.slot) for name, blocks in in_flight.items() if (instance := self.get(name))]
         )
 
     def computed(self, claim: int) -> None:
@@ -174,7 +174,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         looked_at = self._sample
         if not looked_at:
             looked_at = self._sample = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
-        waits = [wait_s for it in looked_at if (wait_s := it.free_at - now) > 0.0]
+        waits = [wait_s for instance in looked_at if (wait_s := instance.free_at - now) > 0.0]
         backlog_s = sum(waits) / max(1, len(looked_at))
         self._backlog.sample(backlog_s, now)
         prompts_per_s, work_per_s = self._prompts.per_s(now) / count, self._work.per_s(now) / count
@@ -192,7 +192,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         if most == shared:
             return 0
         name = self.by_slot[holder.bit_length() - 1].facts.id
-        return most - min(most, max([shared, *(it.blocks for it in model.sources if it.id != name)]))
+        return most - min(most, max([shared, *(source.blocks for source in model.sources if source.id != name)]))
 
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
@@ -293,8 +293,8 @@ class PoolCandidates(Candidates):
     @property
     def holders(self) -> Sequence[StoredPrefix]:
         return [
-            StoredPrefix(it.id, it.blocks, it.blocks if it.warm is None else it.warm, it.peer)
-            for it in self._model.sources
+            StoredPrefix(source.id, source.blocks, source.blocks if source.warm is None else source.warm, source.peer)
+            for source in self._model.sources
         ]
 
     def draw(self, limit: int, counter: int) -> int:
@@ -360,8 +360,8 @@ class ShadowTally:
         self.decisions += 1
         self.agreed += real.id == shadow.id
         real_s, shadow_s = [
-            (it if it.delay_s is not None else it.with_place(0.0, candidates.wait(it, 0.0))).ttft_s
-            for it in (real, shadow)
+            (choice if choice.delay_s is not None else choice.with_place(0.0, candidates.wait(choice, 0.0))).ttft_s
+            for choice in (real, shadow)
         ]
         self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
 

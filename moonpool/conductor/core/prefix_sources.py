@@ -82,7 +82,7 @@ class PrefixHolders:
     def _freest(self, blocks: int, mask: int, now: float) -> PrefixHolder:
         if mask & (mask - 1):
             holders = [self._at(slot) for slot in islice(slots_in(mask), MAX_LOOKED_AT)]
-            best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
+            best = min(holders, key=lambda holder: (holder.link.wait_s(now), holder.turn, holder.facts.id))
         else:
             best = self._at(mask.bit_length() - 1)
         link = best.link

@@ -148,7 +148,7 @@ class Router:
         shape: KVShape,
     ) -> ReplicationHint | None:
         """The instance with the soonest first token if the longest prefix were there; None = none."""
-        source, best_s = max(sources, key=lambda it: it.blocks), choices[0].ttft_s
+        source, best_s = max(sources, key=lambda source: source.blocks), choices[0].ttft_s
         found: tuple[float, str, PrefillChoice, PrefillInstanceState] | None = None
         least_s = best_s
         for choice in choices:
@@ -162,9 +162,9 @@ class Router:
                 alone_s = model.alone_s(
                     instance.learnt.speeds, facts.stages, facts.max_num_batched_tokens, source.blocks
                 )
-                one = soonest_s + alone_s * optimism, choice.id, choice, instance
-                if one[0] < best_s and (found is None or one < found):
-                    found, least_s = one, one[0]
+                rated = soonest_s + alone_s * optimism, choice.id, choice, instance
+                if rated[0] < best_s and (found is None or rated < found):
+                    found, least_s = rated, rated[0]
         if found is None:
             return None
         ttft_s, target, choice, instance = found

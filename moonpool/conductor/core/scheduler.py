@@ -236,11 +236,15 @@ class RequestScheduler:
     def _pick_endpoint(self, now: float, request: ScheduledRequest) -> None:
         """Answers a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
         number, (decision, decodes) = request.spec.number, self._admitted(now, request, at_decode=False)
-        failure = next((one for one in (decision, decodes) if isinstance(one, Failure)), None)
+        failure = next((answer for answer in (decision, decodes) if isinstance(answer, Failure)), None)
         if isinstance(decision, Failure) or failure is not None:
             self._actions.append(EndpointPicked(number, (), failure))
             return
-        usable = [it.id for it in decision.candidates if not it.excluded and it.id not in request.suspects]
+        usable = [
+            candidate.id
+            for candidate in decision.candidates
+            if not candidate.excluded and candidate.id not in request.suspects
+        ]
         if decision.prefill.id not in usable:
             failure = Failure(FailureKind.UNAVAILABLE, "no engine that a proxy can reach takes requests now")
             self._actions.append(EndpointPicked(number, (), failure))
@@ -285,8 +289,8 @@ class RequestScheduler:
     def _instance_joined(self, now: float, instance: str) -> None:
         """Requests that waited for the instance, for any instance, or for decode memory go on."""
         self.ledger.left(instance)
-        waiting = [it for it in self.requests.values() if it.state is RequestState.WAITING_OWNER]
-        owned = [it for it in waiting if it.owner is not None and it.owner.decode == instance]
+        waiting = [request for request in self.requests.values() if request.state is RequestState.WAITING_OWNER]
+        owned = [request for request in waiting if request.owner is not None and request.owner.decode == instance]
         for request in owned:
             self._timers.clear((TimerKind.OWNER, request.spec.number))
         for request in [request for request in owned if not self._take_over(now, request)]:
@@ -307,11 +311,12 @@ class RequestScheduler:
             request = self.requests[number]
             if request.attempt is not None:
                 self._attempt_lost(now, request, request.attempt, event, failure)
-        followed = [it for it in self.requests.values() if self._follows(it) == (instance, epoch)]
+        followed = [request for request in self.requests.values() if self._follows(request) == (instance, epoch)]
         for request in followed:
             self._calls.end_followed(request)
-        for request in [it for it in followed if it.state is RequestState.TAKEN_OVER]:  # others have a new placement
-            self._attempt_failed(now, request, failure, [instance])
+        for request in followed:
+            if request.state is RequestState.TAKEN_OVER:  # others have a new placement
+                self._attempt_failed(now, request, failure, [instance])
 
     def _follows(self, request: ScheduledRequest) -> tuple[str, int] | None:
         """Instance and epoch of the sequence that is followed without an attempt."""
@@ -409,7 +414,7 @@ class RequestScheduler:
             return Failure(FailureKind.INVALID, error.message, field=error.field)
         queue_s = self._cluster.prefills.queue_s(decision.prefill, spec.queue_key)
         chosen = decision.prefill._replace(queue_s=queue_s)
-        candidates = tuple([chosen if it.id == chosen.id else it for it in decision.candidates])
+        candidates = tuple([chosen if candidate.id == chosen.id else candidate for candidate in decision.candidates])
         return replace(decision, prefill=chosen, candidates=candidates)
 
     def _candidates(self, request: ScheduledRequest, decodes: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
@@ -1031,10 +1036,10 @@ class RequestScheduler:
         self.slo_queue.check_invariants()
         self.sessions.check_invariants()
         self.prefetch.check_invariants()
-        self.tenants.check_invariants(Counter([it.spec.tenant for it in self.requests.values()]))
+        self.tenants.check_invariants(Counter([request.spec.tenant for request in self.requests.values()]))
         answers = Counter[str]()
-        for it in self.requests.values():
-            answers[it.spec.tenant] += it.spec.choices
+        for request in self.requests.values():
+            answers[request.spec.tenant] += request.spec.choices
         self.ledger.check_invariants(answers, self.memory_queue.count())
         self._calls.check_invariants(self.requests.values())
         reserves = Counter(call.request for _, call in self._calls.open if call.kind is CallKind.RESERVE)

@@ -119,10 +119,10 @@ class SloQueue:
         """Asserts that sums, order and timer are those of the waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiting)
-        assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
+        assert self.nbytes == sum(waiter.nbytes for waiter in self._waiting.values()) <= self._most_bytes
         held: dict[str, int] = {}
-        for it in self._waiting.values():
-            held[it.key.tenant] = held.get(it.key.tenant, 0) + it.nbytes
+        for waiter in self._waiting.values():
+            held[waiter.key.tenant] = held.get(waiter.key.tenant, 0) + waiter.nbytes
         assert self._held == held
         assert len(self._again) == len(self._waiting)
         assert len(self) <= self._most

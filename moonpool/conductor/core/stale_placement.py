@@ -62,5 +62,5 @@ class StalePlacementCheck:
 
 def _lead_s(best: PrefillChoice, candidates: Sequence[PrefillChoice]) -> float | None:
     """Seconds by which the first token comes sooner than anywhere else; None = there is no other instance."""
-    others = [it.ttft_s for it in candidates if it.id != best.id and not it.excluded]
+    others = [candidate.ttft_s for candidate in candidates if candidate.id != best.id and not candidate.excluded]
     return min(others) - best.ttft_s if others else None

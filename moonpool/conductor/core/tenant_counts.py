@@ -54,9 +54,9 @@ class TenantCounts:
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
         parts, tenant = _weight_units(key.weight), key.tenant
-        others = [it for it in elsewhere.weights if it not in self._weights and it != tenant]
+        others = [name for name in elsewhere.weights if name not in self._weights and name != tenant]
         whole = self._weight - self._weights.get(tenant, 0) + parts
-        whole += sum([_weight_units(elsewhere.weights[it]) for it in others])
+        whole += sum([_weight_units(elsewhere.weights[other]) for other in others])
         own = self._here.get(tenant, 0) + elsewhere.running.get(tenant, 0)
         return whole > parts and own * whole > parts * (self._total + sum(elsewhere.running.values()))
 

@@ -347,8 +347,8 @@ class TenantLedger:
         before = self._told.setdefault(instance, 0)
         if instance not in nsmallest(HOLDERS, self._told):
             return None
-        changed = list(takewhile(lambda it: self._tenants[it].version > before, reversed(self._tenants)))[::-1]
-        rows = [self._tenants[it].told(it, now) for it in changed[:MAX_ROWS]]
+        changed = list(takewhile(lambda tenant: self._tenants[tenant].version > before, reversed(self._tenants)))[::-1]
+        rows = [self._tenants[tenant].told(tenant, now) for tenant in changed[:MAX_ROWS]]
         more = len(changed) > MAX_ROWS
         self._told[instance] = rows[-1].version if more else self._version
         self._number += 1
@@ -381,7 +381,7 @@ class TenantLedger:
 
     def _forget(self, new: str) -> None:
         """Forgets the tenants without requests that changed longest ago, half of all."""
-        idle = [name for name, it in self._tenants.items() if name != new and not it.running]
+        idle = [name for name, tenant in self._tenants.items() if name != new and not tenant.running]
         for name in idle[: MAX_TENANTS // 2]:
             del self._tenants[name]
 
@@ -394,10 +394,10 @@ class TenantLedger:
 
     def check_invariants(self, running: Mapping[str, int], waiting: Mapping[str, int]) -> None:
         """Asserts that these are the answers that have not ended, and the requests that wait for memory."""
-        versions = [it.version for it in self._tenants.values()]
+        versions = [tenant.version for tenant in self._tenants.values()]
         assert versions == sorted(versions)
-        assert {name: it.running for name, it in self._tenants.items() if it.running} == running
-        assert {name: it.waiting for name, it in self._tenants.items() if it.waiting} == waiting
+        assert {name: tenant.running for name, tenant in self._tenants.items() if tenant.running} == running
+        assert {name: tenant.waiting for name, tenant in self._tenants.items() if tenant.waiting} == waiting
 
     def digest(self) -> bytes:
         """Hash of the state."""

@@ -65,7 +65,7 @@ class TpotModel:
 
     def _steps(self, others: int) -> float:
         bucket = load_bucket(others)
-        known = [(abs(it - bucket), it, learnt) for it, learnt in enumerate(self._added) if learnt is not None]
+        known = [(abs(other - bucket), other, learnt) for other, learnt in enumerate(self._added) if learnt is not None]
         return min(known)[2].coefficients[0] if known else 0.0
 
     @property

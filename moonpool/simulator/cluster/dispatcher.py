@@ -403,7 +403,9 @@ class CallDispatcher:
         if not _is_alive(instance, call.order.epoch):
             return
         there = self._members.epoch
-        call.sources = tuple([KVSource(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
+        call.sources = tuple(
+            [KVSource(source.id, source.blocks, source.peer) for source in plan.sources if there(source.id)]
+        )
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
         order, delay_s = call.order, plan.prefill.delay_s or 0.0
         call.job = instance.submit(call.sequence, order.target, call, call.sources, copies, order.max_queue_s, delay_s)
@@ -420,7 +422,7 @@ class CallDispatcher:
         misses = tuple(
             (call.sources[miss.source].name, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
         )
-        loads = tuple([(call.sources[it.source].name, it.blocks, it.seconds) for it in told.loads])
+        loads = tuple([(call.sources[load.source].name, load.blocks, load.seconds) for load in told.loads])
         how = PrefillMeasurements(told.computed_tokens, told.queue_s + told.prefill_s, misses, loads)
         self._post(FirstToken(call.io, how, CompletionReason.STOP if request.whole else None, known))
 
@@ -449,7 +451,7 @@ class CallDispatcher:
         if order.compute:
             held = order.target.held_blocks * self._block_size
             sequence.request.reused = min(held, sequence.request.tokens - 1)
-        positions = [begin + its for its in known or (0,) * sequence.width]
+        positions = [begin + count for count in known or (0,) * sequence.width]
         stream.start(transfer, following.members(positions), known, compute=order.compute)
 
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:

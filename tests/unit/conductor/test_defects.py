@@ -77,7 +77,10 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
 
         def orders(now: float, event: Any, out: list[Any]) -> None:
             handle(now, event, out)
-            out[:] = [replace(it, **broken) if isinstance(it, order) and it.request == 1 else it for it in out]
+            out[:] = [
+                replace(action, **broken) if isinstance(action, order) and action.request == 1 else action
+                for action in out
+            ]
 
         s.servicer.core.handle = orders  # type: ignore[method-assign]
         with pytest.raises(Internal, match="cannot serve this request"):

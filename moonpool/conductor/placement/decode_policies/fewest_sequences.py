@@ -18,4 +18,4 @@ class FewestSequences:
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
         """By the number."""
         choices = [candidates.predict(instance) for instance in candidates]
-        return nsmallest(limit, choices, key=lambda it: (it.there.sequences, it.there.turn, it.id))
+        return nsmallest(limit, choices, key=lambda choice: (choice.there.sequences, choice.there.turn, choice.id))

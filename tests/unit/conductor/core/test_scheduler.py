@@ -209,7 +209,7 @@ def test_a_promise_of_an_instance_that_was_lost_meanwhile_is_not_used() -> None:
     world.leave("decode-0")
     world.promise(call)
     assert [undo.target.decode for undo in world.all(CancelReservation)] == ["decode-0"]
-    assert [it.decode for it in world.open(CallReserve)] == ["decode-1"]
+    assert [call.decode for call in world.open(CallReserve)] == ["decode-1"]
 
 
 def test_a_promise_whose_answer_is_lost_is_given_back_by_its_name() -> None:

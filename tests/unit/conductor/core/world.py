@@ -359,6 +359,6 @@ class World:
             case CompleteRequest(request=request) | FailRequest(request=request) | DropRequest(request=request):
                 assert request not in self.ends, "a request has ended twice"
                 self.ends[request] = action
-                self.rehashes = [it for it in self.rehashes if it != request]
+                self.rehashes = [rehashe for rehashe in self.rehashes if rehashe != request]
             case AnnouncePlacement(request=request):
                 assert request not in self.ends
