@@ -87,7 +87,7 @@ class Registry:
             total_blocks=hello.total_blocks,
             model=model,
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
-            either=hello.either_role,
+            switches_role=hello.either_role,
             process=hello.process,
             http_address=hello.http_address,
             takes_loras=LORA not in hello.unsupported,
@@ -161,7 +161,7 @@ class Registry:
 class ClusterMember:
     """An instance during one epoch, while joined.
 
-    `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine;
+    `load` is the last report; `switches_role`: comes back in the other role on order; `process` names the instance's process on the machine;
     `http_address`: of an engine's own HTTP server.
     `takes_loras`: requests with a LoRA adapter may go there.
     """
@@ -170,7 +170,7 @@ class ClusterMember:
     total_blocks: int
     model: conductor_pb2.ModelInfo | None
     load: conductor_pb2.LoadReport
-    either: bool = False
+    switches_role: bool = False
     process: str = ""
     http_address: str = ""
     takes_loras: bool = True

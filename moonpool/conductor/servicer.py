@@ -110,34 +110,34 @@ class ConductorServicer:
             raise
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
-                if call.session is not None:
-                    await self._send(call, call.session, deadline, context)
+                if call.stream is not None:
+                    await self._send(call, call.stream, deadline, context)
                 else:
                     message, used = await self._contexts.expand(request, deadline - self._clock())
-                    call.session = session = await self._dispatcher.open(message, request_id, arrived, deadline)
-                    self.resumed += session.request.resume is not None
-                    self._tell_watchers(session)
-                    await self._send(call, session, deadline, context)
-                    self._tell_watchers(session)
-                    if used is not None and session.number:
-                        used(session.cached_tokens)
+                    call.stream = stream = await self._dispatcher.open(message, request_id, arrived, deadline)
+                    self.resumed += stream.request.resume is not None
+                    self._tell_watchers(stream)
+                    await self._send(call, stream, deadline, context)
+                    self._tell_watchers(stream)
+                    if used is not None and stream.number:
+                        used(stream.cached_tokens)
             self.served += self._calls.get(request_id) is call
         finally:
             self._leave(request_id, call)
 
     def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _OpenCall:
-        """Add a call to the open ones. A call that resumes an open request gets that request's session."""
+        """Add a call to the open ones. A call that resumes an open request gets that request's stream."""
         earlier = self._calls.get(request_id)
         call = _OpenCall(message)
         if earlier is None:
             self._check_queue(message.tenant)
         elif call.repeats(earlier):
             raise Unavailable(f"{request_id!r} is being resumed already")
-        elif earlier.session is None or not _resumes(message, earlier.session):
+        elif earlier.stream is None or not _resumes(message, earlier.stream):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        elif self._dispatcher.rejoin(message, earlier.session):
+        elif self._dispatcher.rejoin(message, earlier.stream):
             self.resumed += 1
-            call.session = earlier.session
+            call.stream = earlier.stream
             earlier.replaced()
         self._calls[request_id] = call
         self._idle.clear()
@@ -150,22 +150,22 @@ class ConductorServicer:
         if not self._calls:
             self._idle.set()
 
-    async def _send(self, call: _OpenCall, session: GenerateStream, deadline: float, context: _GenerateContext) -> None:
+    async def _send(self, call: _OpenCall, stream: GenerateStream, deadline: float, context: _GenerateContext) -> None:
         """Send a client all messages for the request, or until another call replaces this call."""
-        outgoing = session.outgoing
+        outgoing = stream.outgoing
         try:
             async with asyncio.timeout(deadline - self._clock()) as call.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._dispatcher.client_left(session, outgoing)
+            self._dispatcher.client_left(stream, outgoing)
 
-    def _tell_watchers(self, session: GenerateStream) -> None:
+    def _tell_watchers(self, stream: GenerateStream) -> None:
         """Tell those who watch the cluster's KV what the request's blocks stand for."""
         if self.cluster.watchers:
-            request = session.request
-            for choice in session.choices:
+            request = stream.request
+            for choice in stream.choices:
                 tokens = request.prompt + choice.tokens
                 self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens, request.lora)
 
@@ -193,11 +193,11 @@ class ConductorServicer:
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """How a request was placed, and the request's course so far."""
         decisions, call = self._reports.decisions, self._calls.get(request.request_id)
-        if call is None or call.session is None or decisions.has_ended(request.request_id):
+        if call is None or call.stream is None or decisions.has_ended(request.request_id):
             return decisions.get(request.request_id)
-        session = call.session
-        response = conductor_pb2.ExplainResponse(timeline=session.timeline(over=False), attempts=session.attempts)
-        if session.attempts:
+        stream = call.stream
+        response = conductor_pb2.ExplainResponse(timeline=stream.timeline(over=False), attempts=stream.attempts)
+        if stream.attempts:
             response.MergeFrom(decisions.get(request.request_id))
         return response
 
@@ -408,17 +408,17 @@ class _OpenCall:
 
     Attributes:
         message: the client's.
-        session: the request, once read.
+        stream: the request, once read.
         limit: time limit for sending everything.
     """
 
     message: conductor_pb2.GenerateRequest
-    session: GenerateStream | None = None
+    stream: GenerateStream | None = None
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
         """Whether the client resumes once more while the earlier call is still being read."""
-        if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
+        if earlier.stream is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
             return False
         this, before = self.message.resume, earlier.message.resume
         return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
@@ -429,12 +429,12 @@ class _OpenCall:
             self.limit.reschedule(asyncio.get_running_loop().time() + REPLACED_CALL_S)
 
 
-def _resumes(message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
+def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> bool:
     """Whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False
-    same = hmac.compare_digest(message.resume.point.secret, session.secret)
-    return same and message.resume.count > session.resumes
+    same = hmac.compare_digest(message.resume.point.secret, stream.secret)
+    return same and message.resume.count > stream.resumes
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:

@@ -11,7 +11,7 @@ from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -224,7 +224,7 @@ class AttemptCalls:
     def renew(self, number: int, attempt: ScheduledAttempt, now: float) -> None:
         """Renews a request's reservation, now and within the lease again."""
         if attempt.reservation is not None and attempt.decode_phase is DecodePhase.RESERVED:
-            self._actions.append(RenewSession(attempt.reservation))
+            self._actions.append(RenewReservation(attempt.reservation))
             if attempt.lease_s > 0:
                 self._timers.set((TimerKind.RENEWAL, number), now + attempt.lease_s / RENEWALS)
 

@@ -21,7 +21,7 @@ MAX_FALLBACK_HOLDERS = 2
 """Further instances to load a prefix from if the chosen one fails."""
 
 
-class PrefixHolders:
+class PrefixSources:
     """Finds instances that a prefix can be loaded from.
 
     Args:

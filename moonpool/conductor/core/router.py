@@ -17,7 +17,7 @@ from moonpool.conductor.core.prefill_instance import PrefillInstanceState
 from moonpool.conductor.core.prefill_pool import PrefillPool
 from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.core.prefix_index import PrefixIndex
-from moonpool.conductor.core.prefix_sources import PrefixHolders, holders_to_load_from
+from moonpool.conductor.core.prefix_sources import PrefixSources, holders_to_load_from
 from moonpool.conductor.core.replication import ReplicationHint
 from moonpool.conductor.core.routing import RoutingConfig, RoutingDecision, RoutingRequest
 from moonpool.conductor.core.store_pool import StorePool
@@ -46,7 +46,7 @@ class Router:
         self._threshold = config.balancing_threshold
         self._at_decode = DecodeSidePrefill(decodes, config.decode_prompt_tokens)
         self._replicates = shared and config.copy_share > 0
-        self._holders = PrefixHolders((prefills, decodes) if shared and config.peers else (), self._stores)
+        self._sources = PrefixSources((prefills, decodes) if shared and config.peers else (), self._stores)
 
     def plan(self, request: RoutingRequest, shape: KVShape) -> RoutingDecision:
         """Routes a request; `shape` is that of the cluster's KV.
@@ -66,7 +66,7 @@ class Router:
         if shape.window_blocks:
             usable = self._index.continuable(keys, prefixes, shape.window_blocks)
             readable = stores.views(keys, request.prompt_key, usable) if stores is not None else []
-        sources = self._holders.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
+        sources = self._sources.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
         candidates = self._prefill(request, demand, self._prefills.soon(usable, keys), model)
         best = candidates[0]

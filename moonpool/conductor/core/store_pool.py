@@ -132,7 +132,7 @@ class StoreView(NamedTuple):
     """A kvstore's state for a request.
 
     `blocks`: leading blocks of the request's chain in the store. `warm`: those of them in memory, the others are on SSD
-    only; None = unknown. `busy`: sessions that the store serves. `score`: of rendezvous hashing.
+    only; None = unknown. `busy`: transfers that the store serves. `score`: of rendezvous hashing.
     """
 
     id: str

@@ -15,7 +15,7 @@ from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -477,7 +477,7 @@ class CallDispatcher:
         self._cancels[io] = cancel
         return RequestSubscription(io, sequence.request, self._post, self._end, unfollow, sequence.width)
 
-    def renew(self, order: RenewSession) -> None:
+    def renew(self, order: RenewReservation) -> None:
         """Keeps a promise."""
         if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).open()

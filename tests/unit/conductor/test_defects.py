@@ -122,21 +122,21 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         return 1
 
     running = kv_pb2.FINISH_REASON_UNSPECIFIED
-    session: Any = SimpleNamespace(
+    stream: Any = SimpleNamespace(
         spec=SimpleNamespace(id="doomed", number=7),
         choices=[SimpleNamespace(index=0, finish=running)],
         finish=running,
         add_tokens=taken,
         outgoing=OutputQueue(),
     )
-    subscription = SequenceSubscription(5, "doomed", session, post, lambda *_, **__: None, lambda _: None)
+    subscription = SequenceSubscription(5, "doomed", stream, post, lambda *_, **__: None, lambda _: None)
     assert subscription.add_tokens(NewTokens(0, 1, [9]))
     arrived, stopped = posted
     assert isinstance(arrived, TokensArrived)
     assert isinstance(stopped, StopRequested)
     assert stopped.request == 7
     with pytest.raises(Internal):
-        await session.outgoing.next()
+        await stream.outgoing.next()
 
 
 class Unbuildable:
