@@ -161,8 +161,8 @@ class Registry:
 class ClusterMember:
     """An instance during one epoch, while joined.
 
-    `load` is the last report; `switches_role`: comes back in the other role on order; `process` names the instance's process on the machine;
-    `http_address`: of an engine's own HTTP server.
+    `load` is the last report; `switches_role`: comes back in the other role on order;
+    `process` names the instance's process on the machine; `http_address`: of an engine's own HTTP server.
     `takes_loras`: requests with a LoRA adapter may go there.
     """
 

@@ -64,6 +64,7 @@ class AdmissionGate:
         if self.admission is AdmissionMode.NONE or slo.tbt_s is None or not decision.decodes:
             return decision.decodes
         predicted = [(self._tbt_s(option, decision, stratum, slo.tbt_s, now), option) for option in decision.decodes]
+        # The placement policy orders by the load of now. Where that is too much, what counts is who is free in time.
         if self.admission is AdmissionMode.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in decision.decodes):
             predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
@@ -90,7 +91,7 @@ class AdmissionGate:
     ) -> float:
         if self.admission is AdmissionMode.EARLY:
             return self._forecasts.tbt_now(option.id, _joining(decision))
-        if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed
+        if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed: no costly forecast is needed
             return option.tbt_s
         return self._forecasts.tbt_at(option.id, _joining(decision), stratum, now, now + decision.prefill.ttft_s)
 
@@ -118,7 +119,7 @@ class AdmissionGate:
                 self._forecasts.tbt_at(option.id, joining, stratum, now, at) <= limit_s for option in decision.decodes
             ):
                 return later_s
-            later_s *= 2
+            later_s *= 2  # each look is a forecast: a rough time is enough for a retry
         return HOPELESS_RETRY_S
 
 

@@ -108,6 +108,7 @@ class AttemptCalls:
     def claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
         """Counts a prompt at the chosen prefill instance; returns the claim's number."""
         best, spec = decision.prefill, request.spec
+        # The instance orders by arrival there and delay (docs/adr/0056): the conductor predicts by the same key.
         key = spec.queue_key if best.delay_s is None else spec.queue_key_at(now).delayed(best.delay_s)
         tokens = self._cluster.tokens_to_compute(decision)
         claim = self._cluster.claim_prefill(
@@ -205,10 +206,12 @@ class AttemptCalls:
             attempt.pending_reserve = 0 if attempt.pending_reserve == io else attempt.pending_reserve
         if not isinstance(result, ReserveGranted):
             self._cluster.release(call.claim, now)
+            # Decode may have reserved all the same, and its answer was lost.
             if isinstance(result, Failure) and result.kind in UNANSWERED_KINDS:
                 unknown = DecodeReservation(call.instance, call.epoch, "", 0, 0, 0)
                 self._actions.append(CancelReservation(call.sequence, unknown))
             return False
+        # Nobody waits for it any more, another instance was quicker, or the instance has restarted since.
         if attempt is None or not waits or result.target.epoch != call.epoch:
             self._actions.append(CancelReservation(call.sequence, result.target))
             self._cluster.release(call.claim, now)
@@ -378,6 +381,7 @@ class AttemptCalls:
             return
         self._leave(request, attempt)
         self._release_prefill(attempt, now)
+        # Prefill still writes blocks to kvstores; a cancel would lose them.
         if attempt.prefill_phase is PrefillPhase.FIRST_TOKEN and complete:
             self._timers.set((TimerKind.LINGER, attempt.prefill_io), now + LINGER_S)
         elif attempt.prefill_phase in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):

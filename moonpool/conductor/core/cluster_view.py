@@ -100,6 +100,7 @@ class ClusterView:
         if earlier is not None:
             self._take_out(earlier)
         self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
+        # The same process has only lost its stream: its queue and what was learnt of it are as before.
         same = earlier if earlier is not None and earlier.facts.epoch == facts.epoch else None
         instance = same or new_instance(facts, now)
         instance.slot = self.index.slot(facts.id)
@@ -349,7 +350,7 @@ class ClusterView:
                 self.decodes.remove(instance)
             case StoreInstanceState():
                 self.stores.remove(instance)
-        if not len(self.prefills) and not len(self.decodes):
+        if not len(self.prefills) and not len(self.decodes):  # engines of another model may come now
             self.shape = None
             self.prefills.largest_blocks = self.decodes.largest_blocks = 0
 

@@ -78,7 +78,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         able = self.eligible_mask(demand.total_blocks, demand.needs, self.domain_mask(domain))
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
-            for roomy in (True, False):
+            for roomy in (True, False):  # reports may be stale: those that seem full are asked after the others
                 if allowed and len(choices) < SHORTLIST:
                     candidates = PoolDecodeCandidates(self, model, prefixes, request, allowed, roomy)
                     choices += self._policy.order(candidates, SHORTLIST - len(choices))

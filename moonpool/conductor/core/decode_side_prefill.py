@@ -46,6 +46,7 @@ class DecodeSidePrefill:
             return decision
         if not choice.pays:
             quicker = choice.prefill.ttft_s < decision.prefill.ttft_s
+            # Named only where decode would have been quicker for the request: else no reader asks why not.
             why = f"those that run there would lose {choice.cost_s:.4f} s together" if quicker else ""
             return replace(decision, candidates=(*decision.candidates, choice.prefill._replace(excluded=why)))
         return replace(
@@ -66,7 +67,7 @@ class DecodeSidePrefill:
         """
         pool, model = self._decodes, DecodeLatencyModel(demand, shape)
         allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects)
-        for blocks, mask in reversed(prefixes):
+        for blocks, mask in reversed(prefixes):  # the longest prefix leaves least to compute
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
             if tokens > self._max_tokens:
                 continue
@@ -116,5 +117,5 @@ def _decode_side_choice(
         name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
     )
     decode = model.choice(name, speeds, instance.there, blocks, need)
-    cost_s = running * compute_s
+    cost_s = running * compute_s  # each sequence of the batch waits for the prompt's part of the steps
     return DecodeSideChoice(prefill, decode, cost_s, prefill.ttft_s + cost_s < other.ttft_s)

@@ -201,7 +201,7 @@ class InstancePool(Generic[I]):
             if size >= blocks:
                 mask |= slots
         mask &= ~self.draining_mask & ~self.lacking_mask(needs) & within
-        return mask & ~self.slow_mask or mask
+        return mask & ~self.slow_mask or mask  # slow is better than nothing
 
     def should_drain(self, instance_id: str, leaving: int | None = None) -> bool:
         """Whether an instance is in the mask `leaving`, by default the slow ones, and another instance is healthy."""

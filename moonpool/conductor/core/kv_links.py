@@ -63,6 +63,7 @@ class KVLink:
 
     def claim(self, number: int, read: LinkRead, now: float) -> None:
         """Counts a read from now on."""
+        # Reads side by side share the link: none of them tells the link's rate.
         alone = not self.reads
         for other in self.reads:
             self.reads[other] = NO_READ
@@ -75,7 +76,7 @@ class KVLink:
         rates = [rate.known(now) or usual for rate in (self.memory, self.ssd)]
         sizes = [nbytes * (1.0 - read.cold), nbytes * read.cold]
         foreseen = [size / rate for size, rate in zip(sizes, rates, strict=True)]
-        most = int(2 * read.cold > 1.0)
+        most = int(2 * read.cold > 1.0)  # one time cannot tell two rates apart: the larger part learns
         part_s = seconds * foreseen[most] / sum(foreseen)
         (self.memory, self.ssd)[most].learn(rates[most], sizes[most], part_s, now)
 

@@ -86,6 +86,7 @@ def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: floa
     are known from reports only, and are taken to stay. Tokens come at the mean of the step time now and the step time
     then.
     """
+    # How far answers get depends on the step time, which depends on who still runs: two rounds are enough.
     now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
     then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
     return _load_at(instance, lengths, now, at, (now_s + then_s) / 2)
@@ -94,7 +95,7 @@ def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: floa
 def _load_at(
     instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float, step_s: float
 ) -> LoadForecast:
-    sequences = float(instance.sequences - instance.own_sequences)
+    sequences = float(instance.sequences - instance.own_sequences)  # other conductors' answers: careful, they stay
     context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
     for answer in instance.answers.values():
         tokens, share = _answer_at(answer, lengths, now, at, step_s)

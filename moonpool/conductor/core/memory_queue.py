@@ -120,6 +120,7 @@ class DecodeMemoryQueue:
         found: list[int] = []
         looks, behind_s, yields = MAX_LOOKS, dict[str, float](), False
         left_until = self._yields.get(decode, now) + YIELD_S
+        # The instance refused with as many blocks free: waking all would make all ask in vain.
         most = 1 if self._refused.get(decode) == available else len(self._waiters)
         if not total:
             return found
@@ -127,20 +128,21 @@ class DecodeMemoryQueue:
             if len(found) >= most:
                 break
             waiter = self._waiters[number]
-            if waiter.need.longest > total:
+            if waiter.need.longest > total:  # will never fit here: no reason to hold the instance for the request
                 continue
             blocks = needs(waiter.need)
             left = blocks_left_free(blocks, total) if above_share(waiter.key) else 0
             if blocks + left <= available and self.is_free_to(decode, waiter.key):
                 tenant = waiter.key.tenant
                 ahead = self.blocks_ahead(waiter.key, behind_s.get(tenant, 0.0), now) if now < left_until else 0
+                # Other conductors see the same free blocks, and requests there may come first in the fair order.
                 if blocks + left + ahead <= available:
                     found.append(number)
                     available -= blocks
                     behind_s[tenant] = behind_s.get(tenant, 0.0) + waiter.cost / waiter.key.weight
                     continue
                 yields = True
-            looks -= 1
+            looks -= 1  # requests behind may fit; what a report costs stays bounded
             if self._holds_now(waiter, decode, now) or not looks:
                 break
         if yields:

@@ -73,7 +73,7 @@ class PrefillInstanceState:
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
         """Counts a prompt from now on."""
         self._advance(now)
-        queue_key = None if self.facts.arrival_order else queue_key
+        queue_key = None if self.facts.arrival_order else queue_key  # nobody goes before anybody there
         new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
         for other in self.prompts.values() if queue_key is not None else ():
             other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)
@@ -103,6 +103,7 @@ class PrefillInstanceState:
         A report with fewer prompts than known was overtaken by an answer, and is ignored. If the next report has fewer
         prompts, too, the answer was wrong.
         """
+        # Calls and reports travel on different streams: an older report may come after a newer answer.
         self.overtaken = load.taken < self.load.taken and not self.overtaken
         if self.overtaken:
             return
@@ -116,6 +117,7 @@ class PrefillInstanceState:
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
         drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
+        # What the report includes beyond this conductor's own prompts is other conductors'.
         self.others_at = now + max(
             0.0, drain_s - sum([prompt.busy_s for prompt in self.prompts.values() if prompt.covered])
         )
@@ -158,7 +160,7 @@ class PrefillInstanceState:
                 before_s += one_s
             elif prompt.order > last:
                 behind += 1
-        if strangers:
+        if strangers:  # tenants take turns, so that order within the tenant is not all
             return QueueWait(self.queue_s(key, all_s), behind)
         others = self.load.running + self.load.waiting > covered
         if (others or left_s <= 0.0) and left_s < all_s:
@@ -217,6 +219,7 @@ class PrefillInstanceState:
 
     def computed(self, now: float) -> None:
         """A prompt from this conductor has a first token: the next prompt begins now."""
+        # A measured moment is better than the prediction, whose error would stay until the next report.
         self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
 
     def _uncovered_s(self) -> float:

@@ -142,12 +142,13 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         able = self.eligible_mask(demand.prompt_blocks, demand.needs, paired)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
+            # Suspects come last, and are asked only if the others are few: a suspect may be the only one left.
             if allowed and len(choices) < SHORTLIST:
                 candidates = PoolCandidates(self, model, prefixes, now, prompt.request, arrivals, allowed, prompt)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
-                if self.shadow_policy is not None and not choices:
+                if self.shadow_policy is not None and not choices:  # with the same candidates, or it compares nothing
                     self.shadow.compare(candidates, found[0], self.shadow_policy.order(candidates, SHORTLIST)[0])
                 choices += found
         if len(choices) < SHORTLIST:
@@ -205,6 +206,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         queue_s = free_at - now if free_at > now else 0.0
         growing_s = (prefill_s - fixed_s) / learnt.growing
         waits = facts.max_num_batched_tokens and queue_s
+        # Prompts that come later share the step in which a waiting prompt ends; an idle instance starts at once.
         tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
         rest_s = queue_s + tail_s + load_s + fixed_s
         optimism = self.optimism_factor(instance)
@@ -318,6 +320,7 @@ class PoolCandidates(Candidates):
             limit,
         )
         instances = [(instance, blocks) for _, instance, blocks in found]
+        # A search goes by class speeds: an instance whose own bad measurement starves it would never be found.
         slot = self._pool.starved_slot(self._allowed)
         if slot is not None and all(instance.slot != slot for instance, _ in instances):
             instances.append((ranks.place(slot), blocks_at(self._prefixes, slot)))

@@ -102,7 +102,7 @@ class PrefixIndex:
             self._drop_all(instance_id, holder)
         elif holder.next_sequence == 0:
             return KeyEventResult.IGNORED
-        elif sequence != holder.next_sequence:
+        elif sequence != holder.next_sequence:  # a block that left unseen would be promised for ever
             self._drop_all(instance_id, holder)
             return KeyEventResult.RESYNC
         holder.next_sequence = sequence + 1

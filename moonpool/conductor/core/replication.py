@@ -52,11 +52,12 @@ class PrefixReplication:
         regret.age(now)
         regret.lost_s += hint.gain_s
         regret.prompts += 1.0
+        # One prompt's next turn is no demand; and a copy must save more than it takes from the link.
         if regret.prompts < MIN_PROMPTS or regret.lost_s < MIN_GAIN * hint.read_s:
             return None
         if not self._budget.take(hint.target, hint.source, hint.read_s, now):
             return None
-        del self._regrets[key]
+        del self._regrets[key]  # the next copy needs demand of its own
         self.ordered += 1
         return ReplicatePrefix(hint.target, tuple(keys[: hint.blocks]), hint.source, tenant)
 

@@ -120,6 +120,8 @@ class RoleBalancer:
             self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
             self._restart_holds()
+            # The need of this pool is proven: a further instance waits for the pressures to settle, not for all of
+            # `hold_s`. The way back takes `hold_s`.
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
 
     def load_reported(self, now: float, out: list[Action]) -> None:
@@ -145,11 +147,12 @@ class RoleBalancer:
             for instance in pool
             if instance.facts.switches_role and instance.load.draining
         }
+        # An instance that hangs on its way must not stop all later changes.
         if self.change is not None and now - self.change.since >= CHANGE_S:
             self._hung.add(self.change.instance)
             self.change = None
         self._hung.intersection_update(drain)
-        if self.change is None and (new := drain.keys() - self._hung):
+        if self.change is None and (new := drain.keys() - self._hung):  # another conductor's order, or a person's
             instance = min(new)
             self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
             self._restart_holds()

@@ -356,6 +356,8 @@ class RequestScheduler:
         """Routes a request and begins an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
+        # Decode computes the rest of a prompt for one plain answer, and only as a first try: a failure there must not
+        # meet the same instance again. Prompt scores come from prefill.
         at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
         if (
@@ -363,6 +365,7 @@ class RequestScheduler:
             and decision.at_decode
             and (isinstance(decodes, Failure) or not self._candidates(request, decodes, now))
         ):
+            # The decision has only the decode instance that holds the prefix: through prefill, others may serve.
             decision, decodes = self._admitted(now, request, at_decode=False)
         if isinstance(decision, Failure):
             self._no_instance(now, request, decision)
@@ -382,7 +385,7 @@ class RequestScheduler:
         decision, spec = self._routed(now, request, at_decode=at_decode), request.spec
         if isinstance(decision, Failure):
             return decision, decision
-        if request.recovering:
+        if request.recovering:  # the client knows a placement, so that an early refusal would come too late
             return decision, decision.decodes
         return decision, self._gate.check(spec.slo, decision, spec.stratum, now, request.elapsed_s(now))
 
@@ -412,6 +415,7 @@ class RequestScheduler:
             return Failure(FailureKind.UNAVAILABLE, error.message)
         except InvalidRequest as error:
             return Failure(FailureKind.INVALID, error.message, field=error.field)
+        # Instances share out their time by tenant: what counts is the wait in the fair order, not that of arrival.
         queue_s = self._cluster.prefills.queue_s(decision.prefill, spec.queue_key)
         chosen = decision.prefill._replace(queue_s=queue_s)
         candidates = tuple([chosen if candidate.id == chosen.id else candidate for candidate in decision.candidates])
@@ -445,7 +449,7 @@ class RequestScheduler:
         self._calls.end_attempt(request, now)
         if decision.at_decode:  # others may have memory if prefill computes the prompt
             self._place(now, request)
-        elif request.followed_call:
+        elif request.followed_call:  # the request is moved, and still runs at the old instance
             self._stay(request, now)
         elif full is not None or failed is None:
             self._no_memory(now, request, no_memory(full, decision), decision)
@@ -455,37 +459,58 @@ class RequestScheduler:
             self._none_asked(now, request, failed)
 
     def _placed(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """The attempt has instances: prefill is called, or decode computes the missing part."""
-        decision, number, target = attempt.decision, request.spec.number, attempt.reservation
+        """Carry out a placement, whose instances are all known now."""
+        decision, target = attempt.decision, attempt.reservation
+        # Decode can compute only what follows the blocks that it held when it reserved: if it lacks some of the
+        # expected prefix, prefill may be better after all.
         if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
-            self._calls.end_attempt(request, now)  # the instance lacks the expected prefix
+            self._calls.end_attempt(request, now)
             self._place(now, request)
             return
-        for kind in (TimerKind.WAIT, TimerKind.BACKOFF):
-            self._timers.clear((kind, number))
-        self._count(now, request, decision)
+        self._end_wait(request, attempt)
+        self._charge(now, request, decision)
         self._calls.forecast_tpot(request, attempt)
-        if request.spec.session is not None:
-            sources = [holder.id for holder in decision.sources if not holder.peer]
-            self.sessions.placed(request.spec.tenant, request.spec.session, decision.prefill.id)
-            self._actions += self.prefetch.changed((request.spec.tenant, request.spec.session.id), decision.prefill.id)
-            request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
-        waited_s = attempt.begun - request.spec.arrived
-        if request.waits_since is not None:
-            attempt.queued_s = attempt.begun - request.waits_since
-            request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
-        request.waits_since = request.refusal = None
-        request.unasked = 0
+        self._place_session(request, decision)
         self._warm(request, decision, decision.prefill.queue_s)
-        self._actions.append(
-            AnnouncePlacement(
-                number, decision, attempt.sequence, attempt.reservation, waited_s, attempt.queued_s, attempt.tpot
-            )
-        )
+        self._announce(request, attempt)
         if decision.at_decode:
             self._calls.compute_at_decode(request, attempt, now)
         else:
             self._calls.call_prefill(request, attempt, now)
+
+    def _end_wait(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
+        """The request looks for a placement no longer."""
+        for kind in (TimerKind.WAIT, TimerKind.BACKOFF):
+            self._timers.clear((kind, request.spec.number))
+        if request.waits_since is not None:
+            attempt.queued_s = attempt.begun - request.waits_since
+            # A client that allows waiting sets the TTFT limit for the time after the queue.
+            request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
+        request.waits_since = request.refusal = None
+        request.unasked = 0
+
+    def _place_session(self, request: ScheduledRequest, decision: RoutingDecision) -> None:
+        """Note where a session's turn runs, and which kvstores will hold the session's KV."""
+        tenant, turn = request.spec.tenant, request.spec.session
+        if turn is None:
+            return
+        sources = [holder.id for holder in decision.sources if not holder.peer]
+        self.sessions.placed(tenant, turn, decision.prefill.id)
+        self._actions += self.prefetch.changed((tenant, turn.id), decision.prefill.id)
+        request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
+
+    def _announce(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
+        self._actions.append(
+            AnnouncePlacement(
+                request.spec.number,
+                attempt.decision,
+                attempt.sequence,
+                attempt.reservation,
+                attempt.begun - request.spec.arrived,
+                attempt.queued_s,
+                attempt.tpot,
+            )
+        )
 
     def _warm(self, request: ScheduledRequest, decision: RoutingDecision, wait_s: float) -> None:
         """The request waits: what the prompt would read from a kvstore's SSD is brought into memory meanwhile."""
@@ -520,13 +545,15 @@ class RequestScheduler:
         self._calls.replace_decision(request, attempt, decision, now)
         self._placed(now, request, attempt)
 
-    def _count(self, now: float, request: ScheduledRequest, decision: RoutingDecision) -> None:
-        """Charges a request to the tenant at the first placement, and counts the request for prefix replication."""
+    def _charge(self, now: float, request: ScheduledRequest, decision: RoutingDecision) -> None:
+        """Charge a request to the tenant, once, and count the request for prefix replication."""
+        # Retries and moves are the cluster's fault: neither the tenant nor the prefix pays twice.
         if request.counted:
             return
         request.counted = True
         cost_s, spec = self._cost_s(decision), request.spec
         self._shares.serve(spec.tenant, cost_s, spec.weight)
+        # The budget of a resumed request's prompt was taken at the conductor that had the request first.
         self.ledger.placed(spec.tenant, cost_s, 0 if spec.resumed is not None else spec.prompt_tokens, now)
         hint = None if decision.at_decode else decision.hint
         copy = self._cluster.replication.placed(request.keys, hint, request.spec.tenant, now)
@@ -544,6 +571,7 @@ class RequestScheduler:
 
     def _rest_shares(self, now: float) -> None:
         """Forgives tenants what they used while no request waits for a placement, at any conductor."""
+        # A tenant served alone takes nothing from anybody, so the use is forgiven; if somebody waits, it is not.
         waits = len(self.memory_queue) or len(self.slo_queue) or self.ledger.elsewhere(now).waiting
         self._shares.forgive_idle_until(now, 0 if waits else len(self._cluster.prefills.by_slot))
 
@@ -551,6 +579,7 @@ class RequestScheduler:
 
     def _no_memory(self, now: float, request: ScheduledRequest, refusal: Failure, decision: RoutingDecision) -> None:
         """No decode instance has memory, or none keeps the TBT limit."""
+        # Without memory only the end of an answer helps; a missed TBT limit is an SLO, which may be met any time.
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
             self._slo_missed(now, request, refusal, decision)
         elif self._wait(now, request, RequestState.WAITING_MEMORY, refusal):
@@ -578,6 +607,7 @@ class RequestScheduler:
         if request.followed_call:
             self._stay(request, now)
         elif failure.kind is FailureKind.UNAVAILABLE and request.recovering:
+            # A request that has run has a client that waits for the rest; a new request is refused at once.
             if self._wait(now, request, RequestState.WAITING_INSTANCE, failure):
                 self.waiting_for_instance[request.spec.number] = None
         else:
@@ -585,7 +615,7 @@ class RequestScheduler:
 
     def _none_asked(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
         """No decode instance could be asked for memory."""
-        request.recovering = True
+        request.recovering = True  # the fault is the cluster's: no early refusal any more
         request.unasked += 1
         failure = Failure(FailureKind.UNAVAILABLE, f"no decode instance could be asked for room: {failure}")
         if self._wait(now, request, RequestState.BACKOFF, failure):
@@ -686,7 +716,7 @@ class RequestScheduler:
             self._calls.first_token(attempt, now)
             self._learn(now, request, attempt, event.how)
             self._cluster.answer_grew(attempt.decode_claim, max(request.tokens, 1), now)
-        if request.spec.choices == 1:
+        if request.spec.choices == 1:  # lengths are learnt of single answers
             self._lengths.begin(request.spec.number, request.spec.stratum)
         if event.finish is not None:
             self._complete(now, request, event.finish)
@@ -706,7 +736,7 @@ class RequestScheduler:
         self._cluster.first_token(
             attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
         )
-        if not attempt.decision.at_decode:
+        if not attempt.decision.at_decode:  # hindsight compares prefill instances
             self._cluster.hindsight.first_token(request.spec.number, attempt.decision.candidates, attempt.begun, now)
         for store, key in how.misses:
             self._cluster.forget(store, [key], attempt.decision.index_version)
@@ -734,7 +764,7 @@ class RequestScheduler:
             return
         if call.kind is CallKind.PREFILL:
             self._timers.clear((TimerKind.LINGER, event.io))
-        else:
+        else:  # the claim of a prompt is the attempt's: the first token releases it, while the call goes on
             self._cluster.release(call.claim, now)
         if request is not None and request.followed_call == event.io:
             failure = failure or Failure(FailureKind.STREAM, f"{call.instance} ended the sequence without a reason")
@@ -794,6 +824,8 @@ class RequestScheduler:
             failure = failure or Failure(FailureKind.STREAM, f"{prefill} ended without a token")
             self._attempt_failed(now, request, failure, [prefill])
         elif attempt.delivery_unknown:
+            # Damage can be either end's fault, so both are blamed; and decode has not got all KV. After other failures
+            # decode may have: it is asked.
             damaged = failure is not None and failure.kind in (FailureKind.TRANSFER, FailureKind.FRAME)
             if failure is not None and damaged and attempt.reservation is not None:
                 self._attempt_failed(now, request, failure, [prefill, attempt.reservation.decode])
@@ -809,6 +841,7 @@ class RequestScheduler:
     ) -> None:
         assert attempt.reservation is not None
         decode = attempt.reservation.decode
+        # Decode ends a sequence whose KV did not come whole, too: then prefill is to blame.
         blamed = attempt.decision.prefill.id if attempt.delivery_unknown else decode
         attempt.enter_decode(DecodePhase.ENDED)
         failure = failure or Failure(FailureKind.STREAM, f"{decode} ended the sequence without a reason")
@@ -828,7 +861,7 @@ class RequestScheduler:
         """Ends the attempt. The request is placed again unless too many attempts have failed."""
         for instance in blamed:
             request.suspect(instance)
-        if request.moving:
+        if request.moving:  # the old instance still runs the sequence: nothing is lost
             self._calls.end_attempt(request, now)
             self._stay(request, now)
             return
@@ -853,6 +886,7 @@ class RequestScheduler:
     def _retry(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
         """Places a request again: at once after the first failure if other instances are there."""
         request.refusal = failure
+        # A first failure is likely the instance's own. After more, or without another instance, a pause may help.
         if request.failures.count == 1 and not self._cluster.all_suspected(request.suspects):
             self._rehash(request)
         else:
@@ -891,6 +925,7 @@ class RequestScheduler:
         """Moves requests away from an instance that drains or is slow, if another one can take them."""
         if not self._cluster.should_drain(instance):
             return
+        # Each move is a prompt of its own at prefill: a few at once, so that each stalls for a short time only.
         here = list(self._streaming_at(instance))
         free = MAX_MOVING - sum(request.moving for request in here)
         movable = [request for request in here if not request.moving and request.stays_until <= now]
@@ -981,10 +1016,10 @@ class RequestScheduler:
 
     def _complete(self, now: float, request: ScheduledRequest, finish: CompletionReason, *, known: int = 0) -> None:
         """The answer is complete, or goes on at another conductor; `known` as for `AttemptCalls.end_attempt`."""
-        if finish is not CompletionReason.CANCELLED:
+        if finish is not CompletionReason.CANCELLED:  # cancelled: the last token's time says nothing
             self._calls.observe_tpot(request, now)
         self._calls.end(request, now, complete=True, known=known)
-        if finish is CompletionReason.STOP:
+        if finish is CompletionReason.STOP:  # an answer cut by its limit would have been longer
             self._lengths.ended(request.spec.number, request.tokens)
         self._remove(now, request)
         self._actions.append(CompleteRequest(request.spec.number, finish))

@@ -67,6 +67,7 @@ class SloQueue:
         self._again.set(key.number, again_at)
         self._hold(key.tenant, nbytes)
         pushed = []
+        # The tenant that fills the queue gives way, so that a flood does not push others out.
         while len(self) > self._most or self.nbytes > self._most_bytes:
             pushed.append(self._queue.last_of(self._largest()))
             self.remove(pushed[-1])
@@ -85,7 +86,7 @@ class SloQueue:
     def retrying(self, now: float) -> list[int]:
         """Requests that look for a placement now: the first, and the most overdue retries."""
         self._retried_at = now
-        found = list(islice(self._queue, RETRY_FIRST))
+        found = list(islice(self._queue, RETRY_FIRST))  # the first in fair order, whatever their forecasts said
         for number in found:
             self._again.clear(number)
         while len(found) < MAX_RETRIES_AT_ONCE and (due := self._again.pop_due(now)) is not None:

@@ -42,6 +42,7 @@ class StalePlacementCheck:
         lead_s = _lead_s(best, decision.candidates)
         if instance is None or instance.load.drain_s is None or lead_s is None or answered >= MAX_STALE_ANSWERS:
             return None
+        # Refusing pays only if another instance is then better: so much longer than predicted the queue may be.
         before_s = max(0.0, instance.free_at - best.busy_s - now)
         return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
 

@@ -58,6 +58,7 @@ class TenantCounts:
         whole = self._weight - self._weights.get(tenant, 0) + parts
         whole += sum([_weight_units(elsewhere.weights[other]) for other in others])
         own = self._here.get(tenant, 0) + elsewhere.running.get(tenant, 0)
+        # Alone there is nobody to leave anything to.
         return whole > parts and own * whole > parts * (self._total + sum(elsewhere.running.values()))
 
     def _forget(self) -> None:

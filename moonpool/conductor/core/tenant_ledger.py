@@ -297,6 +297,7 @@ class TenantLedger:
                     continue
                 other.rows[row.tenant] = row
                 other.rows.move_to_end(row.tenant)
+                # Growth is what was used since the last look. Without such a look, sums do not say when: the debt does.
                 if follows and (seen is not None or other.whole):
                     news.append(self._grew(row, seen, now))
                 else:

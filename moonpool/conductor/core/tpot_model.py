@@ -58,7 +58,7 @@ class TpotModel:
         bucket = load_bucket(foreseen.others)
         learnt = self._added[bucket]
         if learnt is None:
-            first = (self._steps(foreseen.others),)
+            first = (self._steps(foreseen.others),)  # the nearest bucket knows more than nothing
             learnt = Regression(first, (TPOT_SPREAD,), change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
             self._added[bucket] = learnt
         learnt.observe((steps * self._step_s,), seconds, steps * foreseen.tbt_s)

@@ -26,7 +26,7 @@ class SessionAffinity:
         if session is None or choices[0].id == session.prefill:
             return choices
         kept = next((choice for choice in choices if choice.id == session.prefill), None)
-        if kept is None:
+        if kept is None:  # the default rule gives a few instances only
             found = [candidates.predict(place) for place in candidates if place.name == session.prefill]
             kept = next((choice for choice in found if not choice.excluded), None)
         if kept is None or kept.ttft_s > choices[0].ttft_s + BOUND_S:
