@@ -223,7 +223,7 @@ class Dispatcher:
     async def announce(
         self, tenant: str, messages: Sequence[conductor_pb2.GenerateRequest], within_s: float | None
     ) -> int:
-        """Take prompts that will come within so many seconds; None: that will not come. Returns how many have blocks.
+        """Take prompts that will come within so many seconds; None: that will not come. Return how many have blocks.
 
         Raises:
             InvalidRequest: a request cannot be served; names the field.

@@ -145,11 +145,11 @@ class GenerateStream:
         return self.choices[0].tokens if alone else array("i")
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return max(self.spec.deadline - self._clock(), 0.001)
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
-        """What happened to the request so far; `over`: until the end."""
+        """Return what happened to the request so far; `over`: until the end."""
         now = self._finished or self._finished_proto()
         timeline = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
         timeline.MergeFrom(self._timeline)
@@ -185,7 +185,7 @@ class GenerateStream:
         return () if unscored else tuple(self.keys)
 
     def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
-        """The sequence that engines see under this id."""
+        """Return the sequence that engines see under this id."""
         if self._sequence_spec is None or self._sequence_spec.request_id != sequence:
             generated = self._continued[: self._placed_tokens]
             self._sequence_spec = self.request.sequence(sequence, generated, self.keys, scored=self.prompt_unscored)
@@ -193,7 +193,7 @@ class GenerateStream:
         return self._sequence_spec
 
     def rehash(self) -> int:
-        """Compute `keys` again, with the answer so far; returns how many tokens of the answer prefill computes."""
+        """Compute `keys` again, with the answer so far; return how many tokens of the answer prefill computes."""
         self._sequence_spec = None
         self._placed_tokens = len(self._continued)
         self.keys = self.request.keys_with(self._continued)
@@ -229,7 +229,7 @@ class GenerateStream:
     # --- events of the core -------------------------------------------------------------------------------------------
 
     def admit(self, number: int) -> RequestSpec:
-        """Take the request's number at the core; returns the spec with that number.
+        """Take the request's number at the core; return the spec with that number.
 
         A resuming client gets the missing text.
         """
@@ -287,7 +287,6 @@ class GenerateStream:
         return self._clock() - self.spec.arrived
 
     def complete(self, finish: CompletionReason) -> None:
-        """Tell the client the rest."""
         for choice in self.choices:
             self.outgoing.delta(choice.end(FINISH_REASONS[finish]))
         if not self.started:
@@ -368,7 +367,7 @@ class GenerateStream:
     # --- output of engines --------------------------------------------------------------------------------------------
 
     def add_first_tokens(self, first: prefill_pb2.FirstToken, sequence: str) -> kv_pb2.FinishReason.ValueType:
-        """Take prefill's token of each choice, for a sequence; returns the reason if they end the request.
+        """Take prefill's token of each choice, for a sequence; return the reason if they end the request.
 
         A deferred answer's tokens are candidates, and end nothing.
 
@@ -396,7 +395,7 @@ class GenerateStream:
         return self.finish
 
     def add_tokens(self, new: NewTokens, sequence: str) -> int:
-        """Take tokens of a choice from a sequence, without those that are known already; returns how many were new.
+        """Take tokens of a choice from a sequence, without those that are known already; return how many were new.
 
         Raises:
             StreamBroken: tokens are missing, or known tokens were different.

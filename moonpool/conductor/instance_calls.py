@@ -90,7 +90,6 @@ class InstanceCalls:
         self._tasks: dict[asyncio.Task[CallResult], None] = {}
 
     async def aclose(self) -> None:
-        """End all calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -213,7 +212,7 @@ class InstanceCalls:
         return request
 
     def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
-        """A plan's instances that are still members, each with the number of leading blocks there."""
+        """Return a plan's instances that are still members, each with the number of leading blocks there."""
         return [(instance, option.blocks) for option in options if (instance := self._find(option.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, CallResult]]) -> None:

@@ -93,7 +93,7 @@ class LoraAdapters:
         await asyncio.gather(*self._announcing, return_exceptions=True)
 
     def get(self, name: str) -> kv_pb2.LoraAdapter | None:
-        """The adapter of this name; None without one."""
+        """Return the adapter of this name; None without one."""
         record, own = self._sync.records.get(LORA_RECORD, "", name), self._from_settings.get(name)
         if record is not None and (own is None or record.version > own[0]):
             lora = kv_pb2.LoraAdapter.FromString(record.value)
@@ -101,13 +101,13 @@ class LoraAdapters:
         return None if own is None else own[1]
 
     def known(self) -> list[kv_pb2.LoraAdapter]:
-        """All adapters, in the order of their names."""
+        """Return all adapters, in the order of their names."""
         names = {record.id for record in self._sync.records.of(LORA_RECORD, "")} | self._from_settings.keys()
         found = (self.get(name) for name in sorted(names))
         return [lora for lora in found if lora is not None]
 
     async def load(self, name: str, path: str, *, in_place: bool) -> tuple[kv_pb2.LoraAdapter, int]:
-        """Add an adapter from a folder; returns the adapter, and how many instances have loaded it.
+        """Add an adapter from a folder; return the adapter, and how many instances have loaded it.
 
         Raises:
             InvalidRequest: the name is taken, the folder is not allowed, or the adapter cannot be computed; names
@@ -164,7 +164,7 @@ class LoraAdapters:
                 return
 
     def _allowed(self, path: str) -> Path:
-        """The folder of a path, which counts from the configured folder.
+        """Return the folder of a path, which counts from the configured folder.
 
         Raises:
             InvalidRequest: the path leads elsewhere, or no folder is configured.
@@ -189,7 +189,7 @@ class LoraAdapters:
         await self._sync.push([record])
 
     async def _load_everywhere(self, lora: kv_pb2.LoraAdapter) -> int:
-        """Let all engines load an adapter; returns how many have."""
+        """Let all engines load an adapter; return how many have."""
         engines = [engine.instance for engine in self._engines() if engine.takes_loras]
         if not engines:
             if self._engines():
@@ -244,7 +244,7 @@ def check_name(name: str, model: str) -> None:
 
 
 def read_settings_loras(modules: Mapping[str, str], model: str) -> list[kv_pb2.LoraAdapter]:
-    """The adapters that the settings name, by name; values are folders. `model`: name of the base model.
+    """Return the adapters that the settings name, by name; values are folders. `model`: name of the base model.
 
     Raises:
         ConfigError: an adapter cannot be used; names `lora_modules.NAME`.

@@ -16,7 +16,6 @@ class PredictionMetrics:
     """
 
     def __init__(self, metrics: PrometheusMetrics) -> None:
-        """Registers the histograms."""
         ratio = "measured / predicted, of requests that were placed once."
         self._ttft = metrics.histogram("ttft_over_predicted", f"Time to first token, {ratio}", RATIO_BUCKETS)
         self._tpot = metrics.histogram("tpot_over_predicted", f"Time per output token, {ratio}", RATIO_BUCKETS)

@@ -28,7 +28,7 @@ class Registry:
         self._layout: KVLayout | None = None
 
     def __iter__(self) -> Iterator[ClusterMember]:
-        """All members, in order of joining."""
+        """Return all members, in order of joining."""
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Registry:
         return self._members.get(instance_id)
 
     def of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[ClusterMember]:
-        """Members with one kind, in order of joining."""
+        """Return the members with one kind, in order of joining."""
         return [member for member in self._members.values() if member.kind == kind]
 
     @property
@@ -105,7 +105,7 @@ class Registry:
             self._check_model(hello)
 
     def leave(self, member: ClusterMember) -> bool:
-        """Remove a member; returns False if the member was replaced by a later epoch, or had left."""
+        """Remove a member; return False if the member was replaced by a later epoch, or had left."""
         if self._members.get(member.id) is not member:
             return False
         del self._members[member.id]

@@ -36,7 +36,6 @@ class RequestReports:
     hindsight: Hindsight
 
     def opened(self, stream: GenerateStream) -> None:
-        """The core gets a request."""
         if self.recording is not None and stream.request.resume is None:
             self.recording.opened(stream.request)
 

@@ -24,7 +24,7 @@ _ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
 def read_resume(
     message: conductor_pb2.GenerateRequest, sampling: SamplingParams, vocabulary: int
 ) -> ResumeRequest | None:
-    """How far the client of a resumed request is; None for a new request.
+    """Return how far the client of a resumed request is; None for a new request.
 
     `sampling` is the request's, already checked; `vocabulary` the number of token ids.
 
@@ -62,7 +62,7 @@ def read_resume(
 def resume_point(
     secret: bytes, placement: conductor_pb2.Placement, sequence: str, target: DecodeReservation | None
 ) -> conductor_pb2.ResumePoint:
-    """The point from which a client can resume the request, sent on placement."""
+    """Return the point from which a client can resume the request, sent on placement."""
     point = conductor_pb2.ResumePoint(placement=placement, sequence=sequence, secret=secret)
     if target is not None:
         point.target.CopyFrom(reservation_proto(target))

@@ -78,7 +78,6 @@ class SequenceSubscription:
                 self._stop(choice.index)
 
     def fail(self, error: MoonpoolError) -> None:
-        """The sequence cannot go on."""
         self._end(failure_of(error), cancel=False)
 
 

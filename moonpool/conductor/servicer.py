@@ -187,11 +187,10 @@ class ConductorServicer:
     # --- the cluster, explanations, contexts and deletions ------------------------------------------------------------
 
     async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
-        """Serve one instance's stream."""
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """How a request was placed, and the request's course so far."""
+        """Return how a request was placed, and the request's course so far."""
         decisions, call = self._reports.decisions, self._calls.get(request.request_id)
         if call is None or call.stream is None or decisions.has_ended(request.request_id):
             return decisions.get(request.request_id)
@@ -211,7 +210,6 @@ class ConductorServicer:
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:
-        """List the instances."""
         registry = self.cluster.registry
         instances = [
             conductor_pb2.InstanceState(
@@ -292,7 +290,7 @@ class ConductorServicer:
     async def WatchKV(
         self, request: conductor_pb2.WatchKVRequest, context: object
     ) -> AsyncIterator[conductor_pb2.WatchKVResponse]:
-        """What the instances hold, and each change."""
+        """Return what the instances hold, and each change."""
         members = [(member.instance, member.model) for member in self.cluster.registry]
         async with aclosing(self.cluster.watchers.watch(members, self.core.cluster.index)) as messages:
             async for message in messages:
@@ -308,7 +306,6 @@ class ConductorServicer:
     async def UnloadLoraAdapter(
         self, request: conductor_pb2.UnloadLoraAdapterRequest, context: object
     ) -> conductor_pb2.UnloadLoraAdapterResponse:
-        """Unload a LoRA adapter."""
         await self.loras.unload(request.lora_name)
         return conductor_pb2.UnloadLoraAdapterResponse()
 
@@ -319,7 +316,6 @@ class ConductorServicer:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Owner of the open requests."""
         return self._dispatcher
 
     @property
@@ -329,7 +325,6 @@ class ConductorServicer:
 
     @property
     def contexts(self) -> NamedContexts:
-        """Owner of the named contexts."""
         return self._contexts
 
     @property
@@ -373,7 +368,7 @@ class NamedContexts(Protocol):
     async def expand(
         self, message: conductor_pb2.GenerateRequest, within_s: float
     ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
-        """The request with the whole prompt, and a function to call with the request's cached tokens at the end.
+        """Return the request with the whole prompt, and a function to call with the request's cached tokens at the end.
 
         A request without a context is returned unchanged, with None. `within_s`: seconds that reading records may take.
 
@@ -389,13 +384,13 @@ class NamedContexts(Protocol):
         """Change a context."""
 
     async def list(self, request: conductor_pb2.ListContextsRequest) -> list[conductor_pb2.Context]:
-        """A tenant's contexts."""
+        """Return a tenant's contexts."""
 
     async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
         """Delete a context and the context's KV."""
 
     def __len__(self) -> int:
-        """Number of contexts."""
+        """Return the number of contexts."""
 
     @property
     def tasks(self) -> int:
@@ -417,7 +412,7 @@ class _OpenCall:
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
-        """Whether the client resumes once more while the earlier call is still being read."""
+        """Return whether the client resumes once more while the earlier call is still being read."""
         if earlier.stream is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
             return False
         this, before = self.message.resume, earlier.message.resume
@@ -430,7 +425,7 @@ class _OpenCall:
 
 
 def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> bool:
-    """Whether the request's own client resumes the request, before the lost connection was noticed here."""
+    """Return whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False
     same = hmac.compare_digest(message.resume.point.secret, stream.secret)
@@ -438,7 +433,7 @@ def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> 
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:
-    """The client's trace context, in OpenTelemetry's form."""
+    """Return the client's trace context, in OpenTelemetry's form."""
     return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}
 
 

@@ -38,7 +38,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         self._policy = policy
 
     def rank(self, instance: DecodeInstanceState) -> None:
-        """Ranks an instance anew, after a change in load or speeds."""
+        """Rank an instance anew, after a change in load or speeds."""
         sequences, context = instance.sequences, instance.context_tokens
         self.ranks.put(
             instance.slot,
@@ -56,7 +56,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         return instance.available_blocks, instance.facts.total_blocks
 
     def answer_tokens(self, decode: str) -> int:
-        """Tokens that an instance expects a new answer to have; 0 = not reported."""
+        """Return the tokens that an instance expects a new answer to have; 0 = not reported."""
         instance = self.get(decode)
         return instance.load.answer_tokens if instance is not None else 0
 

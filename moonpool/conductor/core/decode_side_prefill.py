@@ -61,7 +61,7 @@ class DecodeSidePrefill:
     def _best(
         self, demand: Demand, shape: KVShape, prefixes: Prefixes, suspects: Collection[str], other: PrefillChoice
     ) -> DecodeSideChoice | None:
-        """The best decode instance among those with most of the prompt; None if there is none.
+        """Return the best decode instance among those with most of the prompt; None if there is none.
 
         Best is the least TTFT and cost to others together. `other` is the best prefill instance.
         """

@@ -49,7 +49,7 @@ class HealthMonitor:
     _measured_at: float | None = None
 
     def report(self, speeds: Speeds, seconds: float, now: float, factor: float, *, idle: bool) -> Speeds:
-        """Takes a report.
+        """Take a report.
 
         Args:
             speeds: as the instance reports them.

@@ -54,11 +54,11 @@ class Regrets:
         self._by_request: OrderedDict[int, PlacementRegret] = OrderedDict()
 
     def of(self, request: int) -> PlacementRegret | None:
-        """The regret of a request's placement; None = not measured, or forgotten."""
+        """Return the regret of a request's placement; None = not measured, or forgotten."""
         return self._by_request.get(request)
 
     def error_near(self, instance: str, placed_at: float) -> float | None:
-        """The error of the prediction that was made for an instance nearest in time; None = none is near."""
+        """Return the error of the prediction that was made for an instance nearest in time; None = none is near."""
         outcomes = self._outcomes.get(instance, ())
         apart_s, error = min(
             [(abs(outcome.placed_at - placed_at), outcome.error) for outcome in outcomes], default=(NEAR_S, 0.0)
@@ -81,11 +81,9 @@ class Regrets:
             self._by_request.popitem(last=False)
 
     def lost(self, instance: str) -> None:
-        """The instance is gone."""
         self._outcomes.pop(instance, None)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.totals, sorted(self._outcomes.items()), self._by_request)
 
 
@@ -151,10 +149,8 @@ class Hindsight:
         regrets.measured(request, answered_s, known)
 
     def lost(self, instance: str) -> None:
-        """The instance is gone."""
         self.prefill.lost(instance)
         self.decode.lost(instance)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.prefill, self.decode)

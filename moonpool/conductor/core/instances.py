@@ -58,7 +58,7 @@ class InstanceFacts:
     arrival_order: bool = False
 
     def lacks(self, option: str) -> bool:
-        """Whether the instance cannot serve requests with an option of a request."""
+        """Return whether the instance cannot serve requests with an option of a request."""
         return option.partition(":")[0] in self.unsupported and option not in self.loras
 
     @property

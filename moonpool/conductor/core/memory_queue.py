@@ -49,11 +49,10 @@ class DecodeMemoryQueue:
         return number in self._waiters
 
     def count(self) -> dict[str, int]:
-        """How many wait, by tenant."""
+        """Return how many wait, by tenant."""
         return self._queue.count()
 
     def add(self, waiter: MemoryWaiter, now: float) -> None:
-        """Lets a request wait."""
         self._queue.add(waiter.key, waiter.cost)
         self._waiters[waiter.key.number] = waiter
         self._ledger.waits(waiter.key.tenant, waiter.blocks, waiter.cost, now)
@@ -82,14 +81,14 @@ class DecodeMemoryQueue:
         self._yields.pop(decode, None)
 
     def blocks_ahead(self, key: QueueKey, more_s: float, now: float) -> int:
-        """Blocks of requests that wait at other conductors and go before a request.
+        """Return the blocks of requests that wait at other conductors and go before a request.
 
         `more_s`: virtual time of what goes before from the request's own tenant.
         """
         return self._ledger.blocks_ahead(key, self._shares.time(key.tenant) + more_s, self._shares.time, now)
 
     def is_free_to(self, decode: str, key: QueueKey) -> bool:
-        """Whether the instance is not held for a request that goes before."""
+        """Return whether the instance is not held for a request that goes before."""
         holder = self._holds.get(decode)
         if holder is None or holder == key.number:
             return True
@@ -152,14 +151,14 @@ class DecodeMemoryQueue:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts the order, and that instances are held for waiting requests."""
+        """Assert the order, and that instances are held for waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiters)
         assert set(self._holds.values()) <= set(self._waiters)
         assert len(set(self._holds.values())) == len(self._holds)
 
     def state(self) -> object:
-        """The state, for a digest."""
+        """Return the state, for a digest."""
         return self._waiters, self._holds, self._refused, self._yields
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:

@@ -71,7 +71,7 @@ class PrefillInstanceState:
         return self.learnt.slowdown(self.full_step)
 
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
-        """Counts a prompt from now on."""
+        """Count a prompt from now on."""
         self._advance(now)
         queue_key = None if self.facts.arrival_order else queue_key  # nobody goes before anybody there
         new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
@@ -89,7 +89,6 @@ class PrefillInstanceState:
             self.free_at -= prompt.busy_s
 
     def release(self, number: int, now: float) -> None:
-        """Stops counting a prompt."""
         self._advance(now)
         prompt = self.prompts.pop(number)
         if self.load.drain_s is None:  # the instance does not tell when free: the remaining work begins now
@@ -98,7 +97,7 @@ class PrefillInstanceState:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a load report, which includes the first `taken` prompts that the instance got.
+        """Take a load report, which includes the first `taken` prompts that the instance got.
 
         A report with fewer prompts than known was overtaken by an answer, and is ignored. If the next report has fewer
         prompts, too, the answer was wrong.
@@ -125,7 +124,7 @@ class PrefillInstanceState:
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
     def queue_s(self, key: QueueKey, all_s: float) -> float:
-        """Predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
+        """Return the predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
 
         A prompt that goes before other prompts from this conductor waits for the tenant's earlier prompts, each in turn
         among the tenants, and for the step under way.
@@ -140,7 +139,7 @@ class PrefillInstanceState:
         return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
 
     def wait(self, key: QueueKey, now: float) -> QueueWait:
-        """The place for a prompt with this queue key, if prompts are computed in key order.
+        """Return the place for a prompt with this queue key, if prompts are computed in key order.
 
         Prompts of other conductors go first. Tenants wait for their turns.
         """
@@ -187,14 +186,14 @@ class PrefillInstanceState:
         return left
 
     def _advance(self, now: float) -> None:
-        """Counts the time until now as spent on the first prompts."""
+        """Count the time until now as spent on the first prompts."""
         if now > self.advanced_at:
             for prompt, left_s in self._left(now):
                 prompt.left_s = left_s
             self.advanced_at = now
 
     def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
-        """Seconds of the step under way at most."""
+        """Return the seconds of the step under way at most."""
         longest_s = max([prompt.busy_s for prompt in prompts])
         return (
             min(longest_s, work_seconds(self.learnt.speeds, *self.full_step))
@@ -203,7 +202,6 @@ class PrefillInstanceState:
         )
 
     def there(self, now: float) -> InstanceLoad:
-        """What is here."""
         load, facts, prompts, tokens = self.load, self.facts, 0, 0
         for prompt in self.prompts.values():
             if not prompt.covered:
@@ -214,7 +212,7 @@ class PrefillInstanceState:
         return make(InstanceLoad, (prompts, tokens, busy_share, load.free_blocks, facts.total_blocks, facts.stages))
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
-        """Learns from the measured seconds of a prompt with this prediction."""
+        """Learn from the measured seconds of a prompt with this prediction."""
         self.learnt.observe(choice.growing_s, choice.rest_s, there_s)
 
     def computed(self, now: float) -> None:
@@ -226,7 +224,6 @@ class PrefillInstanceState:
         return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         times = self.free_at, self.others_at, self.reported_at, self.overtaken, self.advanced_at
         state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link, self.recent
         return digest_of(self.facts, self.slot, *state)

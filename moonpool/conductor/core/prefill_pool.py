@@ -64,17 +64,15 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._sample: list[PrefillInstanceState] = []  # whose queues stand for all; empty = to be drawn
 
     def add(self, instance: PrefillInstanceState) -> None:
-        """See `InstancePool.add`."""
         super().add(instance)
         self._sample = []
 
     def remove(self, instance: PrefillInstanceState) -> None:
-        """See `InstancePool.remove`."""
         super().remove(instance)
         self._sample = []
 
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
-        """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
+        """Return the predicted seconds that a prompt with this queue key waits at the instance of a choice.
 
         A choice with a place given by the policy waits as predicted there.
         """
@@ -84,12 +82,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return instance.queue_s(key, choice.queue_s)
 
     def wait(self, name: str, key: QueueKey, now: float) -> QueueWait:
-        """The place for a prompt with this queue key at an instance with queues in key order."""
+        """Return the place for a prompt with this queue key at an instance with queues in key order."""
         instance = self.get(name)
         return instance.wait(key, now) if instance is not None else NO_WAIT
 
     def rank(self, instance: PrefillInstanceState) -> None:
-        """Ranks an instance anew, after a change in load or speeds."""
+        """Rank an instance anew, after a change in load or speeds."""
         facts, free_at = instance.facts, instance.free_at
         self.ranks.put(
             instance.slot,
@@ -102,7 +100,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         )
 
     def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
-        """Prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
+        """Return the prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
         in_flight = self.in_flight.match(keys)
         return with_in_flight(
             prefixes, [(blocks, instance.slot) for name, blocks in in_flight.items() if (instance := self.get(name))]
@@ -124,7 +122,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         prompt: PromptToPlace,
         paired: int = ~0,
     ) -> list[PrefillChoice]:
-        """Predictions for the best instances by the policy, best first, then for some that cannot be used.
+        """Return the predictions for the best instances by the policy, best first, then for some that cannot be used.
 
         Args:
             demand: the request's.
@@ -161,11 +159,11 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return choice.ttft_s - choice.queue_s + self.queue_s(choice, key)
 
     def draw(self, limit: int, counter: int) -> int:
-        """An integer in [0, limit), random by the seed, the number of this decision and `counter`."""
+        """Return an integer in [0, limit), random by the seed, the number of this decision and `counter`."""
         return draw_below(limit, self._seed, self._decisions, counter)
 
     def placed(self, busy_s: float, now: float) -> None:
-        """Counts a placed prompt in `arrivals`."""
+        """Count a placed prompt in `arrivals`."""
         self._prompts.add(1.0, now)
         self._work.add(busy_s, now)
 
@@ -198,7 +196,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
     ) -> PrefillChoice:
-        """Predicts a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
+        """Predict a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.max_num_batched_tokens, blocks, loads=facts.loads)
@@ -235,7 +233,6 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return self.predict(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         lately = self._prompts, self._work, self._backlog, self._blocks, self._sole_blocks, self.shadow
         return digest_of(super().digest(), self._decisions, self.in_flight, *lately)
 
@@ -359,7 +356,6 @@ class ShadowTally:
     sooner_s: float = 0.0
 
     def compare(self, candidates: Candidates, real: PrefillChoice, shadow: PrefillChoice) -> None:
-        """Counts a decision."""
         self.decisions += 1
         self.agreed += real.id == shadow.id
         real_s, shadow_s = [

@@ -44,7 +44,7 @@ class PrefixSources:
         return [*self._kvstores(views, now), *self._peers(prefixes, suspects, now)]
 
     def _kvstores(self, views: Sequence[StoreView], now: float) -> list[PrefixHolder]:
-        """The best ones that hold something."""
+        """Return the best ones that hold something."""
         best = in_reading_order([view for view in views if view.blocks])[: 1 + MAX_FALLBACK_HOLDERS]
         links = [(view, store.link) for view in best if self._stores and (store := self._stores.get(view.id))]
         return [
@@ -58,7 +58,7 @@ class PrefixSources:
     def _peers(
         self, prefixes: Prefixes, suspects: Callable[[PrefillPool | DecodePool], int], now: float
     ) -> list[PrefixHolder]:
-        """Engine instances that hold most, and the best of those that hold less.
+        """Return the engine instances that hold most, and the best of those that hold less.
 
         Args:
             prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
@@ -97,7 +97,7 @@ class PrefixSources:
 def holders_to_load_from(
     sources: Sequence[PrefixHolder], chosen: str, local_blocks: int, held_blocks: int
 ) -> tuple[PrefixHolder, ...]:
-    """Instances to load from: the chosen instance first, then by prefix length; none if no load is needed.
+    """Return the instances to load from: the chosen instance first, then by prefix length; none if no load is needed.
 
     If prompts in flight are expected to bring what the instance lacks, no source is chosen. Fallbacks are given all the
     same, as those prompts may fail.

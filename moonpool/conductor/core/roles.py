@@ -103,7 +103,7 @@ class RoleBalancer:
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
-        """Orders an instance to change roles, whatever the pressures; unknown ids are fine."""
+        """Order an instance to change roles, whatever the pressures; unknown ids are fine."""
         place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
             instance
         )
@@ -139,7 +139,7 @@ class RoleBalancer:
                     return
 
     def _under_way(self, now: float) -> bool:
-        """Whether a change is under way, ordered by this conductor or, it seems, by another."""
+        """Return whether a change is under way, ordered by this conductor or, it seems, by another."""
         pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {
             instance.facts.id: instance.facts.kind
@@ -159,7 +159,7 @@ class RoleBalancer:
         return self.change is not None
 
     def _sample(self, now: float) -> None:
-        """Averages the current pressures in, and notes since when a pool is in need."""
+        """Average the current pressures in, and note since when a pool is in need."""
         share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
         self._sampled_at = now
         for kind, value in (
@@ -175,7 +175,7 @@ class RoleBalancer:
                 pressure.since = now
 
     def _in_need(self, kind: InstanceKind) -> bool:
-        """Whether a pool needs an instance more than the other pool, which can give one."""
+        """Return whether a pool needs an instance more than the other pool, which can give one."""
         needs, gives = self.pressures[kind].value, self.pressures[OTHER_ROLE[kind]].value
         givers = len(self._usable(OTHER_ROLE[kind]))
         if needs < MIN_PRESSURE or needs < self.limits.ratio * gives or givers < 2:
@@ -203,7 +203,7 @@ class RoleBalancer:
         return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
 
     def _pick(self, kind: InstanceKind, now: float) -> str | None:
-        """The least loaded instance of a pool that can change and has stayed long enough."""
+        """Return the least loaded instance of a pool that can change and has stayed long enough."""
         able = [
             instance
             for instance in self._usable(kind)
@@ -222,10 +222,9 @@ class RoleBalancer:
             pressure.since = None
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
 
 
 def _work(instance: PrefillInstanceState | DecodeInstanceState, now: float) -> float:
-    """Seconds of queue, or sequences."""
+    """Return the seconds of queue, or sequences."""
     return max(0.0, instance.free_at - now) if isinstance(instance, PrefillInstanceState) else float(instance.sequences)

@@ -49,7 +49,7 @@ class Router:
         self._sources = PrefixSources((prefills, decodes) if shared and config.peers else (), self._stores)
 
     def plan(self, request: RoutingRequest, shape: KVShape) -> RoutingDecision:
-        """Routes a request; `shape` is that of the cluster's KV.
+        """Route a request; `shape` is that of the cluster's KV.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -108,7 +108,7 @@ class Router:
         return choices
 
     def _suspected(self, suspects: Collection[str]) -> int:
-        """Mask of the prefill instances that are suspects, or from which KV goes to suspects only."""
+        """Return the mask of the prefill instances that are suspects, or from which KV goes to suspects only."""
         mask, decodes = self._prefills.mask_of(suspects), self._decodes.mask_of(suspects)
         # KV does not leave a domain: with all its decode instances suspect, its prefill instances lead nowhere.
         for domain in self._prefills.domains if decodes else ():
@@ -150,7 +150,7 @@ class Router:
         sources: Sequence[PrefixHolder],
         shape: KVShape,
     ) -> ReplicationHint | None:
-        """The instance with the soonest first token if the longest prefix were there; None = none."""
+        """Return the instance with the soonest first token if the longest prefix were there; None = none."""
         source, best_s = max(sources, key=lambda source: source.blocks), choices[0].ttft_s
         found: tuple[float, str, PrefillChoice, PrefillInstanceState] | None = None
         least_s = best_s

@@ -159,11 +159,10 @@ class RequestScheduler:
         return sorted([*self._calls.claims(self.requests.values()), *self._endpoint_claims.values()])
 
     def due(self) -> float | None:
-        """Time of the next timer, or of the next order for an expected prompt; None = there is neither."""
+        """Return the time of the next timer, or of the next order for an expected prompt; None = there is neither."""
         return min([at for at in (self._timers.next(), self._expected.due()) if at is not None], default=None)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
-        """Takes an event; see `Core.handle`."""
         self._rest_shares(now)
         match event:
             case LoadReported(instance, load):  # most are reports
@@ -234,7 +233,7 @@ class RequestScheduler:
                 self._place(now, request)
 
     def _pick_endpoint(self, now: float, request: ScheduledRequest) -> None:
-        """Answers a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
+        """Answer a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
         number, (decision, decodes) = request.spec.number, self._admitted(now, request, at_decode=False)
         failure = next((answer for answer in (decision, decodes) if isinstance(answer, Failure)), None)
         if isinstance(decision, Failure) or failure is not None:
@@ -253,7 +252,7 @@ class RequestScheduler:
         self._actions.append(EndpointPicked(number, tuple(usable), None, decision.prefill.ttft_s))
 
     def _stop(self, now: float, request: ScheduledRequest, failure: Failure | None) -> None:
-        """Completes an answer as cancelled.
+        """Complete an answer as cancelled.
 
         A request without an answer fails, as does a request whose answer cannot be sent.
         """
@@ -266,7 +265,7 @@ class RequestScheduler:
             self._fail(now, request, request.refusal or CONDUCTOR_DRAINING, refused=True)
 
     def _leave_sequences(self, request: ScheduledRequest) -> None:
-        """Leaves the request's sequences running at decode: another conductor may take them over."""
+        """Leave the request's sequences running at decode: another conductor may take them over."""
         attempt = request.attempt
         if request.followed_call:
             self._actions.append(LeaveSequence(request.followed_call))
@@ -319,7 +318,7 @@ class RequestScheduler:
                 self._attempt_failed(now, request, failure, [instance])
 
     def _follows(self, request: ScheduledRequest) -> tuple[str, int] | None:
-        """Instance and epoch of the sequence that is followed without an attempt."""
+        """Return the instance and epoch of the sequence that is followed without an attempt."""
         call = self._calls.open.get(request.followed_call)
         return (call.instance, call.epoch) if call is not None else None
 
@@ -341,7 +340,7 @@ class RequestScheduler:
             self._reserve(now, request, attempt)
 
     def _prefill_lost(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, failure: Failure) -> None:
-        """Gives the prefill call up. Decode continues if all KV is there."""
+        """Give the prefill call up. Decode continues if all KV is there."""
         if attempt.prefill_phase in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED):
             self._attempt_failed(now, request, failure, [attempt.decision.prefill.id])
         elif attempt.prefill_phase is PrefillPhase.FIRST_TOKEN:
@@ -353,7 +352,7 @@ class RequestScheduler:
     # --- placement --------------------------------------------------------------------------------------------------
 
     def _place(self, now: float, request: ScheduledRequest) -> None:
-        """Routes a request and begins an attempt; if there is no placement, the request waits or fails."""
+        """Route a request and begin an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
         # Decode computes the rest of a prompt for one plain answer, and only as a first try: a failure there must not
@@ -422,7 +421,7 @@ class RequestScheduler:
         return replace(decision, prefill=chosen, candidates=candidates)
 
     def _candidates(self, request: ScheduledRequest, decodes: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
-        """Decode instances to ask for memory, best first.
+        """Return the decode instances to ask for memory, best first.
 
         A report may be stale: at first instances without free memory are asked, too. A tenant above the fair share must
         find memory, and leaves some to others.
@@ -442,7 +441,7 @@ class RequestScheduler:
         return [choice for choice in free if first or fits(choice)][:MAX_CANDIDATES]
 
     def _reserve(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Asks the next decode instance for memory; after the last one the request waits or fails."""
+        """Ask the next decode instance for memory; after the last one the request waits or fails."""
         if self._calls.reserve(request, attempt, now):
             return
         decision, full, failed = attempt.decision, attempt.full, attempt.failed
@@ -527,7 +526,7 @@ class RequestScheduler:
             self._actions.append(TellSession(order.instance, replace(order.hint, return_s=None)))
 
     def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Finds another prefill instance, as the first one's queue was longer than predicted.
+        """Find another prefill instance, as the first one's queue was longer than predicted.
 
         The reservation at decode stays. The request can no longer be refused early: the client knows a placement.
         """
@@ -561,7 +560,7 @@ class RequestScheduler:
             self._actions.append(copy)
 
     def _cost_s(self, decision: RoutingDecision) -> float:
-        """Predicted instance seconds: of prefill, and those that the answer adds to decode's steps."""
+        """Return the predicted instance seconds: of prefill, and those that the answer adds to decode's steps."""
         demand = decision.demand
         decode = self._cluster.decodes.get(decision.decodes[0].id) if decision.decodes else None
         if decode is None:
@@ -622,7 +621,7 @@ class RequestScheduler:
             self._set_backoff(now, request, request.unasked)
 
     def _wait(self, now: float, request: ScheduledRequest, state: RequestState, refusal: Failure) -> bool:
-        """Lets a request wait within the limit that began with the first refusal; fails the request after that limit.
+        """Let a request wait within the limit that began with the first refusal; fail the request after that limit.
 
         Returns:
             Whether the request waits.
@@ -676,7 +675,7 @@ class RequestScheduler:
             self._place(now, self.requests[number])
 
     def _needs_at(self, decode: str) -> Callable[[MemoryNeed], int]:
-        """Blocks that a request is expected to need at a decode instance."""
+        """Return the blocks that a request is expected to need at a decode instance."""
         shape, answer = self._cluster.shape, self._cluster.decodes.answer_tokens(decode)
         return lambda need: expected_blocks(shape, need, answer) if shape is not None else need.longest
 
@@ -707,7 +706,7 @@ class RequestScheduler:
     def _first_token(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken
     ) -> None:
-        """Starts decode with the token. A token of an attempt that has ended counts, too."""
+        """Start decode with the token. A token of an attempt that has ended counts, too."""
         self._warmed(request)
         self._grow(now, request, int(not event.known and not request.spec.deferred))
         if attempt is not None:
@@ -801,7 +800,7 @@ class RequestScheduler:
     def _reserve_refused(
         self, request: ScheduledRequest, attempt: ScheduledAttempt, call: OpenCall, result: CallResult
     ) -> None:
-        """Notes why an instance reserved nothing: full, too slow, or unreachable."""
+        """Note why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
             available, total = self._cluster.decodes.available_of(call.instance)
@@ -858,7 +857,7 @@ class RequestScheduler:
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _attempt_failed(self, now: float, request: ScheduledRequest, failure: Failure, blamed: Sequence[str]) -> None:
-        """Ends the attempt. The request is placed again unless too many attempts have failed."""
+        """End the attempt. The request is placed again unless too many attempts have failed."""
         for instance in blamed:
             request.suspect(instance)
         if request.moving:  # the old instance still runs the sequence: nothing is lost
@@ -875,7 +874,7 @@ class RequestScheduler:
             self._retry(now, request, failure)
 
     def _is_last_failure(self, now: float, request: ScheduledRequest, failure: Failure) -> bool:
-        """Counts an attempt that has failed. Returns whether no further attempt follows.
+        """Count an attempt that has failed. Return whether no further attempt follows.
 
         `retries` attempts follow the first that failed. After damaged transfers, as many follow as there are pauses
         within `recovery_s`.
@@ -884,7 +883,7 @@ class RequestScheduler:
         return request.failures.is_over(self._limits.retries, self._limits.recovery_s)
 
     def _retry(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
-        """Places a request again: at once after the first failure if other instances are there."""
+        """Place a request again: at once after the first failure if other instances are there."""
         request.refusal = failure
         # A first failure is likely the instance's own. After more, or without another instance, a pause may help.
         if request.failures.count == 1 and not self._cluster.all_suspected(request.suspects):
@@ -894,7 +893,7 @@ class RequestScheduler:
             self._set_backoff(now, request, request.failures.count)
 
     def _rehash(self, request: ScheduledRequest) -> None:
-        """Asks for the block keys of the prompt and the answer so far."""
+        """Ask for the block keys of the prompt and the answer so far."""
         assert request.refusal is not None
         request.enter(RequestState.REHASHING)
         self._actions.append(Rehash(request.spec.number, request.failures.count, request.refusal))
@@ -902,7 +901,7 @@ class RequestScheduler:
     # --- moves and takeovers ----------------------------------------------------------------------------------------
 
     def _take_over(self, now: float, request: ScheduledRequest) -> bool:
-        """Takes over a resumed request's sequence, or waits for the sequence's instance to join.
+        """Take over a resumed request's sequence, or wait for the sequence's instance to join.
 
         Returns:
             False if the request must be placed like a new one.
@@ -922,7 +921,7 @@ class RequestScheduler:
         return True
 
     def _drain(self, now: float, instance: str) -> None:
-        """Moves requests away from an instance that drains or is slow, if another one can take them."""
+        """Move requests away from an instance that drains or is slow, if another one can take them."""
         if not self._cluster.should_drain(instance):
             return
         # Each move is a prompt of its own at prefill: a few at once, so that each stalls for a short time only.
@@ -942,7 +941,7 @@ class RequestScheduler:
                 yield self.requests[number]
 
     def _streaming_at(self, instance: str) -> Iterator[ScheduledRequest]:
-        """Requests whose client gets tokens from a sequence at an instance."""
+        """Return the requests whose client gets tokens from a sequence at an instance."""
         for call in self._calls.open.following(instance):
             request = self.requests.get(call.request)
             if request is None:
@@ -953,7 +952,7 @@ class RequestScheduler:
                 yield request
 
     def _move(self, now: float, request: ScheduledRequest, instance: str) -> None:
-        """Places a request anew, away from an instance; the sequence there continues meanwhile."""
+        """Place a request anew, away from an instance; the sequence there continues meanwhile."""
         self._calls.detach(request, now)
         request.suspect(instance)
         request.recovering = True
@@ -1065,7 +1064,7 @@ class RequestScheduler:
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
         assert not self._actions
         self.memory_queue.check_invariants()
         self.slo_queue.check_invariants()
@@ -1088,7 +1087,7 @@ class RequestScheduler:
         assert len(self._timers) <= timers
 
     def _check_state(self, number: int, request: ScheduledRequest) -> None:
-        """Asserts that a request has everything its state requires, and waits for something that will come."""
+        """Assert that a request has everything its state requires, and waits for something that will come."""
         state, timers = request.state, {kind for kind in REQUEST_TIMERS if self._timers.at((kind, number)) is not None}
         assert state not in (RequestState.ARRIVED, RequestState.ENDED)
         assert (state is RequestState.PLACED) == (request.attempt is not None)
@@ -1103,7 +1102,7 @@ class RequestScheduler:
             assert TimerKind.WAIT in timers, "it would wait for ever"
 
     def digest(self) -> bytes:
-        """Hash of everything but the cluster view."""
+        """Return the hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
         state = self.requests, self._endpoint_claims, self.tenants, self.ledger, self.sessions, self.prefetch, *queues
         return digest_of(*state, self._shares, self._calls, self._timers)

@@ -29,7 +29,7 @@ class StalePlacementCheck:
         self.answers = 0
 
     def max_queue_s(self, decision: RoutingDecision, answered: int, now: float) -> float | None:
-        """Longest queue in seconds with which the chosen instance must take a prompt; None = any.
+        """Return the longest queue in seconds with which the chosen instance must take a prompt; None = any.
 
         Other prompts that this conductor placed there count, whichever arrives first.
 
@@ -47,7 +47,7 @@ class StalePlacementCheck:
         return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
 
     def answered(self, instance_id: str, stale: StalePlacement, now: float) -> None:
-        """Takes the queue that an instance answered. The answer tells neither blocks nor speeds."""
+        """Take the queue that an instance answered. The answer tells neither blocks nor speeds."""
         self.answers += 1
         prefills = self._cluster.prefills
         instance = prefills.get(instance_id)
@@ -57,7 +57,6 @@ class StalePlacementCheck:
             prefills.changed(instance)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.answers)
 
 

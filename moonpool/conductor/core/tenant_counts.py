@@ -62,12 +62,12 @@ class TenantCounts:
         return whole > parts and own * whole > parts * (self._total + sum(elsewhere.running.values()))
 
     def _forget(self) -> None:
-        """Forgets the tenant that has had no request for longest."""
+        """Forget the tenant that has had no request for longest."""
         tenant, _ = self._lately.popitem(last=False)
         self._weight -= self._weights.pop(tenant)
 
     def check_invariants(self, here: Mapping[str, int]) -> None:
-        """Asserts that these are the requests."""
+        """Assert that these are the requests."""
         assert self._here == here
         assert self._total == sum(here.values())
         assert self._weights.keys() == self._here.keys() | self._lately.keys()
@@ -76,7 +76,6 @@ class TenantCounts:
         assert len(self._lately) <= MAX_RECENT_TENANTS
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._here, self._lately, self._weights)
 
 

@@ -10,7 +10,7 @@ LOAD_BUCKETS = 5
 
 
 def load_bucket(others: int) -> int:
-    """The load bucket of a prefill instance with `others` prompts."""
+    """Return the load bucket of a prefill instance with `others` prompts."""
     return min(others.bit_length(), LOAD_BUCKETS - 1)
 
 
@@ -54,7 +54,7 @@ class TpotModel:
         return TpotForecast(tbt_s, tbt_s + self._steps(others) * self._step_s, others)
 
     def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
-        """Learns from the seconds between an answer's first token and the last token, `steps` later."""
+        """Learn from the seconds between an answer's first token and the last token, `steps` later."""
         bucket = load_bucket(foreseen.others)
         learnt = self._added[bucket]
         if learnt is None:

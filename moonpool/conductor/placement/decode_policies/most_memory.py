@@ -16,7 +16,6 @@ class MostMemory:
     """The instance where the fewest blocks are in use, the request's new ones among them."""
 
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
-        """By the blocks."""
         choices = [candidates.predict(instance) for instance in candidates]
         return nsmallest(limit, choices, key=lambda choice: (_used(choice), choice.there.turn, choice.id))
 

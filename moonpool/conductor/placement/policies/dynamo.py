@@ -21,7 +21,6 @@ class DynamoCost:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By tokens."""
         request = candidates.request
 
         def cost(choice: PrefillChoice) -> float:

@@ -24,7 +24,7 @@ class LlmdScorers:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the sum. The queue's score goes from 1 at the shortest to 0 at the longest, in prompts."""
+        """Order by the sum. The queue's score goes from 1 at the shortest to 0 at the longest, in prompts."""
         everywhere = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
         shortest, longest = everywhere[0].there.prompts, everywhere[-1].there.prompts
 
@@ -37,7 +37,7 @@ class LlmdScorers:
         return sorted(everywhere, key=score, reverse=True)[:limit]
 
     def _tokens(self, candidates: Candidates, choice: PrefillChoice) -> float:
-        """Tokens that the instance's pool holds."""
+        """Return the tokens that the instance's pool holds."""
         request = candidates.request
         return choice.there.total_blocks * request.prompt_tokens / max(1, request.prompt_blocks)
 
@@ -49,7 +49,7 @@ class LlmdSticky:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the seconds of work, the instances that keep the prompt first."""
+        """Order by the seconds of work, the instances that keep the prompt first."""
         everywhere = least(
             candidates, max(limit, len(candidates)), lambda candidate: candidate.queue_s + candidate.busy_s
         )

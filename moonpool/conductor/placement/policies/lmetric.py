@@ -18,7 +18,6 @@ class LMetric:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the product."""
         request = candidates.request
         return least(
             candidates,

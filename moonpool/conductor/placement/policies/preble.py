@@ -22,7 +22,7 @@ class Preble:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the cost, the exploited instance first."""
+        """Order by the cost, the exploited instance first."""
         explored = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.known_s)
         exploited = max(explored, key=lambda choice: (choice.local_blocks, -choice.queue_s))
         spare_s = IMBALANCE * min(choice.queue_s + choice.alone_s for choice in explored)

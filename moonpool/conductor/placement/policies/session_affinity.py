@@ -21,7 +21,7 @@ class SessionAffinity:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """As `Social`, but for the session's instance."""
+        """Order as `Social`, but for the session's instance."""
         choices, session = Social().order(candidates, limit), candidates.request.session
         if session is None or choices[0].id == session.prefill:
             return choices

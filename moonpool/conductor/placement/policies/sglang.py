@@ -26,7 +26,7 @@ class SglangRouter:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By prompts there; the instance that holds most goes first while the load is even."""
+        """Order by prompts there; the instance that holds most goes first while the load is even."""
         fewest = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
         shortest, longest = fewest[0].there.prompts, fewest[-1].there.prompts
         uneven = longest - shortest > UNEVEN_BY and longest > UNEVEN_TIMES * shortest

@@ -22,7 +22,7 @@ class VllmRouter:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By prompts there; an instance that lacks little goes first."""
+        """Order by prompts there; an instance that lacks little goes first."""
         fewest = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
         best = max(fewest, key=lambda choice: choice.local_blocks)
         if best.local_blocks and new_tokens(candidates.request, best.local_blocks) <= MOST_LEFT:
