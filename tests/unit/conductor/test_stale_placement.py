@@ -2,7 +2,7 @@
 
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
-from tests.unit.conductor.test_explain_predictions import counts
+from tests.unit.conductor.test_prediction_metrics import counts
 
 from .fakes import decode, expected, prefill
 from .stack import stack
