@@ -274,7 +274,7 @@ class Dispatcher:
                 stream = self._streams[action.request]
                 stream.started = True
                 stream.taken_over(action.sequence)
-                self._reports.decisions.placed(stream.spec.id, stream.attempts[-1])
+                self._reports.decisions.placed(stream.spec.id, stream.history.attempts[-1])
                 self._calls.take_over(action, stream)
             case RenewReservation():
                 self._calls.renew(action)
@@ -304,7 +304,7 @@ class Dispatcher:
                 return
             case Rehash(request, failures, failure):
                 log.warning("placing anew", request=request_id, failures=failures, error=str(failure))
-                stream.given_up(str(failure))
+                stream.history.given_up(str(failure))
                 tokens = stream.rehash()
                 self._post(Rehashed(request, tokens, stream.reusable_keys))
                 return

@@ -41,14 +41,14 @@ class RequestReports:
 
     def first_token(self, stream: GenerateStream) -> None:
         """The first new token has come."""
-        self.decisions.first_token(stream.spec.id, stream.ttft_s, stream.transport)
+        self.decisions.first_token(stream.spec.id, stream.ttft_s, stream.history.transport)
         if not stream.spec.deferred:  # their first tokens come with the last ones
             self.predictions.first_token(stream)
 
     def delivered(self, stream: GenerateStream) -> None:
         """The KV has arrived at decode: a short answer may have ended before."""
         if self.decisions.has_ended(stream.spec.id):
-            self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.attempts)
+            self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.history.attempts)
 
     def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
         """The request is refused, by the core or before reaching the core."""
@@ -74,7 +74,7 @@ class RequestReports:
 
     def ended(self, stream: GenerateStream) -> None:
         """The core has ended the request."""
-        self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.attempts)
+        self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.history.attempts)
         self.decisions.regretted(stream.spec.id, stream.number, self.hindsight)
         if self.recording is not None:
             self.recording.ended(stream.number, -(-stream.tokens // len(stream.choices)))

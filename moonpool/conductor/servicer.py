@@ -120,7 +120,7 @@ class ConductorServicer:
                     await self._send(call, stream, deadline, context)
                     self._tell_watchers(stream)
                     if used is not None and stream.number:
-                        used(stream.cached_tokens)
+                        used(stream.history.cached_tokens)
             self.served += self._calls.get(request_id) is call
         finally:
             self._leave(request_id, call)
@@ -195,8 +195,8 @@ class ConductorServicer:
         if call is None or call.stream is None or decisions.has_ended(request.request_id):
             return decisions.get(request.request_id)
         stream = call.stream
-        response = conductor_pb2.ExplainResponse(timeline=stream.timeline(over=False), attempts=stream.attempts)
-        if stream.attempts:
+        response = conductor_pb2.ExplainResponse(timeline=stream.timeline(over=False), attempts=stream.history.attempts)
+        if stream.history.attempts:
             response.MergeFrom(decisions.get(request.request_id))
         return response
 
