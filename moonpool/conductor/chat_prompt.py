@@ -13,7 +13,7 @@ from moonpool.v1 import conductor_pb2
 
 
 def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
-    """Number of the client's characters that go into the chat template."""
+    """Return the number of the client's characters that go into the chat template."""
     calls = (call for turn in chat.messages for call in turn.tool_calls)
     called = sum(len(call.name) + len(call.arguments) for call in calls)
     written = sum(len(turn.role) + len(turn.content) + len(turn.reasoning_content) for turn in chat.messages)
@@ -21,7 +21,7 @@ def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
 
 
 def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> RenderedChat:
-    """The prompt as written by the chat template.
+    """Return the prompt as written by the chat template.
 
     Raises:
         InvalidRequest: names the field that is wrong, or that the chat template does not take.
@@ -34,7 +34,7 @@ def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> Rendere
 
 
 def _chat_turn(turn: conductor_pb2.ChatMessage) -> dict[str, Any]:
-    """A message for the template. Absent fields are left out: templates test whether a field is there."""
+    """Return a message for the template. Absent fields are left out: templates test whether a field is there."""
     if unknown := UnknownFieldSet(turn):
         raise InvalidRequest("messages", f"has field number {unknown[0].field_number}, which is not known here")
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}

@@ -28,5 +28,5 @@ class Checkpoint:
         return cls(model_name(model), load_config(folder), Tokenizer.load(folder, chat_template))
 
     def served(self) -> ModelIdentity:
-        """What engines must serve to join."""
+        """Return what engines must serve to join."""
         return ModelIdentity(self.name, config_hash(self.config), self.config.vocab_size)

@@ -53,7 +53,7 @@ class ChoiceOutput:
         return len(self.tokens) - self.resumed_at
 
     def count_known(self, position: int, token_ids: Sequence[int]) -> int:
-        """How many of the tokens from `position` on are known already; all of them if the choice is complete.
+        """Return how many of the tokens from `position` on are known already; all of them if the choice is complete.
 
         Raises:
             StreamBroken: tokens before `position` are missing, or known tokens were different.
@@ -68,7 +68,7 @@ class ChoiceOutput:
         return known
 
     def extend(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> conductor_pb2.TokenDelta | None:
-        """Append tokens up to the choice's end; returns the client's message, None for no news."""
+        """Append tokens up to the choice's end; return the client's message, None for no news."""
         position, text = len(self.tokens), ""
         for token_id in token_ids:
             if self.finish:
@@ -98,7 +98,7 @@ class ChoiceOutput:
         return delta
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
-        """End the choice for a reason from outside; returns the text that was held back, None for no text.
+        """End the choice for a reason from outside; return the text that was held back, None for no text.
 
         A cancelled choice may go on at another conductor, so text that is not certain yet is not sent.
         """
@@ -108,12 +108,11 @@ class ChoiceOutput:
         return self.text_delta("" if reason == CANCELLED else self._held_back_text())
 
     def text_delta(self, text: str = "") -> conductor_pb2.TokenDelta | None:
-        """A message with text but no tokens: what a resuming client lacks, then `text`; None for no text."""
+        """Return a message with text but no tokens: what a resuming client lacks, then `text`; None for no text."""
         text = self._unsent(text)
         return conductor_pb2.TokenDelta(position=len(self.tokens), text=text, choice=self.index) if text else None
 
     def finished_proto(self) -> conductor_pb2.FinishedChoice:
-        """The choice's end."""
         return conductor_pb2.FinishedChoice(reason=self.finish, completion_tokens=len(self.tokens), score=self.score)
 
     # --- clients that resume ------------------------------------------------------------------------------------------
@@ -133,11 +132,11 @@ class ChoiceOutput:
         return count >= self.resumed_at and self.tokens[:count] == progress.tokens
 
     def is_behind(self, progress: ClientProgress) -> bool:
-        """Whether a client has these tokens and more: from another conductor."""
+        """Return whether a client has these tokens and more: from another conductor."""
         return len(progress.tokens) > len(self.tokens) and progress.tokens[: len(self.tokens)] == self.tokens
 
     def delta_after(self, progress: ClientProgress) -> conductor_pb2.TokenDelta | None:
-        """Everything that a client lacks of this choice; None for no news."""
+        """Return everything that a client lacks of this choice; None for no news."""
         position = len(progress.tokens)
         self._set_client_chars(progress.text_chars)
         text, self._lacking, tokens = self._lacking, "", self.tokens[position:]
@@ -158,13 +157,13 @@ class ChoiceOutput:
     # --- text ---------------------------------------------------------------------------------------------------------
 
     def _spell(self, token_id: int) -> str:
-        """The text that is certain with the next token. Stop strings count from `min_tokens` on."""
+        """Return the text that is certain with the next token. Stop strings count from `min_tokens` on."""
         self._spelled += 1
         text = self._detokenizer.push(array("i", (token_id,)))
         return self._stop.push(text) if self._spelled >= self._request.sampling.min_tokens else text
 
     def _held_back_text(self) -> str:
-        """The text that was not certain before the end."""
+        """Return the text that was not certain before the end."""
         if self._stop.stopped or not self._spelled:
             return ""
         return self._stop.push(self._detokenizer.flush()) + ("" if self._stop.stopped else self._stop.flush())

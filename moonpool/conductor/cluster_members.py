@@ -56,15 +56,14 @@ class ClusterMembers:
         self._send: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}  # by instance id
 
     def instances(self, kind: kv_pb2.InstanceKind.ValueType | None = None) -> list[kv_pb2.Instance]:
-        """The members' instances, by kind or all, in order of joining."""
+        """Return the members' instances, by kind or all, in order of joining."""
         return [member.instance for member in self.registry if kind in (None, member.kind)]
 
     def lora_engines(self) -> list[LoraEngine]:
-        """The engines, and whether they take LoRA adapters."""
-        return [LoraEngine(it.instance, it.takes_loras) for it in self.registry if it.kind in ENGINES]
+        """Return the engines, and whether they take LoRA adapters."""
+        return [LoraEngine(member.instance, member.takes_loras) for member in self.registry if member.kind in ENGINES]
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
-        """The member of this id."""
         member = self.registry.get(instance_id)
         return member.instance if member is not None else None
 
@@ -99,18 +98,16 @@ class ClusterMembers:
             self.steps.left(member.instance)
 
     def is_member(self, member: ClusterMember) -> bool:
-        """Whether the member has neither left nor been replaced."""
+        """Return whether the member has neither left nor been replaced."""
         return self.registry.get(member.id) is member
 
     def report(self, member: ClusterMember, load: conductor_pb2.LoadReport) -> None:
-        """Handle a load report."""
         facts = load_facts(load)
         load.ClearField("activities")  # tenants' names are not for all who see the cluster's state
         member.load = load
         self._post(LoadReported(member.id, facts))
 
     def events(self, member: ClusterMember, events: kv_pb2.KVEvents) -> None:
-        """Handle KV events."""
         stored = unpack_keys(events.stored_keys, "events.stored_keys", max_keys=MAX_EVENT_KEYS)
         removed = unpack_keys(events.removed_keys, "events.removed_keys", max_keys=MAX_EVENT_KEYS)
         cooled = unpack_keys(events.cooled_keys, "events.cooled_keys", max_keys=MAX_EVENT_KEYS)
@@ -133,7 +130,7 @@ class ClusterMembers:
         if member.kind not in ENGINES or member.kind == kind:
             is_now = kv_pb2.InstanceKind.Name(member.kind)
             raise InvalidRequest("kind", f"must be the other of prefill and decode: {instance_id} is {is_now}")
-        if not member.either:
+        if not member.switches_role:
             raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without either_role")
         if not any(other is not member and not other.load.draining for other in self.registry.of_kind(member.kind)):
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
@@ -169,7 +166,7 @@ class ClusterMembers:
                 send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
 
     def _waited_s(self, instance_id: str) -> float:
-        """Seconds for which an instance has had no processor."""
+        """Return the seconds for which an instance has had no processor."""
         member = self.registry.get(instance_id)
         return world.waited_s(member.process) if member is not None else 0.0
 

@@ -91,12 +91,12 @@ class DecisionLog:
             record.decode_regret_s, record.better_decode = regret.lost_s, regret.better
 
     def has_ended(self, request_id: str) -> bool:
-        """Whether the timeline of a request is known."""
+        """Return whether the timeline of a request is known."""
         record = self._records.get(request_id)
         return record is not None and record.HasField("timeline")
 
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
-        """The decision about a request.
+        """Return the decision about a request.
 
         Raises:
             NotFound: the request is not known, or no longer.

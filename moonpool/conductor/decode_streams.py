@@ -56,7 +56,7 @@ class SequenceSubscriber(Protocol):
     """Gets one sequence's tokens."""
 
     def add_tokens(self, new: NewTokens) -> bool:
-        """Take tokens; returns whether the sequence is over."""
+        """Take tokens; return whether the sequence is over."""
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -194,7 +194,7 @@ class StepsStream:
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
             known_token_ids=known[0] if known else (),
-            further_known=[decode_pb2.KnownTokens(token_ids=it) for it in known[1:]],
+            further_known=[decode_pb2.KnownTokens(token_ids=tokens) for tokens in known[1:]],
             gather=gather,
         )
         self._send(decode_pb2.StepsRequest(start=start))
@@ -295,7 +295,6 @@ class StepsPool:
 
     @property
     def sequences(self) -> int:
-        """Sequences on all streams."""
         return sum(len(stream) for stream in self._streams.values())
 
     @property
@@ -304,7 +303,7 @@ class StepsPool:
         return sum(stream.unsent for stream in self._streams.values())
 
     def get(self, decode: kv_pb2.Instance) -> StepsStream:
-        """The stream to a decode instance, for one epoch."""
+        """Return the stream to a decode instance, for one epoch."""
         key = decode.id, decode.epoch
         if key not in self._streams:
             self._streams[key] = StepsStream(
@@ -325,7 +324,6 @@ class StepsPool:
             stream.fail(StreamBroken(f"{decode.id} is lost"))
 
     async def aclose(self) -> None:
-        """End all streams."""
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams.values())))
 
     def _remove(self, stream: StepsStream) -> None:

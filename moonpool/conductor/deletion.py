@@ -110,7 +110,7 @@ class KVDeletions:
         response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)
         for chosen in _engines_first(self._members()):
             response.instances.extend(await asyncio.gather(*map(self._report, chosen)))
-        log.info("KV deleted", deletion=record.id, blocks=sum(one.blocks for one in response.instances))
+        log.info("KV deleted", deletion=record.id, blocks=sum(instance.blocks for instance in response.instances))
         return response
 
     async def _named(self, name: str, selection: KVSelection) -> kv_pb2.Record:
@@ -121,7 +121,7 @@ class KVDeletions:
         return self.sync.records.get(DELETION, "", name) or self.new(name, selection)
 
     def begun(self, name: str) -> KVSelection | None:
-        """What a deletion deletes that this conductor knows by its id; None: knows none.
+        """Return what a deletion deletes that this conductor knows by its id; None: knows none.
 
         Raises:
             InvalidRequest: this is no id.
@@ -132,7 +132,7 @@ class KVDeletions:
         return None if known is None else deletion_from_record(known)
 
     def new(self, name: str, selection: KVSelection) -> kv_pb2.Record:
-        """The record of a deletion that begins."""
+        """Return the record of a deletion that begins."""
         deletion = kv_pb2.Deletion(id=name, selection=selection_to_proto(selection))
         expires_at = self.sync.clock() + DELETION_KEPT_S
         return self.sync.record(DELETION, "", name, deletion.SerializeToString(), expires_at)
@@ -230,6 +230,6 @@ class KVDeletions:
 
 
 def _engines_first(members: Sequence[kv_pb2.Instance]) -> tuple[list[kv_pb2.Instance], list[kv_pb2.Instance]]:
-    """Engines, and kvstores after them."""
+    """Return the engines, and kvstores after them."""
     stores = [member for member in members if member.kind == kv_pb2.INSTANCE_KIND_KVSTORE]
     return [member for member in members if member.kind != kv_pb2.INSTANCE_KIND_KVSTORE], stores

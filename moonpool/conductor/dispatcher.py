@@ -29,7 +29,7 @@ from moonpool.conductor.core.actions import (
     InstanceOrder,
     LeaveSequence,
     Rehash,
-    RenewSession,
+    RenewReservation,
     Resync,
     StartDecode,
     TakeOverSequence,
@@ -95,12 +95,12 @@ class Dispatcher:
         self._post = post
         self._clock = clock
         self._wall_clock = wall_clock
-        self._sessions: dict[int, GenerateStream] = {}  # by the request's number at the core
+        self._streams: dict[int, GenerateStream] = {}  # by the request's number at the core
         self._numbers = itertools.count(1)
         self._picks: dict[int, asyncio.Future[EndpointPicked]] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._streams)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Dispatcher:
     ) -> GenerateStream:
         """Read a request, new or resumed, and hand the request to the core.
 
-        If a resumed request's client has all tokens, the request does not go to the core: the session has the end.
+        If a resumed request's client has all tokens, the request does not go to the core: the stream has the end.
 
         Args:
             message: from the client.
@@ -125,19 +125,19 @@ class Dispatcher:
         request = await self._reader.read(message, served, request_id, arrived, deadline)
         resume, reports = request.resume, self._reports
         secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
-        session = GenerateStream(
+        stream = GenerateStream(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
         )
         if resume is not None:
-            await self._reader.run(session.restore)
-            if session.finish and not request.spec.deferred:  # the scores of deferred answers are not known here
-                session.finish_restored()
-                return session
-        spec = session.admit(next(self._numbers))
-        self._sessions[spec.number] = session
-        reports.opened(session)
-        self._post(RequestArrived(spec, session.reusable_keys))
-        return session
+            await self._reader.run(stream.restore)
+            if stream.finish and not request.spec.deferred:  # the scores of deferred answers are not known here
+                stream.finish_restored()
+                return stream
+        spec = stream.admit(next(self._numbers))
+        self._streams[spec.number] = stream
+        reports.opened(stream)
+        self._post(RequestArrived(spec, stream.reusable_keys))
+        return stream
 
     async def compute(self, message: conductor_pb2.GenerateRequest, timeout_s: float) -> None:
         """Serve a request from the conductor itself, and drop the output.
@@ -146,12 +146,12 @@ class Dispatcher:
             MoonpoolError: the request failed, or was refused.
         """
         arrived = self._clock()
-        session = await self.open(message, "", arrived, arrived + timeout_s)
+        stream = await self.open(message, "", arrived, arrived + timeout_s)
         try:
-            while await session.outgoing.next() is not None:
+            while await stream.outgoing.next() is not None:
                 pass
         finally:
-            self.client_left(session, session.outgoing)
+            self.client_left(stream, stream.outgoing)
 
     async def pick_endpoint(
         self, message: conductor_pb2.GenerateRequest, others: Sequence[str], within_s: float
@@ -189,12 +189,12 @@ class Dispatcher:
         """The engine has begun to answer a proxy's request, or never will."""
         self._post(EndpointDone(number))
 
-    def client_left(self, session: GenerateStream, outgoing: OutputQueue) -> None:
+    def client_left(self, stream: GenerateStream, outgoing: OutputQueue) -> None:
         """The reader of these messages has left, or has all messages. Another call may have the request by now."""
-        if session.spec.number in self._sessions and session.outgoing is outgoing:
-            self._post(ClientGone(session.spec.number))
+        if stream.spec.number in self._streams and stream.outgoing is outgoing:
+            self._post(ClientGone(stream.spec.number))
 
-    def rejoin(self, message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
+    def rejoin(self, message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> bool:
         """Send a request's output to a client that has lost the connection and resumes; the earlier call ends.
 
         Returns:
@@ -204,17 +204,17 @@ class Dispatcher:
             InvalidRequest: the message is wrong, or the client's tokens are not this request's.
             Unavailable: the client has more tokens than are known here yet.
         """
-        resume = read_resume(message, session.request.sampling, self._reader.served().config.vocab_size)
-        if resume is None or session.spec.number not in self._sessions:
+        resume = read_resume(message, stream.request.sampling, self._reader.served().config.vocab_size)
+        if resume is None or stream.spec.number not in self._streams:
             return False
-        session.rejoin(resume)
+        stream.rejoin(resume)
         return True
 
     def kv_deleted(self, selection: KVSelection) -> None:
         """KV was deleted: engines keep no KV from open requests that match."""
         namespace = self._reader.namespace
-        for session in self._sessions.values():
-            session.kv_deleted(selection, namespace)
+        for stream in self._streams.values():
+            stream.kv_deleted(selection, namespace)
 
     def session_updated(self, tenant: str, turn: SessionTurn) -> None:
         """A client says between two turns what is known of a session."""
@@ -223,7 +223,7 @@ class Dispatcher:
     async def announce(
         self, tenant: str, messages: Sequence[conductor_pb2.GenerateRequest], within_s: float | None
     ) -> int:
-        """Take prompts that will come within so many seconds; None: that will not come. Returns how many have blocks.
+        """Take prompts that will come within so many seconds; None: that will not come. Return how many have blocks.
 
         Raises:
             InvalidRequest: a request cannot be served; names the field.
@@ -236,47 +236,47 @@ class Dispatcher:
 
     def stop(self) -> None:
         """End all requests here with the tokens so far; their sequences stay at decode, for another conductor."""
-        for number in list(self._sessions):
+        for number in list(self._streams):
             self._post(StopRequested(number))
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def perform(self, action: Action) -> None:
         """Carry out an action of the core, without blocking. A defect in doing so ends the action's request."""
-        session = self._sessions.get(getattr(action, "request", 0))
+        stream = self._streams.get(getattr(action, "request", 0))
         try:
             if isinstance(action, EndpointPicked):
                 self._endpoint_picked(action)
             else:
                 self._perform(action)
         except Exception:
-            if session is None:
+            if stream is None:
                 raise
             name = type(action).__name__
             log.exception(
-                "an action cannot be carried out: the action's request ends", action=name, request=session.spec.id
+                "an action cannot be carried out: the action's request ends", action=name, request=stream.spec.id
             )
-            self._end_after_defect(action, session)
+            self._end_after_defect(action, stream)
 
     def _perform(self, action: Action) -> None:
         match action:
             case AnnouncePlacement() | Rehash() | CompleteRequest() | FailRequest() | DropRequest():
-                self._update(action, self._sessions[action.request])
+                self._update(action, self._streams[action.request])
             case CallReserve():
-                self._calls.reserve(action, self._sessions[action.request])
+                self._calls.reserve(action, self._streams[action.request])
             case CallPrefill():
-                self._calls.prefill(action, self._sessions[action.request])
+                self._calls.prefill(action, self._streams[action.request])
             case StartDecode():
-                session = self._sessions[action.request]
-                session.started = True
-                self._calls.start(action, session)
+                stream = self._streams[action.request]
+                stream.started = True
+                self._calls.start(action, stream)
             case TakeOverSequence():
-                session = self._sessions[action.request]
-                session.started = True
-                session.taken_over(action.sequence)
-                self._reports.decisions.placed(session.spec.id, session.attempts[-1])
-                self._calls.take_over(action, session)
-            case RenewSession():
+                stream = self._streams[action.request]
+                stream.started = True
+                stream.taken_over(action.sequence)
+                self._reports.decisions.placed(stream.spec.id, stream.history.attempts[-1])
+                self._calls.take_over(action, stream)
+            case RenewReservation():
                 self._calls.renew(action)
             case CancelReservation():
                 self._calls.cancel_reservation(action)
@@ -288,10 +288,10 @@ class Dispatcher:
                 self._calls.leave(io)
 
     def _update(
-        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: GenerateStream
+        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, stream: GenerateStream
     ) -> None:
         """The core has placed, rehashed or ended a request."""
-        request_id = session.spec.id
+        request_id = stream.spec.id
         match action:
             case AnnouncePlacement(_, plan, sequence, target):
                 attempt = conductor_pb2.Attempt(
@@ -299,50 +299,50 @@ class Dispatcher:
                     candidates=map(candidate_proto, plan.candidates),
                     waited_s=action.queued_s,
                 )
-                session.placed(attempt, sequence, target)
+                stream.placed(attempt, sequence, target)
                 self._reports.decisions.placed(request_id, attempt)
                 return
             case Rehash(request, failures, failure):
                 log.warning("placing anew", request=request_id, failures=failures, error=str(failure))
-                session.given_up(str(failure))
-                tokens = session.rehash()
-                self._post(Rehashed(request, tokens, session.reusable_keys))
+                stream.history.given_up(str(failure))
+                tokens = stream.rehash()
+                self._post(Rehashed(request, tokens, stream.reusable_keys))
                 return
             case CompleteRequest(_, finish):
-                session.complete(finish)
-                self._reports.completed(session)
-            case FailRequest(request, failure) if failure.fenced and self._take_back(session):
-                del self._sessions[request]
+                stream.complete(finish)
+                self._reports.completed(stream)
+            case FailRequest(request, failure) if failure.fenced and self._take_back(stream):
+                del self._streams[request]
                 return
             case FailRequest(_, failure, refused, candidates):
                 if refused:
-                    self._reports.refused(request_id, session.spec.tenant, str(failure), candidates)
+                    self._reports.refused(request_id, stream.spec.tenant, str(failure), candidates)
                 else:
-                    self._reports.failed(session, str(failure))
-                session.outgoing.end(error_of(failure))
+                    self._reports.failed(stream, str(failure))
+                stream.outgoing.end(error_of(failure))
             case DropRequest():
-                if self._clock() > session.spec.deadline - DEADLINE_MARGIN_S:
-                    self._reports.failed(session, "the request took longer than it may")
+                if self._clock() > stream.spec.deadline - DEADLINE_MARGIN_S:
+                    self._reports.failed(stream, "the request took longer than it may")
                 else:
-                    self._reports.cancelled(session)
-                session.outgoing.end()
-        self._reports.ended(session)
-        del self._sessions[action.request]
+                    self._reports.cancelled(stream)
+                stream.outgoing.end()
+        self._reports.ended(stream)
+        del self._streams[action.request]
 
-    def _take_back(self, session: GenerateStream) -> bool:
+    def _take_back(self, stream: GenerateStream) -> bool:
         """Whether a sequence that another conductor has taken over is taken back; see `GenerateStream.take_back`."""
-        if not session.take_back(next(self._numbers)):
+        if not stream.take_back(next(self._numbers)):
             return False
-        log.warning("taking a sequence back", request=session.spec.id, resumes=session.resumes)
-        self._sessions[session.spec.number] = session
-        self._post(RequestArrived(session.spec, session.reusable_keys))
+        log.warning("taking a sequence back", request=stream.spec.id, resumes=stream.resumes)
+        self._streams[stream.spec.number] = stream
+        self._post(RequestArrived(stream.spec, stream.reusable_keys))
         return True
 
-    def _end_after_defect(self, action: Action, session: GenerateStream) -> None:
+    def _end_after_defect(self, action: Action, stream: GenerateStream) -> None:
         failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot serve this request")
         if isinstance(action, CompleteRequest | FailRequest | DropRequest):  # the core has ended the request
-            self._sessions.pop(action.request, None)
-            if not session.outgoing.ended:
-                session.outgoing.end(error_of(failure))
+            self._streams.pop(action.request, None)
+            if not stream.outgoing.ended:
+                stream.outgoing.end(error_of(failure))
         else:
-            self._post(StopRequested(session.spec.number, failure))
+            self._post(StopRequested(stream.spec.number, failure))

@@ -105,7 +105,7 @@ class _Stream:
             self._number = 0
 
     async def take(self, message: ProcessingRequest) -> Outgoing:
-        """Answers a message of the proxy."""
+        """Answer a message of the proxy."""
         if message.HasField("protocol_config"):
             config = message.protocol_config
             self._modes = [config.request_body_mode, config.response_body_mode]
@@ -185,7 +185,11 @@ class _Stream:
             raise Unavailable(
                 "no engine with an HTTP server of its own has joined, or none of those that may be chosen"
             )
-        others = [one.id for one in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL) if one.id not in addresses]
+        others = [
+            instance.id
+            for instance in self._registry.of_kind(kv_pb2.INSTANCE_KIND_PREFILL)
+            if instance.id not in addresses
+        ]
         found = await self._dispatcher.pick_endpoint(message, others, PLACE_LIMIT_S)
         self._number = found.request
         places = ",".join(dict.fromkeys([addresses[engine] for engine in found.engines if engine in addresses]))
@@ -204,7 +208,7 @@ class _Stream:
 
 
 def refusal(error: MoonpoolError) -> ImmediateResponse:
-    """The answer for the client: an error as OpenAI's interface has them, with our reason."""
+    """Return the answer for the client: an error as OpenAI's interface has them, with our reason."""
     headers: dict[str, str] = {"content-type": "application/json"}
     code, kind, reason = 503, "server_error", "unavailable"
     match error:
@@ -235,22 +239,24 @@ def refusal(error: MoonpoolError) -> ImmediateResponse:
 
 
 def _allowed(message: ProcessingRequest) -> frozenset[str] | None:
-    """Addresses that may be chosen, as the proxy says; None = all."""
+    """Return the addresses that may be chosen, as the proxy says; None = all."""
     hint = message.metadata_context.filter_metadata.get(HINT_NAMESPACE)
     if hint is None or DESTINATIONS_ALLOWED not in hint.fields:
         return None
     value = hint.fields[DESTINATIONS_ALLOWED]
     if value.WhichOneof("kind") == "string_value":
-        return frozenset(one.strip() for one in value.string_value.split(","))
-    return frozenset(one.string_value for one in value.list_value.values)
+        return frozenset(part.strip() for part in value.string_value.split(","))
+    return frozenset(value.string_value for value in value.list_value.values)
 
 
 def _text_headers(headers: HttpHeaders) -> dict[str, str]:
-    return {one.key.lower(): one.value or one.raw_value.decode("latin-1") for one in headers.headers.headers}
+    return {
+        header.key.lower(): header.value or header.raw_value.decode("latin-1") for header in headers.headers.headers
+    }
 
 
 def _request(body: bytes, headers: Mapping[str, str]) -> conductor_pb2.GenerateRequest:
-    """The request as clients of Moonpool send it. Only what placement sees is read; the engine checks the rest.
+    """Return the request as clients of Moonpool send it. Only what placement sees is read; the engine checks the rest.
 
     Raises:
         InvalidRequest: the body is no JSON object, or a field has a wrong type.
@@ -312,7 +318,7 @@ def _chat(fields: Mapping[str, Any]) -> conductor_pb2.ChatPrompt:
 
 
 def _text_of(content: object) -> str:
-    """A turn's text; images and the like do not count."""
+    """Return a turn's text; images and the like do not count."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

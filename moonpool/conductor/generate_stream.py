@@ -17,12 +17,10 @@ from moonpool.conductor.core.request_spec import MIN_KNOWN_TOKENS, DecodeReserva
 from moonpool.conductor.decode_streams import NewTokens
 from moonpool.conductor.output_queue import OutputQueue
 from moonpool.conductor.proto_conversion import FINISH_REASONS
+from moonpool.conductor.request_history import RequestHistory
 from moonpool.conductor.resume import resume_point, target_of
 from moonpool.conductor.valid_request import ResumeRequest, ServedModel, ValidRequest
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
-
-MAX_TOKEN_TIMES = 512
-"""Token times that are kept for `Explain`."""
 
 
 class GenerateStream:
@@ -41,9 +39,7 @@ class GenerateStream:
         candidates: tokens that may follow the prompt of deferred answers; None for others.
         opening_logprobs: log probabilities for decode's first tokens, if wanted.
         prompt_unscored: the client wants the prompt's log probabilities or embedding, not known here yet.
-        cached_tokens: tokens of the prompt that were not computed.
-        transport: name of the transport that takes the prompt's KV to decode.
-        attempts: what is known of each placement, for `Explain`.
+        history: what happened to the request, for `Explain`.
     """
 
     def __init__(
@@ -81,13 +77,10 @@ class GenerateStream:
         self.candidates: prefill_pb2.FirstToken | None = None
         self.opening_logprobs: Logprobs | None = None
         self.prompt_unscored = request.spec.scored
-        self.cached_tokens = 0
-        self.transport = ""
+        self.history = RequestHistory(request, clock, wall_clock)
         self._clock = clock
         self._on_first_token = on_first_token
         self._on_delivered = on_delivered
-        self._first_token_at = self._last_token_at = 0.0
-        self._queue_s = self._prefill_s = 0.0
         self._transient = False  # the KV was deleted meanwhile: engines keep no block
         self._placed_tokens = 0  # of the answer, in `keys` and in the sequence's prompt
         self._sequence_spec: kv_pb2.SequenceSpec | None = None
@@ -95,12 +88,6 @@ class GenerateStream:
         self._prompt_logprobs: conductor_pb2.PromptLogprobs | None = None
         self._embedding: conductor_pb2.PromptEmbedding | None = None
         self._finished: conductor_pb2.Finished | None = None
-        self._timeline = conductor_pb2.Timeline(tenant=request.spec.tenant)  # without usage and times
-        self.attempts: list[conductor_pb2.Attempt] = []
-        self._attempts: dict[str, conductor_pb2.Attempt] = {}  # by sequence
-        self._cause = ""  # of the next placement
-        self._opened_by = ""  # sequence that gave the first token
-        self._timeline.arrived_at = wall_clock() - (clock() - request.spec.arrived)
 
     # --- what is known of the request ---------------------------------------------------------------------------------
 
@@ -122,13 +109,13 @@ class GenerateStream:
     @property
     def ttft_s(self) -> float:
         """Seconds from the arrival to the first new token; 0 before the first token."""
-        return self._first_token_at - self.spec.arrived if self._new_tokens else 0.0
+        return self.history.first_token_at - self.spec.arrived if self._new_tokens else 0.0
 
     @property
     def tpot_s(self) -> float:
         """Mean seconds between two tokens of the longest choice; 0 before the second token."""
         count = max(choice.new for choice in self.choices)
-        return (self._last_token_at - self._first_token_at) / (count - 1) if count > 1 else 0.0
+        return (self.history.last_token_at - self.history.first_token_at) / (count - 1) if count > 1 else 0.0
 
     @property
     def _new_tokens(self) -> int:
@@ -145,14 +132,14 @@ class GenerateStream:
         return self.choices[0].tokens if alone else array("i")
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return max(self.spec.deadline - self._clock(), 0.001)
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
-        """What happened to the request so far; `over`: until the end."""
+        """Return what happened to the request so far; `over`: until the end."""
         now = self._finished or self._finished_proto()
         timeline = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
-        timeline.MergeFrom(self._timeline)
+        timeline.MergeFrom(self.history.timeline)
         if not over:
             timeline.timing.e2e_s = 0.0
         return timeline
@@ -162,15 +149,15 @@ class GenerateStream:
             reason=self.finish,
             usage=conductor_pb2.Usage(
                 prompt_tokens=len(self.request.prompt),
-                cached_tokens=self.cached_tokens,
+                cached_tokens=self.history.cached_tokens,
                 completion_tokens=self.tokens,
             ),
             timing=conductor_pb2.Timing(
                 ttft_s=self.ttft_s,
                 tpot_s=self.tpot_s,
-                e2e_s=self._clock() - self.spec.arrived,
-                queue_s=self._queue_s,
-                prefill_s=self._prefill_s,
+                e2e_s=self.history.since_arrival_s,
+                queue_s=self.history.queue_s,
+                prefill_s=self.history.prefill_s,
             ),
             placement=self.placement,
             choices=[choice.finished_proto() for choice in self.choices],
@@ -185,7 +172,7 @@ class GenerateStream:
         return () if unscored else tuple(self.keys)
 
     def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
-        """The sequence that engines see under this id."""
+        """Return the sequence that engines see under this id."""
         if self._sequence_spec is None or self._sequence_spec.request_id != sequence:
             generated = self._continued[: self._placed_tokens]
             self._sequence_spec = self.request.sequence(sequence, generated, self.keys, scored=self.prompt_unscored)
@@ -193,7 +180,7 @@ class GenerateStream:
         return self._sequence_spec
 
     def rehash(self) -> int:
-        """Compute `keys` again, with the answer so far; returns how many tokens of the answer prefill computes."""
+        """Compute `keys` again, with the answer so far; return how many tokens of the answer prefill computes."""
         self._sequence_spec = None
         self._placed_tokens = len(self._continued)
         self.keys = self.request.keys_with(self._continued)
@@ -229,7 +216,7 @@ class GenerateStream:
     # --- events of the core -------------------------------------------------------------------------------------------
 
     def admit(self, number: int) -> RequestSpec:
-        """Take the request's number at the core; returns the spec with that number.
+        """Take the request's number at the core; return the spec with that number.
 
         A resuming client gets the missing text.
         """
@@ -253,9 +240,7 @@ class GenerateStream:
         placement, corrected = attempt.placement, sequence == self.sequence
         self.placement, self.sequence, self.started = placement, sequence, False
         self.placements += not corrected
-        if corrected:
-            self.attempts.pop()
-        self._begin_attempt(attempt, sequence)
+        self.history.placed(attempt, sequence, self._placed_tokens, corrects=corrected)
         self._placed = conductor_pb2.Placed(
             request_id=self.spec.id,
             placement=placement,
@@ -268,26 +253,10 @@ class GenerateStream:
 
     def taken_over(self, sequence: str) -> None:
         """The sequence continues at the instance where another conductor placed the sequence."""
-        self._cause = self._cause or "the client resumed the request at this conductor"
-        self._begin_attempt(conductor_pb2.Attempt(placement=self.placement), sequence)
-
-    def given_up(self, cause: str) -> None:
-        """The last placement is given up; another one follows."""
-        self._cause = cause
-        if self.attempts and not self.attempts[-1].ended_s:
-            self.attempts[-1].ended_s = self._since_arrival()
-
-    def _begin_attempt(self, attempt: conductor_pb2.Attempt, sequence: str) -> None:
-        attempt.cause, attempt.placed_s = self._cause, self._since_arrival()
-        attempt.prompt_tokens = len(self.request.prompt) + self._placed_tokens
-        self.attempts.append(attempt)
-        self._attempts[sequence] = attempt
-
-    def _since_arrival(self) -> float:
-        return self._clock() - self.spec.arrived
+        attempt = conductor_pb2.Attempt(placement=self.placement)
+        self.history.taken_over(attempt, sequence, self._placed_tokens)
 
     def complete(self, finish: CompletionReason) -> None:
-        """Tell the client the rest."""
         for choice in self.choices:
             self.outgoing.delta(choice.end(FINISH_REASONS[finish]))
         if not self.started:
@@ -368,24 +337,24 @@ class GenerateStream:
     # --- output of engines --------------------------------------------------------------------------------------------
 
     def add_first_tokens(self, first: prefill_pb2.FirstToken, sequence: str) -> kv_pb2.FinishReason.ValueType:
-        """Take prefill's token of each choice, for a sequence; returns the reason if they end the request.
+        """Take prefill's token of each choice, for a sequence; return the reason if they end the request.
 
         A deferred answer's tokens are candidates, and end nothing.
 
         Raises:
             StreamBroken: there is not one per choice, known tokens were different, or log probabilities are missing.
         """
-        self._note_prefill(first, sequence)
+        self.history.prefilled(first, sequence, begun=bool(self.tokens))
         token_ids = [first.token_id, *first.further_token_ids]
         if self.spec.deferred:
             if len(first.log_probabilities) != len(token_ids):
                 raise StreamBroken(f"{len(first.log_probabilities)} log probabilities came for {len(token_ids)} tokens")
-            self._note_cached(first)
+            self._note_opened(first)
             self.candidates = first
             return UNFINISHED
         if len(token_ids) != len(self.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(self.choices)} answers")
-        self._note_cached(first)
+        self._note_opened(first)
         self._add_prompt_results(first)
         found = logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None
         self._check_logprobs(found, len(token_ids))
@@ -396,7 +365,7 @@ class GenerateStream:
         return self.finish
 
     def add_tokens(self, new: NewTokens, sequence: str) -> int:
-        """Take tokens of a choice from a sequence, without those that are known already; returns how many were new.
+        """Take tokens of a choice from a sequence, without those that are known already; return how many were new.
 
         Raises:
             StreamBroken: tokens are missing, or known tokens were different.
@@ -411,60 +380,33 @@ class GenerateStream:
         choice.score = new.score
         logprobs = new.logprobs.part(known) if new.logprobs is not None else None
         now = self._clock()
-        if len(token_ids) > known and len(self._timeline.token_s) < MAX_TOKEN_TIMES:
-            self._timeline.token_s.append(now - self.spec.arrived)
+        if len(token_ids) > known:
+            self.history.tokens_came(now)
         first = not self._new_tokens
         delta = choice.extend(token_ids[known:], logprobs)
         if delta is not None:
-            self._first_token_at = now if first else self._first_token_at
-            self._last_token_at = now
+            self.history.tokens_sent(now, first=first)
             self.outgoing.delta(delta)
         if new.reason:
             self.outgoing.delta(choice.end(new.reason))
         tokens = self.tokens
-        attempt = self._attempts.get(sequence)
-        if tokens > before and attempt is not None:
-            attempt.tokens += tokens - before
-            attempt.last_token_s = now - self.spec.arrived
-            attempt.first_token_s = attempt.first_token_s or attempt.last_token_s
+        self.history.grew(sequence, tokens - before, now)
         if not before and tokens:
             self._on_first_token(self)
         return tokens - before
 
     def kv_delivered(self, finished: prefill_pb2.PrefillFinished, sequence: str) -> None:
         """The KV of a sequence has arrived at decode."""
-        if (attempt := self._attempts.get(sequence)) is not None:
-            attempt.transfer_tail_s, attempt.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
-        if sequence == self._opened_by:
-            self._timeline.transfer_tail_s, self._timeline.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        self.history.kv_delivered(finished, sequence)
         self._on_delivered(self)
 
     def computed_at_decode(self, held_blocks: int) -> None:
         """Decode computes the prompt after the blocks already held there."""
-        if self.attempts:
-            self.attempts[-1].local_tokens = min(held_blocks * self.request.block_size, len(self.request.prompt) - 1)
-        if not self.tokens:
-            self.cached_tokens = min(held_blocks * self.request.block_size, len(self.request.prompt) - 1)
+        self.history.computed_at_decode(held_blocks, begun=bool(self.tokens))
 
-    def _note_prefill(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
-        """Keep how the prompt was computed: in the attempt and, if that gave the first token, in the timeline."""
-        if (attempt := self._attempts.get(sequence)) is not None:
-            attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
-            attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.transport
-            attempt.computed_s, attempt.overtaken_tokens = self._since_arrival(), first.overtaken_tokens
-            attempt.loads.extend(first.loads)
-            attempt.chunks.extend(first.chunks)
-        if not self.tokens:
-            self._opened_by = sequence
-            self._timeline.local_tokens = first.local_tokens
-            self._timeline.loads.extend(first.loads)
-            self._timeline.chunks.extend(first.chunks)
-
-    def _note_cached(self, first: prefill_pb2.FirstToken) -> None:
-        """Keep the figures of the first prefill alone."""
-        if not self.tokens:
-            self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
-            self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.transport
+    def _note_opened(self, first: prefill_pb2.FirstToken) -> None:
+        if not self.tokens:  # later prefills only continue the answer
+            self.history.opened(first)
 
     def _add_prompt_results(self, first: prefill_pb2.FirstToken) -> None:
         """Send the prompt's log probabilities or embedding if the client lacks them.

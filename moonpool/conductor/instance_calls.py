@@ -19,7 +19,7 @@ from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -90,7 +90,6 @@ class InstanceCalls:
         self._tasks: dict[asyncio.Task[CallResult], None] = {}
 
     async def aclose(self) -> None:
-        """End all calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -113,16 +112,16 @@ class InstanceCalls:
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
-    def reserve(self, order: CallReserve, session: GenerateStream) -> None:
+    def reserve(self, order: CallReserve, stream: GenerateStream) -> None:
         """Reserve blocks at a decode instance."""
-        self._run(order.io, lambda: self._reserve_request(order, session), partial(self._reserve, order, session))
+        self._run(order.io, lambda: self._reserve_request(order, stream), partial(self._reserve, order, stream))
 
-    def _reserve_request(self, order: CallReserve, session: GenerateStream) -> decode_pb2.ReserveRequest:
+    def _reserve_request(self, order: CallReserve, stream: GenerateStream) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
-            sequence=session.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
+            sequence=stream.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
         request.conductor.CopyFrom(self._steps.conductor)
-        request.resume_secret, resumed = session.secret, session.spec.resumed
+        request.resume_secret, resumed = stream.secret, stream.spec.resumed
         request.fence = resumed.fence if resumed is not None else 0
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:
@@ -131,7 +130,7 @@ class InstanceCalls:
         return request
 
     async def _reserve(
-        self, order: CallReserve, session: GenerateStream, request: decode_pb2.ReserveRequest
+        self, order: CallReserve, stream: GenerateStream, request: decode_pb2.ReserveRequest
     ) -> CallResult:
         decode = self._find(order.decode)
         if decode is None or decode.epoch != order.epoch:
@@ -140,36 +139,36 @@ class InstanceCalls:
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
         return reserve_granted(response)
 
-    def prefill(self, order: CallPrefill, session: GenerateStream) -> None:
+    def prefill(self, order: CallPrefill, stream: GenerateStream) -> None:
         """Compute a prompt at a prefill instance."""
-        self._run(order.io, lambda: self._prefill_request(order, session), partial(self._prefill, order, session))
+        self._run(order.io, lambda: self._prefill_request(order, stream), partial(self._prefill, order, stream))
 
     async def _prefill(
-        self, order: CallPrefill, session: GenerateStream, request: prefill_pb2.PrefillRequest
+        self, order: CallPrefill, stream: GenerateStream, request: prefill_pb2.PrefillRequest
     ) -> CallResult:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.epoch != order.epoch:
             return Failure(FailureKind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
         stub, began = PrefillServiceStub(self._channels.get(prefill.address)), self._clock()
-        call = stub.Prefill(request, timeout=session.remaining_s())
+        call = stub.Prefill(request, timeout=stream.remaining_s())
         try:
             first = True
             async for response in call:
                 if response.HasField("first_token") and first:
                     first = False
                     try:
-                        self._first_tokens(order.io, session, request, response.first_token, self._clock() - began)
+                        self._first_tokens(order.io, stream, request, response.first_token, self._clock() - began)
                     except MoonpoolError:
                         raise
                     except Exception:
-                        end_after_defect(session, self._post)
+                        end_after_defect(stream, self._post)
                         return None
                 elif response.HasField("accepted"):
                     self._post(PrefillAccepted(order.io, response.accepted.number))
                 elif response.HasField("stale"):
                     return StalePlacement(finite_or_zero(response.stale.drain_s), response.stale.taken)
                 elif response.HasField("finished"):
-                    session.kv_delivered(response.finished, order.sequence)
+                    stream.kv_delivered(response.finished, order.sequence)
                     self._post(KVDelivered(order.io))
         finally:
             call.cancel()
@@ -178,26 +177,28 @@ class InstanceCalls:
     def _first_tokens(
         self,
         io: int,
-        session: GenerateStream,
+        stream: GenerateStream,
         request: prefill_pb2.PrefillRequest,
         first: prefill_pb2.FirstToken,
         lasted_s: float,
     ) -> None:
         """The prompt is computed, `lasted_s` seconds after the call began."""
-        how, before = _prefill_measurements(first, request.sequence, lasted_s), session.tokens
-        finish = finish_of(session.add_first_tokens(first, request.sequence.request_id))
-        known = 0 < before == session.tokens
+        how, before = _prefill_measurements(first, request.sequence, lasted_s), stream.tokens
+        finish = finish_of(stream.add_first_tokens(first, request.sequence.request_id))
+        known = 0 < before == stream.tokens
         self._post(FirstToken(io, how, finish, known))
 
-    def _prefill_request(self, order: CallPrefill, session: GenerateStream) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(self, order: CallPrefill, stream: GenerateStream) -> prefill_pb2.PrefillRequest:
         request = prefill_pb2.PrefillRequest(
-            sequence=session.sequence_spec(order.sequence),
+            sequence=stream.sequence_spec(order.sequence),
             max_queue_s=order.max_queue_s,
             delay_s=order.plan.prefill.delay_s or 0.0,
         )
         if order.target is not None:
             request.target.CopyFrom(reservation_proto(order.target))
-        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._members(order.plan.sources)]
+        sources = [
+            prefill_pb2.PrefixSource(instance=member, blocks=held) for member, held in self._members(order.plan.sources)
+        ]
         if sources:
             request.source.CopyFrom(sources[0])
             request.other_sources.extend(sources[1:])
@@ -205,12 +206,14 @@ class InstanceCalls:
         if targets:
             instance, request.write_back_held = targets[0]
             request.write_back.CopyFrom(instance)
-            request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
+            request.replicas.extend(
+                prefill_pb2.StoreReplica(instance=target, held_blocks=held) for target, held in targets[1:]
+            )
         return request
 
     def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
-        """A plan's instances that are still members, each with the number of leading blocks there."""
-        return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
+        """Return a plan's instances that are still members, each with the number of leading blocks there."""
+        return [(instance, option.blocks) for option in options if (instance := self._find(option.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, CallResult]]) -> None:
         """Run a call as a task, and post the call's end, also if the call is cancelled before the first step.
@@ -236,34 +239,34 @@ class InstanceCalls:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start(self, order: StartDecode, session: GenerateStream) -> None:
+    def start(self, order: StartDecode, stream: GenerateStream) -> None:
         """Start a sequence at decode and subscribe to the sequence."""
-        steps, subscription = self._subscribe(order, session)
-        gather = session.request.whole and not session.request.stops  # stop strings are found here, token by token
+        steps, subscription = self._subscribe(order, stream)
+        gather = stream.request.whole and not stream.request.stops  # stop strings are found here, token by token
         target = reservation_proto(order.target)
         if order.compute:
-            session.computed_at_decode(order.target.held_blocks)
+            stream.computed_at_decode(order.target.held_blocks)
             steps.start(order.sequence, target, (), compute=True, gather=gather)
             return
-        candidates = session.candidates
+        candidates = stream.candidates
         scores = candidates.log_probabilities if candidates is not None else ()
-        tokens, known = session.opening_tokens, session.known_tokens
-        logprobs = None if known else session.opening_logprobs
+        tokens, known = stream.opening_tokens, stream.known_tokens
+        logprobs = None if known else stream.opening_logprobs
         steps.start(order.sequence, target, tokens, scores, logprobs, known, gather=gather)
         subscription.stop_complete()
 
-    def take_over(self, order: TakeOverSequence, session: GenerateStream) -> None:
+    def take_over(self, order: TakeOverSequence, stream: GenerateStream) -> None:
         """Take another conductor's sequence over at decode, and subscribe to the sequence."""
         decode = self._find(order.target.decode)
         if decode is None or decode.epoch != order.target.epoch:
             self._tell(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
         order = replace(order, target=replace(order.target, address=decode.address))
-        steps, subscription = self._subscribe(order, session)
-        root = session.request.chain_root
+        steps, subscription = self._subscribe(order, stream)
+        root = stream.request.chain_root
         first, *further = [
-            decode_pb2.ResumedAnswer(from_position=len(it.tokens), digest=tokens_digest(root, it.tokens))
-            for it in session.choices
+            decode_pb2.ResumedAnswer(from_position=len(choice.tokens), digest=tokens_digest(root, choice.tokens))
+            for choice in stream.choices
         ]
         steps.resume(
             decode_pb2.ResumeSequence(
@@ -272,7 +275,7 @@ class InstanceCalls:
                 transfer_id=order.target.transfer_id,
                 generation=order.target.generation,
                 fence=order.fence,
-                secret=session.secret,
+                secret=stream.secret,
                 digest=first.digest,
                 further=further,
             )
@@ -280,18 +283,18 @@ class InstanceCalls:
         subscription.stop_complete()
 
     def _subscribe(
-        self, order: StartDecode | TakeOverSequence, session: GenerateStream
+        self, order: StartDecode | TakeOverSequence, stream: GenerateStream
     ) -> tuple[StepsStream, SequenceSubscription]:
         steps = self._steps.get(reserved_instance_proto(order.target))
         self._sequences[order.io] = order, steps
         end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, reservation_proto(order.target))
-        subscription = SequenceSubscription(order.io, order.sequence, session, self._post, end, stop)
+        subscription = SequenceSubscription(order.io, order.sequence, stream, self._post, end, stop)
         steps.subscribe(order.sequence, subscription)
         return steps, subscription
 
-    def renew(self, order: RenewSession) -> None:
-        """Keep the session with decode, and thereby this conductor's reservations there."""
+    def renew(self, order: RenewReservation) -> None:
+        """Keep the stream with decode open, and thereby this conductor's reservations there."""
         self._steps.get(reserved_instance_proto(order.target)).open()
 
     def cancel_reservation(self, order: CancelReservation) -> None:
@@ -330,6 +333,6 @@ def _prefill_measurements(
     for miss in first.misses:
         key = spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
         misses.append((miss.store.id, window_key(key) if miss.windowed and key else key))
-    loads = tuple([(it.source.id, it.blocks, min(finite_or_zero(it.seconds), lasted_s)) for it in first.reads])
+    loads = tuple([(read.source.id, read.blocks, min(finite_or_zero(read.seconds), lasted_s)) for read in first.reads])
     there_s = min(finite_or_zero(first.queue_s) + finite_or_zero(first.prefill_s), lasted_s)
     return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)

@@ -105,7 +105,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def is_there(self) -> bool:
-        """Whether the instance was heard lately and answers a probe. Time without a processor does not count."""
+        """Return whether the instance was heard lately and answers a probe. Time without a processor does not count."""
         answers = await self._answers()
         silent_s = asyncio.get_running_loop().time() - self._heard_at
         waited_s = self._no_processor.since_s()

@@ -32,7 +32,7 @@ class _Watcher:
             self.messages.put_nowait(message)
 
     async def next(self) -> conductor_pb2.WatchKVResponse | None:
-        """The next message, None at the end; raises Overloaded once messages were dropped."""
+        """Return the next message, None at the end; raises Overloaded once messages were dropped."""
         if self.lost:
             raise Overloaded("the watcher reads too slowly", reason="watcher_slow", retry_after_s=0.0)
         return await self.messages.get()
@@ -54,7 +54,6 @@ class KVWatchers:
         self._tell(_joined(instance, model))
 
     def left(self, instance_id: str) -> None:
-        """An instance has left."""
         self._dropped.discard(instance_id)
         self._tell(conductor_pb2.WatchKVResponse(left=instance_id))
 
@@ -78,7 +77,7 @@ class KVWatchers:
         self._tell(conductor_pb2.WatchKVResponse(chain=chain))
 
     def stop(self) -> None:
-        """Ends all streams: the conductor is leaving."""
+        """End all streams: the conductor is leaving."""
         for watcher in self._watchers:
             watcher.messages.put_nowait(None)
 

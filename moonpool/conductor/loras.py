@@ -93,7 +93,7 @@ class LoraAdapters:
         await asyncio.gather(*self._announcing, return_exceptions=True)
 
     def get(self, name: str) -> kv_pb2.LoraAdapter | None:
-        """The adapter of this name; None without one."""
+        """Return the adapter of this name; None without one."""
         record, own = self._sync.records.get(LORA_RECORD, "", name), self._from_settings.get(name)
         if record is not None and (own is None or record.version > own[0]):
             lora = kv_pb2.LoraAdapter.FromString(record.value)
@@ -101,13 +101,13 @@ class LoraAdapters:
         return None if own is None else own[1]
 
     def known(self) -> list[kv_pb2.LoraAdapter]:
-        """All adapters, in the order of their names."""
+        """Return all adapters, in the order of their names."""
         names = {record.id for record in self._sync.records.of(LORA_RECORD, "")} | self._from_settings.keys()
         found = (self.get(name) for name in sorted(names))
         return [lora for lora in found if lora is not None]
 
     async def load(self, name: str, path: str, *, in_place: bool) -> tuple[kv_pb2.LoraAdapter, int]:
-        """Add an adapter from a folder; returns the adapter, and how many instances have loaded it.
+        """Add an adapter from a folder; return the adapter, and how many instances have loaded it.
 
         Raises:
             InvalidRequest: the name is taken, the folder is not allowed, or the adapter cannot be computed; names
@@ -164,7 +164,7 @@ class LoraAdapters:
                 return
 
     def _allowed(self, path: str) -> Path:
-        """The folder of a path, which counts from the configured folder.
+        """Return the folder of a path, which counts from the configured folder.
 
         Raises:
             InvalidRequest: the path leads elsewhere, or no folder is configured.
@@ -189,14 +189,14 @@ class LoraAdapters:
         await self._sync.push([record])
 
     async def _load_everywhere(self, lora: kv_pb2.LoraAdapter) -> int:
-        """Let all engines load an adapter; returns how many have."""
+        """Let all engines load an adapter; return how many have."""
         engines = [engine.instance for engine in self._engines() if engine.takes_loras]
         if not engines:
             if self._engines():
                 raise InvalidRequest("lora_path", "no engine takes LoRA adapters: start them with max_loras")
             raise Unavailable("no prefill and no decode instance has joined")
-        answers = await asyncio.gather(*(self._load_at(it, lora) for it in engines), return_exceptions=True)
-        failed = {it.id: error for it, error in zip(engines, answers, strict=True) if error is not None}
+        answers = await asyncio.gather(*(self._load_at(engine, lora) for engine in engines), return_exceptions=True)
+        failed = {engine.id: error for engine, error in zip(engines, answers, strict=True) if error is not None}
         for error in failed.values():
             if isinstance(error, InvalidRequest):
                 await self._unload_everywhere(lora.id)
@@ -204,10 +204,10 @@ class LoraAdapters:
             if not isinstance(error, MoonpoolError):
                 raise error
         for kind in _STUBS:
-            its = [it.id for it in engines if it.kind == kind]
-            if its and all(name in failed and not isinstance(failed[name], Overloaded) for name in its):
+            of_kind = [engine.id for engine in engines if engine.kind == kind]
+            if of_kind and all(name in failed and not isinstance(failed[name], Overloaded) for name in of_kind):
                 await self._unload_everywhere(lora.id)
-                raise Unavailable(str(failed[its[0]]))
+                raise Unavailable(str(failed[of_kind[0]]))
         for name, error in failed.items():
             log.warning("LoRA adapter not loaded", name=lora.name, instance=name, error=str(error))
         return len(engines) - len(failed)
@@ -218,11 +218,11 @@ class LoraAdapters:
 
     async def _unload_everywhere(self, lora: bytes) -> None:
         """Tell all engines that an adapter is unloaded, unless it has another name. An engine drops what is unused."""
-        if any(it.id == lora for it in self.known()):
+        if any(adapter.id == lora for adapter in self.known()):
             return
         engines = [engine.instance for engine in self._engines() if engine.takes_loras]
         order = kv_pb2.UnloadLoraRequest(id=lora)
-        stubs = [_STUBS[it.kind](self._channels.get(it.address)) for it in engines]
+        stubs = [_STUBS[engine.kind](self._channels.get(engine.address)) for engine in engines]
         answers = await asyncio.gather(
             *(stub.UnloadLora(order, timeout=LOAD_TIMEOUT_S) for stub in stubs), return_exceptions=True
         )
@@ -244,7 +244,7 @@ def check_name(name: str, model: str) -> None:
 
 
 def read_settings_loras(modules: Mapping[str, str], model: str) -> list[kv_pb2.LoraAdapter]:
-    """The adapters that the settings name, by name; values are folders. `model`: name of the base model.
+    """Return the adapters that the settings name, by name; values are folders. `model`: name of the base model.
 
     Raises:
         ConfigError: an adapter cannot be used; names `lora_modules.NAME`.

@@ -36,7 +36,6 @@ class OutputQueue:
         return self._ended
 
     def placed(self, placed: conductor_pb2.Placed) -> None:
-        """The request is placed."""
         self._growing.clear()
         self._put(conductor_pb2.GenerateResponse(placed=placed))
 
@@ -45,7 +44,6 @@ class OutputQueue:
         self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
 
     def embedding(self, embedding: conductor_pb2.PromptEmbedding) -> None:
-        """The prompt's embedding is known."""
         self._put(conductor_pb2.GenerateResponse(embedding=embedding))
 
     def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
@@ -80,7 +78,7 @@ class OutputQueue:
         self.end()
 
     async def next(self) -> conductor_pb2.GenerateResponse | None:
-        """The next message, None after the last.
+        """Return the next message, None after the last.
 
         Raises:
             MoonpoolError: the failure.

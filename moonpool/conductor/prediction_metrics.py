@@ -16,19 +16,18 @@ class PredictionMetrics:
     """
 
     def __init__(self, metrics: PrometheusMetrics) -> None:
-        """Registers the histograms."""
         ratio = "measured / predicted, of requests that were placed once."
         self._ttft = metrics.histogram("ttft_over_predicted", f"Time to first token, {ratio}", RATIO_BUCKETS)
         self._tpot = metrics.histogram("tpot_over_predicted", f"Time per output token, {ratio}", RATIO_BUCKETS)
 
-    def first_token(self, session: GenerateStream) -> None:
+    def first_token(self, stream: GenerateStream) -> None:
         """Observe the time to first token."""
-        predicted_s = session.placement.predicted_ttft_s
-        if session.placements == 1 and predicted_s > 0:
-            self._ttft.observe(session.ttft_s / predicted_s)
+        predicted_s = stream.placement.predicted_ttft_s
+        if stream.placements == 1 and predicted_s > 0:
+            self._ttft.observe(stream.ttft_s / predicted_s)
 
-    def complete(self, session: GenerateStream) -> None:
+    def complete(self, stream: GenerateStream) -> None:
         """Observe the mean time between tokens, if there are two tokens."""
-        predicted_s, measured_s = session.placement.predicted_tpot_s, session.tpot_s
-        if session.placements == 1 and predicted_s > 0 and measured_s > 0:
+        predicted_s, measured_s = stream.placement.predicted_tpot_s, stream.tpot_s
+        if stream.placements == 1 and predicted_s > 0 and measured_s > 0:
             self._tpot.observe(measured_s / predicted_s)

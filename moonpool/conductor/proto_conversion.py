@@ -39,7 +39,7 @@ _INSTANCE_KINDS = {
 
 
 def failure_of(error: MoonpoolError) -> Failure:
-    """The failure that the core gets for an error."""
+    """Return the failure that the core gets for an error."""
     kind = _FAILURE_KINDS.get(type(error), FailureKind.INTERNAL)
     if isinstance(error, InvalidRequest | Mismatch):
         return Failure(kind, error.message, field=error.field)
@@ -57,7 +57,7 @@ def failure_of(error: MoonpoolError) -> Failure:
 
 
 def error_of(failure: Failure) -> MoonpoolError:
-    """The error that a client gets for a failure of the core."""
+    """Return the error that a client gets for a failure of the core."""
     match failure.kind:
         case FailureKind.OVERLOADED:
             return Overloaded(
@@ -77,7 +77,7 @@ def error_of(failure: Failure) -> MoonpoolError:
 
 
 def finish_of(reason: kv_pb2.FinishReason.ValueType) -> CompletionReason | None:
-    """The core's form of a finish reason; None if there is none yet."""
+    """Return the core's form of a finish reason; None if there is none yet."""
     return next((finish for finish, value in FINISH_REASONS.items() if value == reason), None)
 
 
@@ -85,7 +85,7 @@ def finish_of(reason: kv_pb2.FinishReason.ValueType) -> CompletionReason | None:
 
 
 def reserve_granted(response: decode_pb2.ReserveResponse) -> ReserveGranted:
-    """A decode instance's answer to `Reserve`."""
+    """Return a decode instance's answer to `Reserve`."""
     target, decode = response.target, response.target.decode
     reservation = DecodeReservation(
         decode.id, decode.epoch, decode.address, target.transfer_id, target.generation, target.held_blocks
@@ -96,7 +96,7 @@ def reserve_granted(response: decode_pb2.ReserveResponse) -> ReserveGranted:
 
 
 def reserved_instance_proto(reservation: DecodeReservation) -> kv_pb2.Instance:
-    """The decode instance of a reservation."""
+    """Return the decode instance of a reservation."""
     return kv_pb2.Instance(
         id=reservation.decode,
         epoch=reservation.epoch,
@@ -106,7 +106,7 @@ def reserved_instance_proto(reservation: DecodeReservation) -> kv_pb2.Instance:
 
 
 def reservation_proto(reservation: DecodeReservation) -> kv_pb2.TransferTarget:
-    """A reservation as the target of a KV transfer."""
+    """Return a reservation as the target of a KV transfer."""
     return kv_pb2.TransferTarget(
         decode=reserved_instance_proto(reservation),
         transfer_id=reservation.transfer_id,
@@ -119,7 +119,7 @@ def reservation_proto(reservation: DecodeReservation) -> kv_pb2.TransferTarget:
 
 
 def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
-    """The facts in a checked hello."""
+    """Return the facts in a checked hello."""
     kind = _INSTANCE_KINDS[hello.instance.kind]
     return InstanceFacts(
         id=hello.instance.id,
@@ -142,12 +142,12 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
 
 
 def kind_to_proto(kind: InstanceKind) -> kv_pb2.InstanceKind.ValueType:
-    """The protocol's form of an instance kind."""
+    """Return the protocol's form of an instance kind."""
     return next(proto for proto, plain in _INSTANCE_KINDS.items() if plain is kind)
 
 
 def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
-    """The facts in a load report."""
+    """Return the facts in a load report."""
     return LoadFacts(
         running=load.running,
         waiting=load.waiting,
@@ -162,7 +162,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         taken=load.taken,
         answer_tokens=load.expected_answer_tokens,
         conductors=load.conductors,
-        activities=tuple([_conductor_activity(it) for it in load.activities[:MAX_CONDUCTORS]]),
+        activities=tuple([_conductor_activity(activity) for activity in load.activities[:MAX_CONDUCTORS]]),
     )
 
 
@@ -190,7 +190,7 @@ def _tenant_activity(row: conductor_pb2.TenantActivity) -> TenantActivity:
 
 
 def activity_to_proto(told: TellActivity) -> conductor_pb2.ConductorActivity:
-    """What an instance is told for the other conductors."""
+    """Return what an instance is told for the other conductors."""
     rows = [
         conductor_pb2.TenantActivity(
             tenant=row.tenant,
@@ -229,7 +229,7 @@ def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
 
 
 def placement_proto(placed: AnnouncePlacement) -> conductor_pb2.Placement:
-    """Where a request is placed, and the predicted latencies."""
+    """Return where a request is placed, and the predicted latencies."""
     plan = placed.plan
     return conductor_pb2.Placement(
         prefill=plan.prefill.id,
@@ -244,7 +244,7 @@ def placement_proto(placed: AnnouncePlacement) -> conductor_pb2.Placement:
 
 
 def candidate_proto(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
-    """A considered prefill instance, with predicted costs."""
+    """Return a considered prefill instance, with predicted costs."""
     return conductor_pb2.CandidateExplanation(
         instance=choice.id,
         local_blocks=choice.local_blocks,

@@ -15,7 +15,7 @@ MAX_LISTED_TENANTS = 100
 def queue_state(
     requests: RequestScheduler, tenants: Counter[str], weight_of: Callable[[str], float]
 ) -> conductor_pb2.QueueState:
-    """Lengths of the wait queues, and requests by tenant.
+    """Return the lengths of the wait queues, and requests by tenant.
 
     Args:
         requests: the core's requests.

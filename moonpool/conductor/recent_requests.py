@@ -29,7 +29,6 @@ class RecentRequests:
         self._last: deque[conductor_pb2.EndedRequest] = deque(maxlen=MAX_LISTED)
 
     def add(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
-        """Add an answered request."""
         usage, timing = timeline.usage, timeline.timing
         counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         self._ended.append((self._clock(), *counts, timing.ttft_s, timing.tpot_s))
@@ -57,7 +56,7 @@ class RecentRequests:
         )
 
     def state(self) -> conductor_pb2.RecentState:
-        """Sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
+        """Return the sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
         now = self._clock()
         state = conductor_pb2.RecentState(window_s=min(RECENT_WINDOW_S, now - self._began), last=list(self._last)[::-1])
         while self._ended and now - self._ended[0][0] > RECENT_WINDOW_S:
@@ -73,7 +72,7 @@ class RecentRequests:
 
 
 def quantiles(values: Sequence[float]) -> conductor_pb2.Quantiles:
-    """p50 and p99 among some values, each an actual value; 0 without values."""
+    """Return p50 and p99 among some values, each an actual value; 0 without values."""
     if not values:
         return conductor_pb2.Quantiles()
     ranked = sorted(values)

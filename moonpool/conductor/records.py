@@ -55,13 +55,12 @@ class CoalescedWork:
         return asyncio.get_running_loop().time() - self._began
 
     def next(self) -> asyncio.Task[None]:
-        """The next run to begin. Callers must not cancel the task."""
+        """Return the next run to begin. Callers must not cancel the task."""
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._running))
         return self._next
 
     async def aclose(self) -> None:
-        """Cancel the runs."""
         tasks = [task for task in (self._running, self._next) if task is not None]
         for task in tasks:
             task.cancel()
@@ -108,11 +107,10 @@ class RecordSync:
         self._heard_at = float("-inf")
 
     async def aclose(self) -> None:
-        """Cancel all pulls."""
         await asyncio.gather(*(pull.aclose() for pull in self._pulls.values()))
 
     def record(self, kind: str, tenant: str, record_id: str, value: bytes, expires_at: float) -> kv_pb2.Record:
-        """A new version of the record with this kind, tenant and id."""
+        """Return a new version of the record with this kind, tenant and id."""
         version = self.records.version((kind, tenant, record_id), self.clock())
         return kv_pb2.Record(
             kind=kind, tenant=tenant, id=record_id, version=version, value=value, expires_at=expires_at
@@ -142,7 +140,7 @@ class RecordSync:
             await self.pull(within_s)
 
     async def push(self, records: Sequence[kv_pb2.Record]) -> int:
-        """Keep records here and at all kvstores; returns how many kvstores have them now.
+        """Keep records here and at all kvstores; return how many kvstores have them now.
 
         Raises:
             InvalidRequest, Overloaded: the records cannot be kept.
@@ -176,7 +174,7 @@ class RecordSync:
             records, number, more = self.records.after(number) if more else ([], 0, False)
 
     def _pull(self, key: _StoreKey, store: kv_pb2.Instance) -> asyncio.Task[None] | None:
-        """The next pull from a store; None if the present one takes too long."""
+        """Return the next pull from a store; None if the present one takes too long."""
 
         async def pull() -> None:
             await self._try_sync(store, ())
@@ -188,7 +186,7 @@ class RecordSync:
         return None if late else task
 
     async def _try_sync(self, store: kv_pb2.Instance, records: Sequence[kv_pb2.Record]) -> bool:
-        """Sync with a store; returns whether syncing worked."""
+        """Sync with a store; return whether syncing worked."""
         try:
             await self._sync(store, records)
         except MoonpoolError as error:
@@ -210,7 +208,7 @@ class RecordSync:
 
 
 def record_batches(records: Iterable[kv_pb2.Record]) -> Iterator[list[kv_pb2.Record]]:
-    """Records in lists that fit a message."""
+    """Return the records in lists that fit a message."""
     part, nbytes = list[kv_pb2.Record](), 0
     for record in records:
         part.append(record)

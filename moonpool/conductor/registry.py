@@ -28,7 +28,7 @@ class Registry:
         self._layout: KVLayout | None = None
 
     def __iter__(self) -> Iterator[ClusterMember]:
-        """All members, in order of joining."""
+        """Return all members, in order of joining."""
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Registry:
         return self._members.get(instance_id)
 
     def of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[ClusterMember]:
-        """Members with one kind, in order of joining."""
+        """Return the members with one kind, in order of joining."""
         return [member for member in self._members.values() if member.kind == kind]
 
     @property
@@ -87,7 +87,7 @@ class Registry:
             total_blocks=hello.total_blocks,
             model=model,
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
-            either=hello.either_role,
+            switches_role=hello.either_role,
             process=hello.process,
             http_address=hello.http_address,
             takes_loras=LORA not in hello.unsupported,
@@ -105,7 +105,7 @@ class Registry:
             self._check_model(hello)
 
     def leave(self, member: ClusterMember) -> bool:
-        """Remove a member; returns False if the member was replaced by a later epoch, or had left."""
+        """Remove a member; return False if the member was replaced by a later epoch, or had left."""
         if self._members.get(member.id) is not member:
             return False
         del self._members[member.id]
@@ -161,8 +161,8 @@ class Registry:
 class ClusterMember:
     """An instance during one epoch, while joined.
 
-    `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine;
-    `http_address`: of an engine's own HTTP server.
+    `load` is the last report; `switches_role`: comes back in the other role on order;
+    `process` names the instance's process on the machine; `http_address`: of an engine's own HTTP server.
     `takes_loras`: requests with a LoRA adapter may go there.
     """
 
@@ -170,7 +170,7 @@ class ClusterMember:
     total_blocks: int
     model: conductor_pb2.ModelInfo | None
     load: conductor_pb2.LoadReport
-    either: bool = False
+    switches_role: bool = False
     process: str = ""
     http_address: str = ""
     takes_loras: bool = True

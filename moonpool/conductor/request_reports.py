@@ -35,21 +35,20 @@ class RequestReports:
     recording: TraceRecording | None
     hindsight: Hindsight
 
-    def opened(self, session: GenerateStream) -> None:
-        """The core gets a request."""
-        if self.recording is not None and session.request.resume is None:
-            self.recording.opened(session.request)
+    def opened(self, stream: GenerateStream) -> None:
+        if self.recording is not None and stream.request.resume is None:
+            self.recording.opened(stream.request)
 
-    def first_token(self, session: GenerateStream) -> None:
+    def first_token(self, stream: GenerateStream) -> None:
         """The first new token has come."""
-        self.decisions.first_token(session.spec.id, session.ttft_s, session.transport)
-        if not session.spec.deferred:  # their first tokens come with the last ones
-            self.predictions.first_token(session)
+        self.decisions.first_token(stream.spec.id, stream.ttft_s, stream.history.transport)
+        if not stream.spec.deferred:  # their first tokens come with the last ones
+            self.predictions.first_token(stream)
 
-    def delivered(self, session: GenerateStream) -> None:
+    def delivered(self, stream: GenerateStream) -> None:
         """The KV has arrived at decode: a short answer may have ended before."""
-        if self.decisions.has_ended(session.spec.id):
-            self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
+        if self.decisions.has_ended(stream.spec.id):
+            self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.history.attempts)
 
     def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
         """The request is refused, by the core or before reaching the core."""
@@ -57,25 +56,25 @@ class RequestReports:
         self.decisions.refused(request_id, tenant, reason, candidates)
         self.recent.add_refused(request_id, tenant, reason)
 
-    def completed(self, session: GenerateStream) -> None:
+    def completed(self, stream: GenerateStream) -> None:
         """The request is answered; `ended` follows."""
-        self.decisions.complete(session.spec.id, session.tpot_s)
-        self.predictions.complete(session)
-        self.recent.add(session.spec.id, session.timeline(over=True))
+        self.decisions.complete(stream.spec.id, stream.tpot_s)
+        self.predictions.complete(stream)
+        self.recent.add(stream.spec.id, stream.timeline(over=True))
 
-    def failed(self, session: GenerateStream, reason: str) -> None:
+    def failed(self, stream: GenerateStream, reason: str) -> None:
         """The request has no whole answer, and was neither refused nor cancelled; `ended` follows."""
-        self.decisions.unanswered(session.spec.id, failed=reason)
-        self.recent.add_unanswered(session.spec.id, session.timeline(over=True), failed=reason)
+        self.decisions.unanswered(stream.spec.id, failed=reason)
+        self.recent.add_unanswered(stream.spec.id, stream.timeline(over=True), failed=reason)
 
-    def cancelled(self, session: GenerateStream) -> None:
+    def cancelled(self, stream: GenerateStream) -> None:
         """The client stopped the request, or left, before the answer was whole; `ended` follows."""
-        self.decisions.unanswered(session.spec.id, cancelled=True)
-        self.recent.add_unanswered(session.spec.id, session.timeline(over=True), cancelled=True)
+        self.decisions.unanswered(stream.spec.id, cancelled=True)
+        self.recent.add_unanswered(stream.spec.id, stream.timeline(over=True), cancelled=True)
 
-    def ended(self, session: GenerateStream) -> None:
+    def ended(self, stream: GenerateStream) -> None:
         """The core has ended the request."""
-        self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
-        self.decisions.regretted(session.spec.id, session.number, self.hindsight)
+        self.decisions.ended(stream.spec.id, stream.timeline(over=True), stream.history.attempts)
+        self.decisions.regretted(stream.spec.id, stream.number, self.hindsight)
         if self.recording is not None:
-            self.recording.ended(session.number, -(-session.tokens // len(session.choices)))
+            self.recording.ended(stream.number, -(-stream.tokens // len(stream.choices)))

@@ -71,7 +71,7 @@ class RequestValidator:
         self._config = config
 
     def served(self) -> ServedModel:
-        """What requests are checked against.
+        """Return what requests are checked against.
 
         Raises:
             Unavailable: no engine has joined.
@@ -93,7 +93,7 @@ class RequestValidator:
         )
 
     def model_name(self, asked: str) -> str:
-        """The name of the model or LoRA adapter that a client asks for; "" asks for the model.
+        """Return the name of the model or LoRA adapter that a client asks for; "" asks for the model.
 
         Raises:
             InvalidRequest: neither has that name.
@@ -197,7 +197,7 @@ def read_request(
 
 
 def _read_model(name: str, served: ServedModel) -> kv_pb2.LoraAdapter | None:
-    """The LoRA adapter that a request asks for; None = the base model."""
+    """Return the LoRA adapter that a request asks for; None = the base model."""
     if name in ("", served.name):
         return None
     lora = served.lora(name)
@@ -209,7 +209,7 @@ def _read_model(name: str, served: ServedModel) -> kv_pb2.LoraAdapter | None:
 
 
 def _read_end_tokens(sampling: SamplingParams, served: ServedModel) -> tuple[int, ...]:
-    """Tokens that end the generation: the model's, and those of the request."""
+    """Return the tokens that end the generation: the model's, and those of the request."""
     vocabulary = served.config.vocab_size
     ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
     end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
@@ -255,7 +255,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest) -> None:
 
 
 def session_from_proto(message: conductor_pb2.SessionTurn) -> SessionTurn:
-    """What a client says of a session.
+    """Return what a client says of a session.
 
     Raises:
         InvalidRequest: a value is wrong; names the field.
@@ -314,7 +314,7 @@ def _check_chars(field: str, chars: int, served: ServedModel) -> None:
 def _read_sampling(
     given: kv_pb2.Sampling, served: ServedModel, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """The checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
+    """Return the checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
@@ -330,7 +330,7 @@ def _read_sampling(
 
 
 def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
-    """A tenant's weight in fair sharing."""
+    """Return a tenant's weight in fair sharing."""
     return weights.get(tenant, weights.get(OTHER_TENANTS, 1.0))
 
 

@@ -24,7 +24,7 @@ _ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
 def read_resume(
     message: conductor_pb2.GenerateRequest, sampling: SamplingParams, vocabulary: int
 ) -> ResumeRequest | None:
-    """How far the client of a resumed request is; None for a new request.
+    """Return how far the client of a resumed request is; None for a new request.
 
     `sampling` is the request's, already checked; `vocabulary` the number of token ids.
 
@@ -47,7 +47,7 @@ def read_resume(
     require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
     require("resume.further", len(resume.further) == further, f"must have {further}: one for each further answer")
     parts = [("resume.token_ids", resume.token_ids, resume.text_chars)]
-    parts += [("resume.further.token_ids", it.token_ids, it.text_chars) for it in resume.further]
+    parts += [("resume.further.token_ids", answer.token_ids, answer.text_chars) for answer in resume.further]
     choices = tuple([_read_progress(*part, sampling.max_tokens, vocabulary) for part in parts])
     least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
     require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
@@ -62,7 +62,7 @@ def read_resume(
 def resume_point(
     secret: bytes, placement: conductor_pb2.Placement, sequence: str, target: DecodeReservation | None
 ) -> conductor_pb2.ResumePoint:
-    """The point from which a client can resume the request, sent on placement."""
+    """Return the point from which a client can resume the request, sent on placement."""
     point = conductor_pb2.ResumePoint(placement=placement, sequence=sequence, secret=secret)
     if target is not None:
         point.target.CopyFrom(reservation_proto(target))
@@ -93,7 +93,7 @@ def _read_progress(
 
 def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[ClientProgress]) -> bool:
     """Whether the client lacks the prompt's log probabilities or embedding, which are sent before the first token."""
-    wanted, begun = sampling.scores_prompt, any(it.tokens for it in choices)
+    wanted, begun = sampling.scores_prompt, any(choice.tokens for choice in choices)
     field = "resume.prompt_scored"
     require(field, wanted or not scored, "only where sampling wants a prompt's log probabilities or embedding")
     require(

@@ -17,11 +17,11 @@ log = get_logger(__name__)
 
 
 class SequenceSubscription:
-    """Gets one sequence's tokens: they go to the session, their number to the core. No token is lost or doubled.
+    """Takes one sequence's tokens to the request's stream, and their number to the core. No token is lost or doubled.
 
     Args:
         io: the call's number at the core.
-        session: the request.
+        stream: the request.
         post: hands an event to the core.
         end: ends the call with a result; with `cancel` decode does not know the end yet.
         stop: stops one choice at decode.
@@ -31,40 +31,40 @@ class SequenceSubscription:
         self,
         io: int,
         sequence: str,
-        session: GenerateStream,
+        stream: GenerateStream,
         post: Callable[[Event], None],
         end: Callable[..., None],
         stop: Callable[[int], None],
     ) -> None:
         self._io = io
         self._sequence = sequence
-        self._session = session
+        self._stream = stream
         self._post = post
         self._end = end
         self._stop = stop
-        self._running = set(range(len(session.choices)))  # choices that decode has not ended
+        self._running = set(range(len(stream.choices)))  # choices that decode has not ended
         self._posted = False
 
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; see `SequenceSubscriber`. Known tokens are dropped; a gap ends the call with a failure."""
         try:
-            self._added(new.choice, self._session.add_tokens(new, self._sequence), new.reason)
+            self._added(new.choice, self._stream.add_tokens(new, self._sequence), new.reason)
         except StreamBroken as error:
             self._end(failure_of(error), cancel=True)
             return True
         except Exception:
-            end_after_defect(self._session, self._post)
+            end_after_defect(self._stream, self._post)
             return True
         return not self._running
 
     def _added(self, choice: int, count: int, reason: kv_pb2.FinishReason.ValueType) -> None:
         """A choice has `count` more tokens."""
-        session = self._session
+        stream = self._stream
         if reason:
             self._running.discard(choice)
-        elif count and session.choices[choice].finish and not session.finish:
+        elif count and stream.choices[choice].finish and not stream.finish:
             self._stop(choice)
-        finish = finish_of(session.finish)
+        finish = finish_of(stream.finish)
         if count or finish or not self._posted:
             self._posted = True
             self._post(TokensArrived(self._io, count, finish, known=not self._running))
@@ -73,24 +73,23 @@ class SequenceSubscription:
 
     def stop_complete(self) -> None:
         """Stop the choices at decode that are complete from an earlier placement."""
-        for choice in self._session.choices:
+        for choice in self._stream.choices:
             if choice.finish:
                 self._stop(choice.index)
 
     def fail(self, error: MoonpoolError) -> None:
-        """The sequence cannot go on."""
         self._end(failure_of(error), cancel=False)
 
 
-def end_after_defect(session: GenerateStream, post: Callable[[Event], None]) -> None:
+def end_after_defect(stream: GenerateStream, post: Callable[[Event], None]) -> None:
     """End only the request whose tokens met a defect (the exception being handled).
 
     The request is not placed again: which of the tokens were taken is not certain.
     """
-    log.exception("tokens cannot be sent: the request ends", request=session.spec.id)
+    log.exception("tokens cannot be sent: the request ends", request=stream.spec.id)
     failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot send tokens of this request")
     try:
-        post(StopRequested(session.spec.number, failure))
+        post(StopRequested(stream.spec.number, failure))
     except Exception:
-        log.exception("a request cannot be ended", request=session.spec.id)
-        session.outgoing.end(error_of(failure))
+        log.exception("a request cannot be ended", request=stream.spec.id)
+        stream.outgoing.end(error_of(failure))

@@ -103,7 +103,7 @@ async def _follow_readiness(picker: RunningServer, registry: Registry) -> None:
 
 
 def _picker_credentials(config: ConductorConfig, tls: Tls | None) -> grpc.ServerCredentials | None:
-    """How proxies connect; None = in plaintext.
+    """Return how proxies connect; None = in plaintext.
 
     Raises:
         ConfigError: there is no certificate.
@@ -124,7 +124,7 @@ async def assembled(
     metrics: PrometheusMetrics,
     clock: Callable[[], float] = world.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
-    """All parts of a conductor except the ports, while the body runs; yields the servicer. `clock` gives seconds.
+    """Return all parts of a conductor except the ports, while the body runs; yield the servicer. `clock` gives seconds.
 
     Raises:
         ConfigError: a LoRA adapter of the settings cannot be used.

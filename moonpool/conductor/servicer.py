@@ -110,34 +110,34 @@ class ConductorServicer:
             raise
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
-                if call.session is not None:
-                    await self._send(call, call.session, deadline, context)
+                if call.stream is not None:
+                    await self._send(call, call.stream, deadline, context)
                 else:
                     message, used = await self._contexts.expand(request, deadline - self._clock())
-                    call.session = session = await self._dispatcher.open(message, request_id, arrived, deadline)
-                    self.resumed += session.request.resume is not None
-                    self._tell_watchers(session)
-                    await self._send(call, session, deadline, context)
-                    self._tell_watchers(session)
-                    if used is not None and session.number:
-                        used(session.cached_tokens)
+                    call.stream = stream = await self._dispatcher.open(message, request_id, arrived, deadline)
+                    self.resumed += stream.request.resume is not None
+                    self._tell_watchers(stream)
+                    await self._send(call, stream, deadline, context)
+                    self._tell_watchers(stream)
+                    if used is not None and stream.number:
+                        used(stream.history.cached_tokens)
             self.served += self._calls.get(request_id) is call
         finally:
             self._leave(request_id, call)
 
     def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _OpenCall:
-        """Add a call to the open ones. A call that resumes an open request gets that request's session."""
+        """Add a call to the open ones. A call that resumes an open request gets that request's stream."""
         earlier = self._calls.get(request_id)
         call = _OpenCall(message)
         if earlier is None:
             self._check_queue(message.tenant)
         elif call.repeats(earlier):
             raise Unavailable(f"{request_id!r} is being resumed already")
-        elif earlier.session is None or not _resumes(message, earlier.session):
+        elif earlier.stream is None or not _resumes(message, earlier.stream):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        elif self._dispatcher.rejoin(message, earlier.session):
+        elif self._dispatcher.rejoin(message, earlier.stream):
             self.resumed += 1
-            call.session = earlier.session
+            call.stream = earlier.stream
             earlier.replaced()
         self._calls[request_id] = call
         self._idle.clear()
@@ -150,22 +150,22 @@ class ConductorServicer:
         if not self._calls:
             self._idle.set()
 
-    async def _send(self, call: _OpenCall, session: GenerateStream, deadline: float, context: _GenerateContext) -> None:
+    async def _send(self, call: _OpenCall, stream: GenerateStream, deadline: float, context: _GenerateContext) -> None:
         """Send a client all messages for the request, or until another call replaces this call."""
-        outgoing = session.outgoing
+        outgoing = stream.outgoing
         try:
             async with asyncio.timeout(deadline - self._clock()) as call.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._dispatcher.client_left(session, outgoing)
+            self._dispatcher.client_left(stream, outgoing)
 
-    def _tell_watchers(self, session: GenerateStream) -> None:
+    def _tell_watchers(self, stream: GenerateStream) -> None:
         """Tell those who watch the cluster's KV what the request's blocks stand for."""
         if self.cluster.watchers:
-            request = session.request
-            for choice in session.choices:
+            request = stream.request
+            for choice in stream.choices:
                 tokens = request.prompt + choice.tokens
                 self.cluster.watchers.named(request.spec.tenant, request.cache_salt, tokens, request.lora)
 
@@ -187,17 +187,16 @@ class ConductorServicer:
     # --- the cluster, explanations, contexts and deletions ------------------------------------------------------------
 
     async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
-        """Serve one instance's stream."""
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """How a request was placed, and the request's course so far."""
+        """Return how a request was placed, and the request's course so far."""
         decisions, call = self._reports.decisions, self._calls.get(request.request_id)
-        if call is None or call.session is None or decisions.has_ended(request.request_id):
+        if call is None or call.stream is None or decisions.has_ended(request.request_id):
             return decisions.get(request.request_id)
-        session = call.session
-        response = conductor_pb2.ExplainResponse(timeline=session.timeline(over=False), attempts=session.attempts)
-        if session.attempts:
+        stream = call.stream
+        response = conductor_pb2.ExplainResponse(timeline=stream.timeline(over=False), attempts=stream.history.attempts)
+        if stream.history.attempts:
             response.MergeFrom(decisions.get(request.request_id))
         return response
 
@@ -211,7 +210,6 @@ class ConductorServicer:
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
     ) -> conductor_pb2.ClusterStateResponse:
-        """List the instances."""
         registry = self.cluster.registry
         instances = [
             conductor_pb2.InstanceState(
@@ -292,7 +290,7 @@ class ConductorServicer:
     async def WatchKV(
         self, request: conductor_pb2.WatchKVRequest, context: object
     ) -> AsyncIterator[conductor_pb2.WatchKVResponse]:
-        """What the instances hold, and each change."""
+        """Return what the instances hold, and each change."""
         members = [(member.instance, member.model) for member in self.cluster.registry]
         async with aclosing(self.cluster.watchers.watch(members, self.core.cluster.index)) as messages:
             async for message in messages:
@@ -308,7 +306,6 @@ class ConductorServicer:
     async def UnloadLoraAdapter(
         self, request: conductor_pb2.UnloadLoraAdapterRequest, context: object
     ) -> conductor_pb2.UnloadLoraAdapterResponse:
-        """Unload a LoRA adapter."""
         await self.loras.unload(request.lora_name)
         return conductor_pb2.UnloadLoraAdapterResponse()
 
@@ -319,7 +316,6 @@ class ConductorServicer:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Owner of the open requests."""
         return self._dispatcher
 
     @property
@@ -329,7 +325,6 @@ class ConductorServicer:
 
     @property
     def contexts(self) -> NamedContexts:
-        """Owner of the named contexts."""
         return self._contexts
 
     @property
@@ -373,7 +368,7 @@ class NamedContexts(Protocol):
     async def expand(
         self, message: conductor_pb2.GenerateRequest, within_s: float
     ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
-        """The request with the whole prompt, and a function to call with the request's cached tokens at the end.
+        """Return the request with the whole prompt, and a function to call with the request's cached tokens at the end.
 
         A request without a context is returned unchanged, with None. `within_s`: seconds that reading records may take.
 
@@ -389,13 +384,13 @@ class NamedContexts(Protocol):
         """Change a context."""
 
     async def list(self, request: conductor_pb2.ListContextsRequest) -> list[conductor_pb2.Context]:
-        """A tenant's contexts."""
+        """Return a tenant's contexts."""
 
     async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
         """Delete a context and the context's KV."""
 
     def __len__(self) -> int:
-        """Number of contexts."""
+        """Return the number of contexts."""
 
     @property
     def tasks(self) -> int:
@@ -408,17 +403,17 @@ class _OpenCall:
 
     Attributes:
         message: the client's.
-        session: the request, once read.
+        stream: the request, once read.
         limit: time limit for sending everything.
     """
 
     message: conductor_pb2.GenerateRequest
-    session: GenerateStream | None = None
+    stream: GenerateStream | None = None
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
-        """Whether the client resumes once more while the earlier call is still being read."""
-        if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
+        """Return whether the client resumes once more while the earlier call is still being read."""
+        if earlier.stream is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
             return False
         this, before = self.message.resume, earlier.message.resume
         return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
@@ -429,145 +424,181 @@ class _OpenCall:
             self.limit.reschedule(asyncio.get_running_loop().time() + REPLACED_CALL_S)
 
 
-def _resumes(message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
-    """Whether the request's own client resumes the request, before the lost connection was noticed here."""
+def _resumes(message: conductor_pb2.GenerateRequest, stream: GenerateStream) -> bool:
+    """Return whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False
-    same = hmac.compare_digest(message.resume.point.secret, session.secret)
-    return same and message.resume.count > session.resumes
+    same = hmac.compare_digest(message.resume.point.secret, stream.secret)
+    return same and message.resume.count > stream.resumes
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:
-    """The client's trace context, in OpenTelemetry's form."""
+    """Return the client's trace context, in OpenTelemetry's form."""
     return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}
 
 
 CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
-    Metric("requests_running", "Calls of clients that have not ended.", lambda it: it.running, 0),
+    Metric("requests_running", "Calls of clients that have not ended.", lambda conductor: conductor.running, 0),
     Metric(
-        "steps_sequences", "Sequences on the streams to decode instances.", lambda it: it.cluster.steps.sequences, 0
+        "steps_sequences",
+        "Sequences on the streams to decode instances.",
+        lambda conductor: conductor.cluster.steps.sequences,
+        0,
     ),
-    Metric("requests_followed", "Requests from arrival to last token.", lambda it: len(it.core.scheduler), 0),
-    Metric("calls_out", "Calls to prefill and decode that have not ended.", lambda it: it.core.scheduler.calls, 0),
     Metric(
-        "waiting_for_room", "Requests that wait for decode memory.", lambda it: len(it.core.scheduler.memory_queue), 0
+        "requests_followed", "Requests from arrival to last token.", lambda conductor: len(conductor.core.scheduler), 0
+    ),
+    Metric(
+        "calls_out",
+        "Calls to prefill and decode that have not ended.",
+        lambda conductor: conductor.core.scheduler.calls,
+        0,
+    ),
+    Metric(
+        "waiting_for_room",
+        "Requests that wait for decode memory.",
+        lambda conductor: len(conductor.core.scheduler.memory_queue),
+        0,
     ),
     Metric(
         "waiting_for_limits",
         "Requests that wait because they would miss their SLO now.",
-        lambda it: len(it.core.scheduler.slo_queue),
+        lambda conductor: len(conductor.core.scheduler.slo_queue),
         0,
     ),
     Metric(
         "waiting_for_limits_bytes",
         "Bytes of the requests that wait because of their SLO.",
-        lambda it: it.core.scheduler.slo_queue.nbytes,
+        lambda conductor: conductor.core.scheduler.slo_queue.nbytes,
         0,
     ),
     Metric(
-        "prefills_in_flight", "Prompts placed at prefill instances.", lambda it: it.core.cluster.prompts_in_flight, 0
+        "prefills_in_flight",
+        "Prompts placed at prefill instances.",
+        lambda conductor: conductor.core.cluster.prompts_in_flight,
+        0,
     ),
-    Metric("decodes_in_flight", "Answers placed at decode instances.", lambda it: it.core.cluster.answers_in_flight, 0),
-    Metric("loads_in_flight", "Prefixes that are being loaded.", lambda it: it.core.cluster.reads_in_flight, 0),
-    Metric("claims", "Placements that count as load.", lambda it: len(it.core.cluster.claims), 0),
+    Metric(
+        "decodes_in_flight",
+        "Answers placed at decode instances.",
+        lambda conductor: conductor.core.cluster.answers_in_flight,
+        0,
+    ),
+    Metric(
+        "loads_in_flight",
+        "Prefixes that are being loaded.",
+        lambda conductor: conductor.core.cluster.reads_in_flight,
+        0,
+    ),
+    Metric("claims", "Placements that count as load.", lambda conductor: len(conductor.core.cluster.claims), 0),
     Metric(
         "decode_blocks_unreported",
         "Decode blocks of own answers that no load report includes.",
-        lambda it: it.core.cluster.blocks_unreported,
+        lambda conductor: conductor.core.cluster.blocks_unreported,
         0,
     ),
     Metric(
         "steps_messages_unsent",
         "Messages to decode instances that wait to be written.",
-        lambda it: it.cluster.steps.unsent,
+        lambda conductor: conductor.cluster.steps.unsent,
         0,
     ),
-    Metric("sessions", "Sessions that the conductor knows.", lambda it: len(it.core.scheduler.sessions)),
-    Metric("lora_adapters", "LoRA adapters that requests may ask for.", lambda it: len(it.loras)),
-    Metric("contexts", "Named contexts.", lambda it: len(it.contexts)),
-    Metric("context_tasks", "Background tasks for named contexts.", lambda it: it.contexts.tasks, 0),
-    Metric("deletions", "Deletions of KV that are repeated to joining instances.", lambda it: it.deletions.deletions),
+    Metric("sessions", "Sessions that the conductor knows.", lambda conductor: len(conductor.core.scheduler.sessions)),
+    Metric("lora_adapters", "LoRA adapters that requests may ask for.", lambda conductor: len(conductor.loras)),
+    Metric("contexts", "Named contexts.", lambda conductor: len(conductor.contexts)),
+    Metric("context_tasks", "Background tasks for named contexts.", lambda conductor: conductor.contexts.tasks, 0),
+    Metric(
+        "deletions",
+        "Deletions of KV that are repeated to joining instances.",
+        lambda conductor: conductor.deletions.deletions,
+    ),
     Metric(
         "deletions_owed",
         "Deletions that members have not carried out, over all members.",
-        lambda it: it.deletions.owed,
+        lambda conductor: conductor.deletions.owed,
         0,
     ),
-    Metric("emulated", "1 if a member emulates compute, else 0.", lambda it: it.cluster.registry.emulated),
-    Metric("instances", "Members of the cluster.", lambda it: len(it.cluster.registry)),
-    Metric("index_keys", "Block keys in the prefix index.", lambda it: len(it.core.cluster.index)),
-    Metric("decisions", "Recent requests that can be explained.", lambda it: it.decisions),
-    Metric("kv_watchers", "Programs that follow the cluster's KV.", lambda it: len(it.cluster.watchers)),
-    counter("requests_served_total", "Calls of clients that ended.", lambda it: it.served),
-    counter("requests_resumed_total", "Streams that clients continued after a lost connection.", lambda it: it.resumed),
+    Metric(
+        "emulated", "1 if a member emulates compute, else 0.", lambda conductor: conductor.cluster.registry.emulated
+    ),
+    Metric("instances", "Members of the cluster.", lambda conductor: len(conductor.cluster.registry)),
+    Metric("index_keys", "Block keys in the prefix index.", lambda conductor: len(conductor.core.cluster.index)),
+    Metric("decisions", "Recent requests that can be explained.", lambda conductor: conductor.decisions),
+    Metric("kv_watchers", "Programs that follow the cluster's KV.", lambda conductor: len(conductor.cluster.watchers)),
+    counter("requests_served_total", "Calls of clients that ended.", lambda conductor: conductor.served),
+    counter(
+        "requests_resumed_total",
+        "Streams that clients continued after a lost connection.",
+        lambda conductor: conductor.resumed,
+    ),
     counter(
         "stale_answers_total",
         "Prompts that prefill instances refused because their queue was longer than predicted.",
-        lambda it: it.core.scheduler.stale,
+        lambda conductor: conductor.core.scheduler.stale,
     ),
     counter(
         "placements_measured_total",
         "Prompts with a measured time to first token compared with the alternatives.",
-        lambda it: it.core.cluster.hindsight.prefill.totals.placements,
+        lambda conductor: conductor.core.cluster.hindsight.prefill.totals.placements,
     ),
     counter(
         "placements_regretted_total",
         "Of these, those that another instance would have computed sooner, by what is known since.",
-        lambda it: it.core.cluster.hindsight.prefill.totals.regretted,
+        lambda conductor: conductor.core.cluster.hindsight.prefill.totals.regretted,
     ),
     counter(
         "placement_regret_seconds_total",
         "Seconds to first token that these have lost together.",
-        lambda it: it.core.cluster.hindsight.prefill.totals.lost_s,
+        lambda conductor: conductor.core.cluster.hindsight.prefill.totals.lost_s,
     ),
     counter(
         "decode_placements_measured_total",
         "Answers with a measured time per token compared with the alternatives.",
-        lambda it: it.core.cluster.hindsight.decode.totals.placements,
+        lambda conductor: conductor.core.cluster.hindsight.decode.totals.placements,
     ),
     counter(
         "decode_placements_regretted_total",
         "Of these, those that another instance would have ended sooner, by what is known since.",
-        lambda it: it.core.cluster.hindsight.decode.totals.regretted,
+        lambda conductor: conductor.core.cluster.hindsight.decode.totals.regretted,
     ),
     counter(
         "decode_placement_regret_seconds_total",
         "Seconds from first to last token that these have lost together.",
-        lambda it: it.core.cluster.hindsight.decode.totals.lost_s,
+        lambda conductor: conductor.core.cluster.hindsight.decode.totals.lost_s,
     ),
     counter(
         "shadow_decisions_total",
         "Placements for which the shadow policy was asked, too.",
-        lambda it: it.core.cluster.prefills.shadow.decisions,
+        lambda conductor: conductor.core.cluster.prefills.shadow.decisions,
     ),
     counter(
         "shadow_agreed_total",
         "Of these, those with the same instance.",
-        lambda it: it.core.cluster.prefills.shadow.agreed,
+        lambda conductor: conductor.core.cluster.prefills.shadow.agreed,
     ),
     Metric(
         "shadow_sooner_seconds",
         "Predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.",
-        lambda it: it.core.cluster.prefills.shadow.sooner_s,
+        lambda conductor: conductor.core.cluster.prefills.shadow.sooner_s,
     ),
     counter(
         "prefetches_total",
         "Prompts whose blocks kvstores were told to bring from SSD into memory before the blocks were needed.",
-        lambda it: it.core.scheduler.prefetch.to_memory,
+        lambda conductor: conductor.core.scheduler.prefetch.to_memory,
     ),
     counter(
         "instance_prefetches_total",
         "Prompts whose blocks prefill instances were told to fetch before the prompts came.",
-        lambda it: it.core.scheduler.prefetch.to_instances,
+        lambda conductor: conductor.core.scheduler.prefetch.to_instances,
     ),
     counter(
         "instance_prefetches_cancelled_total",
         "Of these, those that were called off: the prompt went elsewhere, or did not come.",
-        lambda it: it.core.scheduler.prefetch.cancelled,
+        lambda conductor: conductor.core.scheduler.prefetch.cancelled,
     ),
     counter(
         "copies_ordered_total",
         "Copies of hot prefixes that were ordered.",
-        lambda it: it.core.cluster.replication.ordered,
+        lambda conductor: conductor.core.cluster.replication.ordered,
     ),
 )

@@ -169,7 +169,7 @@ class _TraceWriter:
         return self._last_ms
 
     def _numbers(self, request: ValidRequest) -> array[int]:
-        """A number per block. A last block that is not full gets a number from the whole prompt."""
+        """Return a number per block. A last block that is not full gets a number from the whole prompt."""
         keys: list[bytes] = list(request.prompt_keys)
         if request.spec.prompt_tokens > len(keys) * request.block_size:
             keys.append(b"rest" + request.spec.prompt_key)
@@ -193,7 +193,7 @@ class _TraceWriter:
         self._blocks -= len(self._lines.pop(number).numbers)
 
     def _write(self, data: Mapping[str, object]) -> bool:
-        """Write a line; returns whether writing worked.
+        """Write a line; return whether writing worked.
 
         After a failure no line is written: the file may end in a line.
         """

@@ -52,7 +52,7 @@ class ValidRequest:
     lora: kv_pb2.LoraAdapter | None = None
 
     def ends_with(self, token_id: int, generated: int) -> bool:
-        """Whether `token_id`, as the `generated`-th token of a choice, is the choice's regular end."""
+        """Return whether `token_id`, as the `generated`-th token of a choice, is the choice's regular end."""
         return token_id in self.end_token_ids and generated >= self.sampling.min_tokens
 
     def keys_with(self, generated: array[int]) -> list[BlockKey]:
@@ -68,7 +68,7 @@ class ValidRequest:
     def sequence(
         self, sequence_id: str, generated: array[int], keys: list[BlockKey], *, scored: bool = False
     ) -> kv_pb2.SequenceSpec:
-        """The sequence that engines compute.
+        """Return the sequence that engines compute.
 
         Args:
             sequence_id: the id that engines see.

@@ -78,8 +78,8 @@ class TakeOverSequence:
 
 
 @frozen
-class RenewSession:
-    """Renew the conductor's session with decode, which keeps the reservation."""
+class RenewReservation:
+    """Renew a reservation at decode, which otherwise ends with its lease."""
 
     target: DecodeReservation
 
@@ -181,7 +181,7 @@ Order = (
     | CallPrefill
     | StartDecode
     | TakeOverSequence
-    | RenewSession
+    | RenewReservation
     | CancelReservation
     | InstanceOrder
     | LeaveSequence

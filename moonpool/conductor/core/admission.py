@@ -49,7 +49,7 @@ class AdmissionGate:
     def check(
         self, slo: SloLimits, decision: RoutingDecision, stratum: Stratum, now: float, elapsed_s: float
     ) -> Failure | Sequence[DecodeChoice]:
-        """The decode instances that may serve a request, best first; or the refusal.
+        """Return the decode instances that may serve a request, best first; or the refusal.
 
         Args:
             slo: limits of the request.
@@ -64,19 +64,20 @@ class AdmissionGate:
         if self.admission is AdmissionMode.NONE or slo.tbt_s is None or not decision.decodes:
             return decision.decodes
         predicted = [(self._tbt_s(option, decision, stratum, slo.tbt_s, now), option) for option in decision.decodes]
+        # The placement policy orders by the load of now. Where that is too much, what counts is who is free in time.
         if self.admission is AdmissionMode.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in decision.decodes):
             predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
         return kept or self._too_slow(slo.tbt_s, decision, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
 
     def ttft_limit(self, slo: SloLimits, queue_key: QueueKey, elapsed_s: float) -> TtftLimit | None:
-        """TTFT limit for the router; None = never refuse the request, however late the first token comes."""
+        """Return the TTFT limit for the router; None = never refuse the request, however late the first token comes."""
         if self.admission is AdmissionMode.NONE or slo.ttft_s is None:
             return None
         return TtftLimit(slo.ttft_s - elapsed_s, queue_key)
 
     def late(self, slo: SloLimits, decision: RoutingDecision, elapsed_s: float) -> Failure | None:
-        """The refusal if a request's first token would come too late. Arguments as for `check`."""
+        """Return the refusal if a request's first token would come too late. Arguments as for `check`."""
         if self.admission is AdmissionMode.NONE:
             return None
         return check_ttft(slo, decision.prefill.ttft_s, decision.prefill.alone_s, elapsed_s)
@@ -90,7 +91,7 @@ class AdmissionGate:
     ) -> float:
         if self.admission is AdmissionMode.EARLY:
             return self._forecasts.tbt_now(option.id, _joining(decision))
-        if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed
+        if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed: no costly forecast is needed
             return option.tbt_s
         return self._forecasts.tbt_at(option.id, _joining(decision), stratum, now, now + decision.prefill.ttft_s)
 
@@ -110,7 +111,7 @@ class AdmissionGate:
         )
 
     def _retry_after_s(self, limit_s: float, decision: RoutingDecision, stratum: Stratum, now: float) -> float:
-        """Seconds until a decode instance is expected to keep the limit."""
+        """Return the seconds until a decode instance is expected to keep the limit."""
         later_s, joining = MIN_RETRY_S, _joining(decision)
         while later_s < HOPELESS_RETRY_S:
             at = now + decision.prefill.ttft_s + later_s
@@ -118,7 +119,7 @@ class AdmissionGate:
                 self._forecasts.tbt_at(option.id, joining, stratum, now, at) <= limit_s for option in decision.decodes
             ):
                 return later_s
-            later_s *= 2
+            later_s *= 2  # each look is a forecast: a rough time is enough for a retry
         return HOPELESS_RETRY_S
 
 
@@ -151,7 +152,7 @@ def check_ttft(slo: SloLimits, ttft_s: float, alone_s: float, elapsed_s: float =
 
 
 def no_memory(refusal: Failure | None, decision: RoutingDecision) -> Failure:
-    """Refusal of a request for which no decode instance has memory; `refusal` is the last instance's own."""
+    """Return the refusal of a request for which no decode instance has memory; `refusal` is the last instance's own."""
     return Failure(
         FailureKind.OVERLOADED,
         f"no decode instance has room: {refusal.message if refusal else 'all are full by their last report'}",

@@ -11,7 +11,7 @@ from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -87,7 +87,7 @@ class AttemptCalls:
     def begin(
         self, request: ScheduledRequest, decision: RoutingDecision, candidates: list[DecodeChoice], now: float
     ) -> ScheduledAttempt:
-        """Begins an attempt: from now on the prompt counts at the prefill instance."""
+        """Begin an attempt: from now on the prompt counts at the prefill instance."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         epoch = self._cluster.epoch(decision.prefill.id)
         claim = self.claim_prefill(request, decision, now)
@@ -99,15 +99,16 @@ class AttemptCalls:
     def replace_decision(
         self, request: ScheduledRequest, attempt: ScheduledAttempt, decision: RoutingDecision, now: float
     ) -> None:
-        """Places the prompt at another prefill instance; the reservation at decode stays."""
+        """Place the prompt at another prefill instance; the reservation at decode stays."""
         attempt.decision, attempt.begun = decision, now
         attempt.epoch = self._cluster.epoch(decision.prefill.id)
         attempt.prefill_claim = self.claim_prefill(request, decision, now)
         self._take_part(request, attempt, decision.prefill.id)
 
     def claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
-        """Counts a prompt at the chosen prefill instance; returns the claim's number."""
+        """Count a prompt at the chosen prefill instance; return the claim's number."""
         best, spec = decision.prefill, request.spec
+        # The instance orders by arrival there and delay (docs/adr/0056): the conductor predicts by the same key.
         key = spec.queue_key if best.delay_s is None else spec.queue_key_at(now).delayed(best.delay_s)
         tokens = self._cluster.tokens_to_compute(decision)
         claim = self._cluster.claim_prefill(
@@ -124,7 +125,7 @@ class AttemptCalls:
     # --- decode memory ----------------------------------------------------------------------------------------------
 
     def reserve(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> bool:
-        """Asks the next decode instance for memory, unless an answer is waited for.
+        """Ask the next decode instance for memory, unless an answer is waited for.
 
         Returns:
             False if no instance is left to ask and no answer will come.
@@ -181,7 +182,7 @@ class AttemptCalls:
         request.suspect(call.instance)
 
     def instance_lost(self, attempt: ScheduledAttempt, instance: str, epoch: int, failure: Failure) -> bool:
-        """Drops what a lost instance may still promise. Returns whether the instance was asked for memory."""
+        """Drop what a lost instance may still promise. Return whether the instance was asked for memory."""
         calls = (attempt.pending_reserve, *attempt.overdue_reserves)
         lost = [io for io in calls if (call := self.open.get(io)) and (call.instance, call.epoch) == (instance, epoch)]
         attempt.pending_reserve = 0 if attempt.pending_reserve in lost else attempt.pending_reserve
@@ -192,7 +193,7 @@ class AttemptCalls:
     def reserve_ended(
         self, request: ScheduledRequest | None, io: int, call: OpenCall, result: CallResult, now: float
     ) -> bool:
-        """Takes the result of a `CallReserve`; a reservation that no attempt waits for is cancelled.
+        """Take the result of a `CallReserve`; a reservation that no attempt waits for is cancelled.
 
         Returns:
             Whether this call gave the request's attempt a reservation.
@@ -201,14 +202,16 @@ class AttemptCalls:
         waits = False
         if attempt is not None:
             waits = attempt.reservation is None and io in (attempt.pending_reserve, *attempt.overdue_reserves)
-            attempt.overdue_reserves = [it for it in attempt.overdue_reserves if it != io]
+            attempt.overdue_reserves = [reserve for reserve in attempt.overdue_reserves if reserve != io]
             attempt.pending_reserve = 0 if attempt.pending_reserve == io else attempt.pending_reserve
         if not isinstance(result, ReserveGranted):
             self._cluster.release(call.claim, now)
+            # Decode may have reserved all the same, and its answer was lost.
             if isinstance(result, Failure) and result.kind in UNANSWERED_KINDS:
                 unknown = DecodeReservation(call.instance, call.epoch, "", 0, 0, 0)
                 self._actions.append(CancelReservation(call.sequence, unknown))
             return False
+        # Nobody waits for it any more, another instance was quicker, or the instance has restarted since.
         if attempt is None or not waits or result.target.epoch != call.epoch:
             self._actions.append(CancelReservation(call.sequence, result.target))
             self._cluster.release(call.claim, now)
@@ -222,9 +225,9 @@ class AttemptCalls:
         return True
 
     def renew(self, number: int, attempt: ScheduledAttempt, now: float) -> None:
-        """Renews a request's reservation, now and within the lease again."""
+        """Renew a request's reservation, now and within the lease again."""
         if attempt.reservation is not None and attempt.decode_phase is DecodePhase.RESERVED:
-            self._actions.append(RenewSession(attempt.reservation))
+            self._actions.append(RenewReservation(attempt.reservation))
             if attempt.lease_s > 0:
                 self._timers.set((TimerKind.RENEWAL, number), now + attempt.lease_s / RENEWALS)
 
@@ -237,7 +240,6 @@ class AttemptCalls:
     # --- prefill ----------------------------------------------------------------------------------------------------
 
     def call_prefill(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> None:
-        """Calls the prefill instance."""
         decision, number = attempt.decision, request.spec.number
         attempt.max_queue_s = self.stale_check.max_queue_s(decision, attempt.stale_answers, now)
         prefill, epoch = decision.prefill.id, attempt.epoch
@@ -279,7 +281,7 @@ class AttemptCalls:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start_sequence(self, request: ScheduledRequest, attempt: ScheduledAttempt, *, compute: bool = False) -> None:
-        """Starts the sequence at decode; the start call holds the reserved memory from now on."""
+        """Start the sequence at decode; the start call holds the reserved memory from now on."""
         target, number = attempt.reservation, request.spec.number
         assert target is not None
         attempt.enter_decode(DecodePhase.STARTED)
@@ -291,7 +293,7 @@ class AttemptCalls:
         self._actions.append(StartDecode(attempt.sequence_io, number, attempt.sequence, target, compute))
 
     def compute_at_decode(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> None:
-        """Starts the sequence at decode, which computes the rest of the prompt: prefill is not called."""
+        """Start the sequence at decode, which computes the rest of the prompt: prefill is not called."""
         self._release_prefill(attempt, now)
         attempt.enter_prefill(PrefillPhase.ENDED)
         attempt.delivered = True
@@ -300,7 +302,7 @@ class AttemptCalls:
         self.start_sequence(request, attempt, compute=True)
 
     def take_over(self, request: ScheduledRequest, now: float) -> None:
-        """Takes over the sequence that another conductor started.
+        """Take over the sequence that another conductor started.
 
         The sequence's blocks are in the instance's next report.
         """
@@ -320,14 +322,14 @@ class AttemptCalls:
     # --- forecasts --------------------------------------------------------------------------------------------------
 
     def forecast_tpot(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Notes the forecast of the time per output token at the reserved instance."""
+        """Note the forecast of the time per output token at the reserved instance."""
         target = attempt.reservation
         decode = self._cluster.decodes.get(target.decode) if target is not None else None
         if decode is not None and attempt.tpot.tbt_s:
             attempt.tpot = decode.tpot.forecast(attempt.tpot.tbt_s, attempt.decision.prefill.others)
 
     def observe_tpot(self, request: ScheduledRequest, now: float) -> None:
-        """Learns from a complete answer how long the tokens took, if one attempt gave all tokens."""
+        """Learn from a complete answer how long the tokens took, if one attempt gave all tokens."""
         attempt, once = request.attempt, request.attempts == 1 and request.spec.resumed is None
         if attempt is None or attempt.reservation is None or attempt.first_token_at is None:
             return
@@ -343,25 +345,25 @@ class AttemptCalls:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def end(self, request: ScheduledRequest, now: float, *, complete: bool = False, known: int = 0) -> None:
-        """Ends the attempt and the followed sequence, if there are any. Arguments as for `end_attempt`."""
+        """End the attempt and the followed sequence, if there are any. Arguments as for `end_attempt`."""
         self.end_followed(request, known=known)
         self.end_attempt(request, now, complete=complete, known=known)
 
     def end_followed(self, request: ScheduledRequest, *, known: int = 0) -> None:
-        """Ends a sequence that is followed without an attempt."""
+        """End a sequence that is followed without an attempt."""
         if request.followed_call and request.followed_call != known:
             self._actions.append(CancelIo(request.followed_call))
         request.followed_call = 0
 
     def detach(self, request: ScheduledRequest, now: float) -> None:
-        """Ends the attempt to move the request; a sequence that runs is followed on without the attempt."""
+        """End the attempt to move the request; a sequence that runs is followed on without the attempt."""
         attempt = request.attempt
         if attempt is not None and attempt.runs(deferred=request.spec.deferred) and not request.followed_call:
             request.followed_call = attempt.sequence_io
         self.end_attempt(request, now, complete=True, known=request.followed_call)
 
     def end_attempt(self, request: ScheduledRequest, now: float, *, complete: bool = False, known: int = 0) -> None:
-        """Ends the attempt, if there is one. The attempt's claims are released now, or when the calls end.
+        """End the attempt, if there is one. The attempt's claims are released now, or when the calls end.
 
         Args:
             request: the request of the attempt.
@@ -378,6 +380,7 @@ class AttemptCalls:
             return
         self._leave(request, attempt)
         self._release_prefill(attempt, now)
+        # Prefill still writes blocks to kvstores; a cancel would lose them.
         if attempt.prefill_phase is PrefillPhase.FIRST_TOKEN and complete:
             self._timers.set((TimerKind.LINGER, attempt.prefill_io), now + LINGER_S)
         elif attempt.prefill_phase in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):
@@ -392,7 +395,7 @@ class AttemptCalls:
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def claims(self, requests: Iterable[ScheduledRequest]) -> list[int]:
-        """All claims that calls and attempts hold, ascending."""
+        """Return all claims that calls and attempts hold, ascending."""
         claims = [call.claim for _, call in self.open]
         for request in requests:
             if request.attempt is not None:
@@ -400,7 +403,7 @@ class AttemptCalls:
         return sorted(claim for claim in claims if claim)
 
     def check_invariants(self, requests: Iterable[ScheduledRequest]) -> None:
-        """Asserts that calls and instances belong to the attempts of these requests, which are all."""
+        """Assert that calls and instances belong to the attempts of these requests, which are all."""
         self.open.check_invariants()
         parts: set[tuple[str, int]] = set()
         for request in requests:
@@ -415,7 +418,7 @@ class AttemptCalls:
         assert {(instance, number) for instance, there in self._requests_at.items() for number in there} == parts
 
     def _check_attempt(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Asserts that an attempt's phases have their calls and claims, and that the attempt waits for something."""
+        """Assert that an attempt's phases have their calls and claims, and that the attempt waits for something."""
         prefill, decode, calls = attempt.prefill_phase, attempt.decode_phase, self.open
         assert (prefill in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED)) == bool(attempt.prefill_claim)
         if prefill in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):
@@ -431,5 +434,5 @@ class AttemptCalls:
             assert delivery is not None, "it would wait for ever"
 
     def digest(self) -> bytes:
-        """Hash of the calls."""
+        """Return the hash of the calls."""
         return digest_of(self.open, self.stale_check)

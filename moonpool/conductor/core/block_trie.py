@@ -39,7 +39,7 @@ class BlockTrie:
         self._cursor = 0
 
     def __len__(self) -> int:
-        """Number of blocks, with those that no instance holds."""
+        """Return the number of blocks, with those that no instance holds."""
         return len(self._nodes)
 
     def __contains__(self, key: object) -> bool:
@@ -49,14 +49,14 @@ class BlockTrie:
     # --- holders ---------------------------------------------------------------------------------------------------
 
     def open_slot(self) -> int:
-        """Opens a slot for a holder without blocks."""
+        """Open a slot for a holder without blocks."""
         if self._free_slots:
             return heappop(self._free_slots)
         self._held.append(0)
         return len(self._held) - 1
 
     def close_slot(self, slot: int) -> None:
-        """Forgets a holder with all blocks, at once; `sweep` makes the slot usable again."""
+        """Forget a holder with all blocks, at once; `sweep` makes the slot usable again."""
         if self._held[slot]:
             self._lost |= 1 << slot
             self._held[slot] = 0
@@ -64,16 +64,15 @@ class BlockTrie:
             heappush(self._free_slots, slot)
 
     def held(self, slot: int) -> int:
-        """Blocks of a holder."""
+        """Return the blocks of a holder."""
         return self._held[slot]
 
     def holds(self, slot: int, key: bytes) -> bool:
-        """Whether a holder holds a block."""
         node = self._nodes.get(key)
         return node is not None and bool(self._sets.masks[self._raw[node]] >> slot & 1)
 
     def part(self, begin: int, end: int) -> Iterator[tuple[bytes, int]]:
-        """Blocks at the places from `begin` up to `end`, with the mask of their holders."""
+        """Return the blocks at the places from `begin` up to `end`, with the mask of their holders."""
         for node in range(begin, min(end, len(self._keys))):
             key, mask = self._keys[node], self._sets.masks[self._raw[node]] & ~self._lost
             if key is not None and mask:
@@ -85,7 +84,7 @@ class BlockTrie:
         return len(self._keys)
 
     def store(self, slot: int, keys: Iterable[bytes], version: int) -> None:
-        """Notes that a holder holds these blocks, as reported at `version`."""
+        """Note that a holder holds these blocks, as reported at `version`."""
         nodes, raw, sets, told = self._nodes, self._raw, self._sets, self._told
         additions, new = sets.additions(slot), 0
         for key in keys:
@@ -106,7 +105,7 @@ class BlockTrie:
         self._bound()
 
     def drop(self, slot: int, keys: Iterable[bytes], version: int | None = None) -> None:
-        """Notes that a holder lacks these blocks; blocks reported after `version` stay, unknown ones are fine."""
+        """Note that a holder lacks these blocks; blocks reported after `version` stay, unknown ones are fine."""
         raw, sets = self._raw, self._sets
         removals, gone = sets.removals(slot), 0
         for key in keys:
@@ -126,7 +125,7 @@ class BlockTrie:
     # --- matching --------------------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """How much of a chain everyone holds.
+        """Return how much of a chain everyone holds.
 
         Args:
             keys: a chain's keys, from the first block on. A key follows the same keys in every call.
@@ -167,7 +166,7 @@ class BlockTrie:
         return found
 
     def _link(self, keys: Sequence[bytes]) -> int:
-        """Links the chain as far as the blocks are known; returns how many are linked."""
+        """Link the chain as far as the blocks are known; return how many are linked."""
         find, parents = self._nodes.get, self._parent
         low, high = 0, len(keys)
         last = find(keys[-1]) if keys else None
@@ -203,7 +202,7 @@ class BlockTrie:
         self._closed[node] = self._sets.common(self._raw[node], self._closed[parent])
 
     def _spread(self, node: int) -> None:
-        """Computes a block's closed set anew, and all sets below as far as they change."""
+        """Compute a block's closed set anew, and all sets below as far as they change."""
         parent, child, following = self._parent, self._child, self._next
         raw, closed, common = self._raw, self._closed, self._sets.common
         waiting = [node]
@@ -252,7 +251,7 @@ class BlockTrie:
             self._spread(node)
 
     def _remove(self, node: int, *, evicting: bool) -> None:
-        """Removes a leaf that no instance holds, and ancestors that become such leaves."""
+        """Remove a leaf that no instance holds, and ancestors that become such leaves."""
         self._leaves.remove(node)
         while True:
             parent, key = self._parent[node], self._keys[node]
@@ -280,7 +279,7 @@ class BlockTrie:
             self._previous[after] = before
 
     def _evict(self) -> None:
-        """Forgets the leaf that was unused longest."""
+        """Forget the leaf that was unused longest."""
         node = self._leaves.oldest
         for slot in slots_in(self._sets.masks[self._raw[node]] & ~self._lost):
             self._held[slot] -= 1
@@ -295,7 +294,7 @@ class BlockTrie:
         return self._lost != 0
 
     def sweep(self, max_nodes: int) -> None:
-        """Clears the bits of closed slots in some nodes; after a whole round the slots can be used again."""
+        """Clear the bits of closed slots in some nodes; after a whole round the slots can be used again."""
         if not self._lost:
             return
         if not self._sweeping:
@@ -322,7 +321,7 @@ class BlockTrie:
         return self._sets.number(self._sets.masks[number] & ~self._sweeping)
 
     def _bound(self) -> None:
-        """Forgets sets that no block has when there are many."""
+        """Forget sets that no block has when there are many."""
         if len(self._sets) < self._max_sets:
             return
         kept = self._sets.keep({*self._raw, *self._closed})
@@ -331,14 +330,13 @@ class BlockTrie:
         self._max_sets = max(_MIN_SETS, 2 * len(self._sets))
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         nodes = list(self._nodes.items())
         arrays = (self._parent, self._child, self._raw, self._closed, self._told)
         slots = (self._held, self._free_slots, self._lost, self._sweeping, self._cursor)
         return digest_of(nodes, *arrays, self._leaves, self._sets.masks, *slots)
 
     def check_invariants(self) -> None:
-        """Asserts that nodes, links, sets, counts and the list of leaves agree."""
+        """Assert that nodes, links, sets, counts and the list of leaves agree."""
         self._sets.check_invariants()
         assert len(self._nodes) <= self._limit
         held, leaves = [0] * len(self._held), set()
@@ -381,7 +379,7 @@ class BlockTrie:
 
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
-    """Leading blocks that a slot holds, by the result of `BlockTrie.match`."""
+    """Return the leading blocks that a slot holds, by the result of `BlockTrie.match`."""
     for blocks, mask in reversed(prefixes):  # the longest first
         if mask >> slot & 1:
             return blocks

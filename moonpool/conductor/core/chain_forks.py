@@ -27,7 +27,6 @@ class ChainForks:
         return len(self._followers)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._followers)
 
     def shared(self, block: bytes, follower: bytes) -> bool:

@@ -39,7 +39,7 @@ class ClusterView:
     """The cluster according to one conductor. Times are arguments, in seconds on one clock."""
 
     def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
-        """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
+        """Start without instances; `max_index_keys` KV blocks are remembered at most."""
         self.index = PrefixIndex(max_index_keys)
         self.shape: KVShape | None = None
         """Shape of the KV; None while there is no engine."""
@@ -60,7 +60,6 @@ class ClusterView:
     # --- instances -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Instances."""
         return len(self._instances)
 
     @property
@@ -69,17 +68,17 @@ class ClusterView:
         return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
     def epoch(self, instance_id: str) -> int:
-        """Epoch of an instance; 0 = not a member."""
+        """Return the epoch of an instance; 0 = not a member."""
         instance = self._instances.get(instance_id)
         return instance.facts.epoch if instance is not None else 0
 
     def all_suspected(self, suspects: Collection[str]) -> bool:
-        """Whether all prefill instances, or all decode instances, are among the suspects."""
-        pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
+        """Return whether all prefill instances, or all decode instances, are among the suspects."""
+        pools = [prefill.facts.id for prefill in self.prefills], [decode.facts.id for decode in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
     def paired(self, prefill: str, decode: str) -> bool:
-        """Whether KV can go from a prefill to a decode instance; both must be here."""
+        """Return whether KV can go from a prefill to a decode instance; both must be here."""
         sender, receiver = self.prefills.get(prefill), self.decodes.get(decode)
         return sender is not None and receiver is not None and sender.facts.kv_domain == receiver.facts.kv_domain
 
@@ -91,7 +90,7 @@ class ClusterView:
         return self.prefills.should_drain(instance_id) or self.decodes.should_drain(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
-        """Adds an instance, with all blocks free until the first report.
+        """Add an instance, with all blocks free until the first report.
 
         If the same epoch is a member already, the claims and learnt speeds are kept. An earlier epoch of
         the id is replaced.
@@ -100,6 +99,7 @@ class ClusterView:
         if earlier is not None:
             self._take_out(earlier)
         self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
+        # The same process has only lost its stream: its queue and what was learnt of it are as before.
         same = earlier if earlier is not None and earlier.facts.epoch == facts.epoch else None
         instance = same or new_instance(facts, now)
         instance.slot = self.index.slot(facts.id)
@@ -108,7 +108,7 @@ class ClusterView:
         self._put_in(instance)
 
     def leave(self, instance_id: str) -> None:
-        """Forgets an instance; unknown ids are fine. The instance's claims no longer count."""
+        """Forget an instance; unknown ids are fine. The instance's claims no longer count."""
         instance = self._instances.get(instance_id)
         if instance is not None:
             self._take_out(instance)
@@ -116,7 +116,7 @@ class ClusterView:
             self.hindsight.lost(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
-        """Takes a load report; the report includes the claims that the instance knew (`acknowledged`).
+        """Take a load report; the report includes the claims that the instance knew (`acknowledged`).
 
         Unknown ids are fine.
         """
@@ -134,7 +134,7 @@ class ClusterView:
                 self.stores.report(instance, load)
 
     def keys_changed(self, event: KeysChanged) -> bool:
-        """Takes a message of KV events. Returns whether a snapshot must be ordered.
+        """Take a message of KV events. Return whether a snapshot must be ordered.
 
         Raises:
             KeyError: the instance has not joined.
@@ -163,7 +163,7 @@ class ClusterView:
         return applied is KeyEventResult.RESYNC
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
-        """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
+        """Drop blocks that an instance was found not to hold, unless they were reported after `version`."""
         self.index.forget(instance_id, keys, version)
 
     def first_token(
@@ -176,7 +176,7 @@ class ClusterView:
         *,
         overtaken: bool = False,
     ) -> None:
-        """Learns from a first token, which took `there_s` at the prefill instance and `overhead_s` around the instance.
+        """Learn from a first token, which took `there_s` at the prefill instance and `overhead_s` around the instance.
 
         A prompt that others have overtaken there had no valid prediction: such a prompt teaches only the overhead.
         """
@@ -191,12 +191,12 @@ class ClusterView:
         self.prefills.rank(instance)
 
     def overtaken(self, claim: int) -> bool:
-        """Whether a prompt was placed before the prompt of a claim later, at the same instance."""
-        there = [it for it in self._claims.get(claim, ()) if isinstance(it, PrefillInstanceState)]
+        """Return whether a prompt was placed before the prompt of a claim later, at the same instance."""
+        there = [instance for instance in self._claims.get(claim, ()) if isinstance(instance, PrefillInstanceState)]
         return any(instance.prompts[claim].overtaken for instance in there)
 
     def tokens_to_compute(self, decision: RoutingDecision) -> int:
-        """Prompt tokens that the chosen instance is predicted to compute."""
+        """Return the prompt tokens that the chosen instance is predicted to compute."""
         tokens, shape = decision.demand.prompt_tokens, self.shape
         return tokens - shape.reused_tokens(tokens, decision.prefill.used_blocks) if shape is not None else tokens
 
@@ -213,7 +213,7 @@ class ClusterView:
         send_s: float = 0.0,
         tokens: int = 0,
     ) -> int:
-        """Counts a prompt on an instance until `release`, and time on links: the source's, and the instance's own.
+        """Count a prompt on an instance until `release`, and time on links: the source's, and the instance's own.
 
         Returns:
             The claim's number. No claim number is used twice.
@@ -232,14 +232,14 @@ class ClusterView:
         return number
 
     def read_measured(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
-        """Learns what the read of a claim took."""
+        """Learn what the read of a claim took."""
         instance, shape = self._instances.get(source), self.shape
         if instance is not None and shape is not None:
             nbytes = shape.moved_bytes(blocks * shape.block_size, 0)
             self._reads.measured(claim, instance.link, nbytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: PlacedAnswer) -> int:
-        """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
+        """Count an answer, or several together, on an instance until `release`; return the claim's number."""
         number, instances = self._new_claim()
         instance = self.decodes.get(instance_id)
         if instance is not None:
@@ -249,7 +249,7 @@ class ClusterView:
         return number
 
     def acknowledged(self, claim: int, number: int = 0) -> None:
-        """Notes that the instance has confirmed the request.
+        """Note that the instance has confirmed the request.
 
         Args:
             claim: the request's claim there.
@@ -262,14 +262,14 @@ class ClusterView:
                 self._changed(instance)
 
     def answer_grew(self, claim: int, tokens: int, now: float) -> None:
-        """Notes that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
+        """Note that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
         for instance in self._claims.get(claim, ()):
             if isinstance(instance, DecodeInstanceState):
                 answer = instance.answers[claim]
                 answer.generated, answer.reported_at = tokens, now
 
     def release(self, claim: int, now: float) -> None:
-        """Stops counting a claim: the prompt has a first token, the answer has ended, or neither will happen.
+        """Stop counting a claim: the prompt has a first token, the answer has ended, or neither will happen.
 
         A claim that was released before is fine.
         """
@@ -312,7 +312,7 @@ class ClusterView:
     # --- plans -----------------------------------------------------------------------------------------------------
 
     def plan(self, request: RoutingRequest) -> RoutingDecision:
-        """Routes a request.
+        """Route a request.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -349,7 +349,7 @@ class ClusterView:
                 self.decodes.remove(instance)
             case StoreInstanceState():
                 self.stores.remove(instance)
-        if not len(self.prefills) and not len(self.decodes):
+        if not len(self.prefills) and not len(self.decodes):  # engines of another model may come now
             self.shape = None
             self.prefills.largest_blocks = self.decodes.largest_blocks = 0
 
@@ -365,12 +365,11 @@ class ClusterView:
         return number, instances
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         pools, learnt = (self.prefills, self.decodes, self.stores), (self.forecasts, self.replication, self.hindsight)
         return digest_of(self.index, *pools, *learnt, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
-        """Asserts that instances, pools, index and claims agree."""
+        """Assert that instances, pools, index and claims agree."""
         for part in (
             self.index,
             self.prefills,
@@ -387,8 +386,8 @@ class ClusterView:
             assert instance.slot == self.index.slot(name)
         for decode in self.decodes:
             decode.check_invariants()
-        held = [number for one in self.prefills for number in one.prompts]
-        held += [number for one in self.decodes for number in one.answers]
+        held = [number for prefill in self.prefills for number in prefill.prompts]
+        held += [number for decode in self.decodes for number in decode.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
         assert set(self.prefills.in_flight.claims) <= set(self._claims), "a released claim is still in flight"
@@ -398,7 +397,7 @@ AnyInstance = PrefillInstanceState | DecodeInstanceState | StoreInstanceState
 
 
 def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
-    """The instance, idle since `now`, not in any pool yet."""
+    """Return the instance, idle since `now`, not in any pool yet."""
     match facts.kind:
         case InstanceKind.PREFILL:
             emulated = facts.shape is not None and facts.shape.emulated

@@ -24,7 +24,6 @@ class ConductorCore:
         self.scheduler = RequestScheduler(limits, cluster)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
-        """Takes an event; see `Core.handle`."""
         match event:
             case LoadReported(instance, load):
                 self.cluster.report(instance, load, now)
@@ -43,15 +42,15 @@ class ConductorCore:
         self.scheduler.handle(now, event, out)
 
     def due(self) -> float | None:
-        """Time at which the core wants a `Tick`; None = never."""
+        """Return the time at which the core wants a `Tick`; None = never."""
         return self.scheduler.due()
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
         self.cluster.check_invariants()
         self.scheduler.check_invariants()
         assert self.cluster.claims == self.scheduler.claims, "the cluster and the requests disagree about claims"
 
     def digest(self) -> bytes:
-        """Hash of the whole state."""
+        """Return the hash of the whole state."""
         return digest_of(self.cluster, self.scheduler, self.roles)

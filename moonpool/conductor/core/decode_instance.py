@@ -61,19 +61,18 @@ class DecodeInstanceState:
 
     @property
     def there(self) -> DecodeLoad:
-        """What is here."""
         blocks = self.available_blocks, self.facts.total_blocks
         return make(DecodeLoad, (self.sequences, self.context_tokens, *blocks, self.turn))
 
     def count(self) -> None:
-        """Counts sequences, context and memory anew: the last report, and answers that the report does not include."""
+        """Count sequences, context and memory anew: the last report, and answers that the report does not include."""
         load = self.load
         self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
         self.available_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
     def claim(self, number: int, answer: PlacedAnswer) -> None:
-        """Counts an answer, or several together, from now on."""
+        """Count an answer, or several together, from now on."""
         self.answers[number] = answer
         self.own_sequences += answer.sequences
         self.unreported += answer.sequences
@@ -93,7 +92,6 @@ class DecodeInstanceState:
             self.count()
 
     def release(self, number: int) -> None:
-        """Stops counting an answer."""
         answer = self.answers.pop(number)
         self.own_sequences -= answer.sequences
         self.own_context_tokens -= answer.context_tokens
@@ -102,7 +100,7 @@ class DecodeInstanceState:
         self.count()
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a load report, which includes the first `taken` reservations of the instance."""
+        """Take a load report, which includes the first `taken` reservations of the instance."""
         self.load = load
         if load.speeds is not None:
             seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
@@ -122,12 +120,11 @@ class DecodeInstanceState:
         self.unreported_blocks -= answer.blocks
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         reported = self.facts, self.slot, self.speeds, self.load
         return digest_of(*reported, self.turn, self.answers, self.health, self.tpot.state, self.link)
 
     def check_invariants(self) -> None:
-        """Asserts that the sums are those of the answers."""
+        """Assert that the sums are those of the answers."""
         counted = self.sequences, self.context_tokens, self.available_blocks
         self.count()
         assert counted == (self.sequences, self.context_tokens, self.available_blocks)

@@ -38,7 +38,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         self._policy = policy
 
     def rank(self, instance: DecodeInstanceState) -> None:
-        """Ranks an instance anew, after a change in load or speeds."""
+        """Rank an instance anew, after a change in load or speeds."""
         sequences, context = instance.sequences, instance.context_tokens
         self.ranks.put(
             instance.slot,
@@ -56,7 +56,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         return instance.available_blocks, instance.facts.total_blocks
 
     def answer_tokens(self, decode: str) -> int:
-        """Tokens that an instance expects a new answer to have; 0 = not reported."""
+        """Return the tokens that an instance expects a new answer to have; 0 = not reported."""
         instance = self.get(decode)
         return instance.load.answer_tokens if instance is not None else 0
 
@@ -78,7 +78,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         able = self.eligible_mask(demand.total_blocks, demand.needs, self.domain_mask(domain))
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
-            for roomy in (True, False):
+            for roomy in (True, False):  # reports may be stale: those that seem full are asked after the others
                 if allowed and len(choices) < SHORTLIST:
                     candidates = PoolDecodeCandidates(self, model, prefixes, request, allowed, roomy)
                     choices += self._policy.order(candidates, SHORTLIST - len(choices))
@@ -112,21 +112,21 @@ class PoolDecodeCandidates(DecodeCandidates):
             limit,
             self._fits,
         )
-        places = [(one.place.slot, one.blocks) for one in found]
+        places = [(match.place.slot, match.blocks) for match in found]
         starved = pool.starved_slot(self._allowed)
         if starved is not None and self._fits(starved) and all(slot != starved for slot, _ in places):
             places.append((starved, blocks_at(self._prefixes, starved)))
         return [self._predict(slot, blocks) for slot, blocks in places]
 
     def _fits(self, slot: int) -> bool:
-        one = self._pool.by_slot[slot]
-        return (one.available_blocks >= self._model.blocks(one.load.answer_tokens)) is self._roomy
+        instance = self._pool.by_slot[slot]
+        return (instance.available_blocks >= self._model.blocks(instance.load.answer_tokens)) is self._roomy
 
     def _predict(self, slot: int, held_blocks: int) -> DecodeChoice:
-        one = self._pool.by_slot[slot]
-        need = self._model.blocks(one.load.answer_tokens)
-        optimism = self._pool.optimism_factor(one)
-        return self._model.choice(one.facts.id, one.speeds, one.there, held_blocks, need, optimism)
+        instance = self._pool.by_slot[slot]
+        need = self._model.blocks(instance.load.answer_tokens)
+        optimism = self._pool.optimism_factor(instance)
+        return self._model.choice(instance.facts.id, instance.speeds, instance.there, held_blocks, need, optimism)
 
 
 TRANSFER_BYTES = 1 << 28

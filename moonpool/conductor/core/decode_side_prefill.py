@@ -46,6 +46,7 @@ class DecodeSidePrefill:
             return decision
         if not choice.pays:
             quicker = choice.prefill.ttft_s < decision.prefill.ttft_s
+            # Named only where decode would have been quicker for the request: else no reader asks why not.
             why = f"those that run there would lose {choice.cost_s:.4f} s together" if quicker else ""
             return replace(decision, candidates=(*decision.candidates, choice.prefill._replace(excluded=why)))
         return replace(
@@ -60,21 +61,21 @@ class DecodeSidePrefill:
     def _best(
         self, demand: Demand, shape: KVShape, prefixes: Prefixes, suspects: Collection[str], other: PrefillChoice
     ) -> DecodeSideChoice | None:
-        """The best decode instance among those with most of the prompt; None if there is none.
+        """Return the best decode instance among those with most of the prompt; None if there is none.
 
         Best is the least TTFT and cost to others together. `other` is the best prefill instance.
         """
         pool, model = self._decodes, DecodeLatencyModel(demand, shape)
         allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects)
-        for blocks, mask in reversed(prefixes):
+        for blocks, mask in reversed(prefixes):  # the longest prefix leaves least to compute
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
             if tokens > self._max_tokens:
                 continue
             slots = [slot for slot in slots_in(mask & allowed) if _has_memory(pool.by_slot[slot], model)][:SHORTLIST]
             choices = [_decode_side_choice(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]
-            known = [it for it in choices if it.prefill.prefill_s > 0.0]
+            known = [choice for choice in choices if choice.prefill.prefill_s > 0.0]
             if known:
-                return min(known, key=lambda it: (it.prefill.ttft_s + it.cost_s, it.prefill.id))
+                return min(known, key=lambda choice: (choice.prefill.ttft_s + choice.cost_s, choice.prefill.id))
         return None
 
 
@@ -116,5 +117,5 @@ def _decode_side_choice(
         name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
     )
     decode = model.choice(name, speeds, instance.there, blocks, need)
-    cost_s = running * compute_s
+    cost_s = running * compute_s  # each sequence of the batch waits for the prompt's part of the steps
     return DecodeSideChoice(prefill, decode, cost_s, prefill.ttft_s + cost_s < other.ttft_s)

@@ -85,7 +85,7 @@ class ExpectedPrompts:
             self.drop(next(iter(self._prompts)))
 
     def drop(self, name: PromptName) -> ExpectedPrompt | None:
-        """Expects a prompt no longer: it has come, or will not. Returns the prompt if it was expected."""
+        """Expects a prompt no longer: it has come, or will not. Return the prompt if it was expected."""
         prompt = self._prompts.pop(name, None)
         if prompt is not None:
             self._key_bytes -= len(prompt.keys)
@@ -102,7 +102,7 @@ class ExpectedPrompts:
         return None
 
     def coming(self, now: float) -> Iterator[tuple[PromptName, ExpectedPrompt]]:
-        """Prompts for whose blocks an order is due: first for memory, then for an instance (`in_memory`)."""
+        """Return the prompts for whose blocks an order is due: first for memory, then for an instance (`in_memory`)."""
         while (at := self.due()) is not None and at <= now:
             name = heappop(self._due)[1]
             prompt = self._prompts[name]
@@ -114,24 +114,23 @@ class ExpectedPrompts:
                 self._await(name, prompt, max(now, prompt.at - INSTANCE_LEAD_S))
 
     def _await(self, name: PromptName, prompt: ExpectedPrompt, due_at: float) -> None:
-        """Notes when an order is due. Outdated notes are dropped before most are outdated."""
+        """Note when an order is due. Outdated notes are dropped before most are outdated."""
         prompt.due_at = due_at
         heappush(self._due, (due_at, name))
         if len(self._due) > 2 * len(self._prompts):
-            self._due = [(it.due_at, name) for name, it in self._prompts.items()]
+            self._due = [(prompt.due_at, name) for name, prompt in self._prompts.items()]
             heapify(self._due)
 
     def check_invariants(self) -> None:
-        """Asserts that what is remembered is bounded, and that each prompt has an order to come."""
+        """Assert that what is remembered is bounded, and that each prompt has an order to come."""
         assert len(self._due) <= 2 * MAX_EXPECTED, "outdated notes stay"
-        assert self._key_bytes == sum(len(it.keys) for it in self._prompts.values()) <= MAX_KEY_BYTES
-        assert {(it.due_at, name) for name, it in self._prompts.items()} <= set(self._due)
+        assert self._key_bytes == sum(len(prompt.keys) for prompt in self._prompts.values()) <= MAX_KEY_BYTES
+        assert {(prompt.due_at, name) for name, prompt in self._prompts.items()} <= set(self._due)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._prompts, self._due)
 
 
 def joined(keys: Sequence[bytes]) -> bytes:
-    """The keys as `ExpectedPrompt.keys` holds them."""
+    """Return the keys as `ExpectedPrompt.keys` holds them."""
     return b"".join(keys)

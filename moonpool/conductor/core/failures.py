@@ -88,7 +88,7 @@ class FailureSeries:
     _tokens: int = 0
 
     def add(self, now: float, failure: Failure, tokens: int, apart_s: float) -> None:
-        """Counts an attempt that has failed after `tokens` tokens. `apart_s`: least seconds between two series."""
+        """Count an attempt that has failed after `tokens` tokens. `apart_s`: least seconds between two series."""
         if not self.count or (tokens > self._tokens and 0.0 < apart_s <= now - self._last):
             self.count, self.broken, self._began = 0, 0, now
         self.count += 1
@@ -101,7 +101,7 @@ class FailureSeries:
 
 
 def retries_exhausted(failure: Failure, attempts: int) -> Failure:
-    """Error for a request after the last attempt has failed."""
+    """Return the error for a request after the last attempt has failed."""
     if failure.kind in INNER_KINDS:
         message = f"given up after {attempts} placements; the last failed: {failure}"
         return Failure(FailureKind.UNAVAILABLE, message)

@@ -49,7 +49,7 @@ class HealthMonitor:
     _measured_at: float | None = None
 
     def report(self, speeds: Speeds, seconds: float, now: float, factor: float, *, idle: bool) -> Speeds:
-        """Takes a report.
+        """Take a report.
 
         Args:
             speeds: as the instance reports them.
@@ -63,7 +63,7 @@ class HealthMonitor:
         """
         measured, self.reported_s = seconds != self.reported_s, seconds
         self.reports += measured
-        if self.reports <= MIN_REPORTS or not factor:
+        if self.reports <= MIN_REPORTS or not factor:  # the first speeds may be far off: whatever they are is usual
             self.usual_s, self.healthy_speeds, self._at = seconds, speeds, now
             return speeds
         if not self.slow:
@@ -75,6 +75,7 @@ class HealthMonitor:
             return self._on_trial(speeds, now, measured=measured)
         elif idle and now >= self._trial_at:
             self.trial, self._measured_at = True, None
+            # By its measured speeds the instance would get no request, and could never show that it is well.
             return self.healthy_speeds or speeds
         self._follow(seconds, now)
         return speeds
@@ -106,6 +107,7 @@ class HealthMonitor:
         return seconds <= max(RECOVERED_SHARE * factor, 1.0) * self.usual_s
 
     def _follow(self, seconds: float, now: float) -> None:
+        # Quick to believe that an instance is fast, slow to believe that slow is its nature.
         within_s = FOLLOW_SLOWER_S if seconds > self.usual_s else FOLLOW_FASTER_S
         self.usual_s += (seconds - self.usual_s) * min(1.0, (now - self._at) / within_s)
         self._at = now

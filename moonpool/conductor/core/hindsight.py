@@ -54,13 +54,15 @@ class Regrets:
         self._by_request: OrderedDict[int, PlacementRegret] = OrderedDict()
 
     def of(self, request: int) -> PlacementRegret | None:
-        """The regret of a request's placement; None = not measured, or forgotten."""
+        """Return the regret of a request's placement; None = not measured, or forgotten."""
         return self._by_request.get(request)
 
     def error_near(self, instance: str, placed_at: float) -> float | None:
-        """The error of the prediction that was made for an instance nearest in time; None = none is near."""
+        """Return the error of the prediction that was made for an instance nearest in time; None = none is near."""
         outcomes = self._outcomes.get(instance, ())
-        apart_s, error = min([(abs(it.placed_at - placed_at), it.error) for it in outcomes], default=(NEAR_S, 0.0))
+        apart_s, error = min(
+            [(abs(outcome.placed_at - placed_at), outcome.error) for outcome in outcomes], default=(NEAR_S, 0.0)
+        )
         return error if apart_s < NEAR_S else None
 
     def noted(self, instance: str, outcome: PlacementOutcome) -> None:
@@ -79,11 +81,9 @@ class Regrets:
             self._by_request.popitem(last=False)
 
     def lost(self, instance: str) -> None:
-        """The instance is gone."""
         self._outcomes.pop(instance, None)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.totals, sorted(self._outcomes.items()), self._by_request)
 
 
@@ -109,9 +109,9 @@ class Hindsight:
         regrets, ttft_s = self.prefill, now - placed_at
         regrets.noted(chosen.id, PlacementOutcome(placed_at, ttft_s - chosen.ttft_s))
         known = [
-            (max(it.alone_s, it.ttft_s + (regrets.error_near(it.id, placed_at) or 0.0)), it.id)
-            for it in others
-            if not it.excluded
+            (max(other.alone_s, other.ttft_s + (regrets.error_near(other.id, placed_at) or 0.0)), other.id)
+            for other in others
+            if not other.excluded
         ]
         regrets.measured(request, ttft_s, known)
 
@@ -136,23 +136,21 @@ class Hindsight:
             answered_s: see above.
             length: tokens of the answer over the number for which `DecodeChoice.finish_s` was predicted.
         """
-        chosen = next((it for it in candidates if it.id == chosen_id), None)
+        chosen = next((candidate for candidate in candidates if candidate.id == chosen_id), None)
         if chosen is None or not chosen.finish_s:
             return
         regrets, factor = self.decode, answered_s / (length * chosen.finish_s)
         regrets.noted(chosen.id, PlacementOutcome(placed_at, factor))
         known: list[tuple[float, str]] = []
-        for it in candidates:
-            if it is not chosen and it.there.available_blocks >= it.blocks:
-                error = regrets.error_near(it.id, placed_at)
-                known.append((length * it.finish_s * (factor if error is None else error), it.id))
+        for other in candidates:
+            if other is not chosen and other.there.available_blocks >= other.blocks:
+                error = regrets.error_near(other.id, placed_at)
+                known.append((length * other.finish_s * (factor if error is None else error), other.id))
         regrets.measured(request, answered_s, known)
 
     def lost(self, instance: str) -> None:
-        """The instance is gone."""
         self.prefill.lost(instance)
         self.decode.lost(instance)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.prefill, self.decode)

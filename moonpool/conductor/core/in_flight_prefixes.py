@@ -31,7 +31,6 @@ class InFlightPrefixes:
         self._at: dict[bytes, dict[str, int]] = {}  # by the key at a mark: prompts of each instance
 
     def placed(self, claim: int, instance: str, keys: Sequence[bytes]) -> None:
-        """A prompt is placed."""
         marked = _keys_at_marks(keys)
         self._claims[claim] = instance, marked
         at = self._at
@@ -43,7 +42,7 @@ class InFlightPrefixes:
                 there[instance] = there.get(instance, 0) + 1
 
     def released(self, claim: int) -> None:
-        """Drops a prompt; claims that are unknown or computed are fine."""
+        """Drop a prompt; claims that are unknown or computed are fine."""
         self._drop(*self._claims.pop(claim, ("", ())))
 
     def computed(self, claim: int) -> str:
@@ -59,27 +58,26 @@ class InFlightPrefixes:
     def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
         """An instance has reported which blocks are there."""
         if instance in self._computed:
-            self._keep(instance, lambda one: not holds(one.marked[-1]))
+            self._keep(instance, lambda chain: not holds(chain.marked[-1]))
 
     def reported(self, instance: str) -> None:
-        """An instance has reported load."""
         if instance in self._computed:
-            for one in self._computed[instance]:
-                one.reports += 1
-            self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
+            for chain in self._computed[instance]:
+                chain.reports += 1
+            self._keep(instance, lambda chain: chain.reports < REPORTS_AWAITED)
 
     def lost(self, instance: str) -> None:
         """The instance and all its blocks are gone."""
         self._keep(instance, lambda _: False)
 
     def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
-        """Keeps the computed chains of an instance for which `wanted` is true."""
+        """Keep the computed chains of an instance for which `wanted` is true."""
         kept: list[_ComputedChain] = []
-        for one in self._computed.pop(instance, ()):
-            if wanted(one):
-                kept.append(one)
+        for chain in self._computed.pop(instance, ()):
+            if wanted(chain):
+                kept.append(chain)
             else:
-                self._drop(instance, one.marked)
+                self._drop(instance, chain.marked)
         if kept:
             self._computed[instance] = kept
 
@@ -120,13 +118,12 @@ class InFlightPrefixes:
         return list(self._computed)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(sorted(self._claims.items()), sorted(self._computed.items()))
 
     def check_invariants(self) -> None:
-        """Asserts that the counts are those of the chains."""
+        """Assert that the counts are those of the chains."""
         counted: dict[bytes, dict[str, int]] = {}
-        computed = [(instance, one.marked) for instance, here in self._computed.items() for one in here]
+        computed = [(instance, chain.marked) for instance, here in self._computed.items() for chain in here]
         for instance, marked in [*self._claims.values(), *computed]:
             for key in marked:
                 there = counted.setdefault(key, {})
@@ -143,7 +140,7 @@ class _ComputedChain:
 
 
 def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys at the marks."""
+    """Return the keys at the marks."""
     marks = bisect_right(COMPARED_LENGTHS, len(keys))
     return _TAKE_MARKS[marks - 2](keys) if marks > 1 else tuple(keys[:marks])
 
@@ -151,7 +148,7 @@ def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 def with_in_flight(
     prefixes: Sequence[tuple[int, int]], in_flight: Sequence[tuple[int, int]]
 ) -> Sequence[tuple[int, int]]:
-    """Prefixes as `BlockTrie.match` gives them, where some slots will soon hold more: (blocks, slot)."""
+    """Return the prefixes as `BlockTrie.match` gives them, where some slots will soon hold more: (blocks, slot)."""
     if not in_flight:
         return prefixes
     levels = dict(prefixes)

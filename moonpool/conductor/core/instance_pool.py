@@ -19,9 +19,7 @@ class PoolInstance(Protocol):
     health: HealthMonitor
 
     @property
-    def facts(self) -> InstanceFacts:
-        """The instance's facts."""
-        ...
+    def facts(self) -> InstanceFacts: ...
 
     @property
     def busy(self) -> bool:
@@ -71,24 +69,20 @@ class InstancePool(Generic[I]):
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[I]:
-        """All, in order of joining."""
         return iter(self._by_id.values())
 
     @property
     def mask(self) -> int:
-        """Slots of all."""
         return self.ranks.mask
 
     def rank(self, instance: I) -> None:
-        """Ranks an instance anew."""
+        """Rank an instance anew."""
         raise NotImplementedError
 
     def get(self, instance_id: str) -> I | None:
-        """The instance of that id."""
         return self._by_id.get(instance_id)
 
     def add(self, instance: I) -> None:
-        """Takes an instance in."""
         blocks, bit = instance.facts.total_blocks, 1 << instance.slot
         self._by_id[instance.facts.id] = self.by_slot[instance.slot] = instance
         _add_bit(self._by_size, blocks, bit)
@@ -103,7 +97,6 @@ class InstancePool(Generic[I]):
         self.changed(instance)
 
     def remove(self, instance: I) -> None:
-        """Takes an instance out."""
         blocks, bit = instance.facts.total_blocks, 1 << instance.slot
         del self._by_id[instance.facts.id], self.by_slot[instance.slot]
         self._unproven.pop(instance.facts.id, None)
@@ -119,7 +112,7 @@ class InstancePool(Generic[I]):
         self.ranks.remove(instance.slot)
 
     def changed(self, instance: I) -> None:
-        """Notes that load or speeds of an instance have changed."""
+        """Note that load or speeds of an instance have changed."""
         bit = 1 << instance.slot
         self.draining_mask = self.draining_mask | bit if instance.load.draining else self.draining_mask & ~bit
         tried = instance.health.trial and not instance.busy
@@ -128,14 +121,14 @@ class InstancePool(Generic[I]):
         self.rank(instance)
 
     def chose(self, instance: I) -> None:
-        """Notes that a request goes to an instance."""
+        """Note that a request goes to an instance."""
         self._turn += 1
         instance.turn = self._turn
         self._unproven.pop(instance.facts.id, None)
         self.changed(instance)
 
     def optimism_factor(self, instance: I) -> float:
-        """Factor on an instance's predicted seconds: below 1 if others served much and the instance nothing.
+        """Return the factor on an instance's predicted seconds: below 1 if others served much and the instance nothing.
 
         Only use corrects the measurement from the start. So the more requests go elsewhere, the faster the instance is
         taken to be, until a request goes there. An instance on trial gets a request soon likewise.
@@ -153,41 +146,40 @@ class InstancePool(Generic[I]):
         if self._tried & allowed:
             return next(iter(slots_in(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
-        instance = next((one for one in unproven if allowed >> one.slot & 1), None)
+        instance = next((instance for instance in unproven if allowed >> instance.slot & 1), None)
         return instance.slot if instance is not None and self.optimism_factor(instance) < 1.0 else None
 
     def move(self, instance: I, slot: int) -> None:
-        """Gives an instance another slot."""
+        """Give an instance another slot."""
         self.remove(instance)
         instance.slot = slot
         self.add(instance)
 
     @property
     def domains(self) -> Iterable[str]:
-        """KV domains of the instances."""
         return self._by_domain
 
     def domain_mask(self, domain: str) -> int:
-        """Mask of the instances in a KV domain."""
+        """Return the mask of the instances in a KV domain."""
         return self._by_domain.get(domain, 0)
 
     def lacking_mask(self, needs: Iterable[str]) -> int:
-        """Mask of the instances that lack one of these sampling options."""
+        """Return the mask of the instances that lack one of these sampling options."""
         mask = 0
         for option in needs:
             mask |= self._without(option)
         return mask
 
     def nobody_has(self, needs: Iterable[str]) -> str:
-        """The first of these sampling options that no instance has; "" = there is none."""
+        """Return the first of these sampling options that no instance has; "" = there is none."""
         return next((option for option in needs if self.mask and self._without(option) == self.mask), "")
 
     def _without(self, option: str) -> int:
-        """Mask of the instances that lack an option of a request."""
+        """Return the mask of the instances that lack an option of a request."""
         return self._lacking.get(option.partition(":")[0], 0) & ~self._with_lora.get(option, 0)
 
     def eligible_mask(self, blocks: int, needs: Iterable[str] = (), within: int = ~0) -> int:
-        """Mask of the instances that take a request.
+        """Return the mask of the instances that take a request.
 
         Slow instances are in the mask only if all are slow.
 
@@ -201,7 +193,7 @@ class InstancePool(Generic[I]):
             if size >= blocks:
                 mask |= slots
         mask &= ~self.draining_mask & ~self.lacking_mask(needs) & within
-        return mask & ~self.slow_mask or mask
+        return mask & ~self.slow_mask or mask  # slow is better than nothing
 
     def should_drain(self, instance_id: str, leaving: int | None = None) -> bool:
         """Whether an instance is in the mask `leaving`, by default the slow ones, and another instance is healthy."""
@@ -214,16 +206,15 @@ class InstancePool(Generic[I]):
         return bool(others) and bool(leaving & bit) and not instance.health.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
-        """Mask of the instances with these ids, as far as they are here."""
-        return sum([1 << self._by_id[one].slot for one in ids if one in self._by_id])
+        """Return the mask of the instances with these ids, as far as they are here."""
+        return sum([1 << self._by_id[name].slot for name in ids if name in self._by_id])
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         classes = [(slot, self.ranks.levels(slot), self.ranks.class_speeds(slot)) for slot in self.by_slot]
         return digest_of(list(self._by_id.items()), classes, self.largest_blocks, self._turn, self._unproven)
 
     def check_invariants(self) -> None:
-        """Asserts that ids, slots, sizes and ranks agree."""
+        """Assert that ids, slots, sizes and ranks agree."""
         self.ranks.check_invariants()
         assert self.by_slot == {instance.slot: instance for instance in self._by_id.values()}
         assert self.mask == sum(1 << slot for slot in self.by_slot)
@@ -232,10 +223,14 @@ class InstancePool(Generic[I]):
         assert all(self.by_slot[slot].health.slow for slot in slots_in(self.slow_mask))
         assert sum(self._by_size.values()) == sum(self._by_domain.values()) == self.mask
         for option, slots in self._lacking.items():
-            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.unsupported)
+            assert slots == sum(
+                1 << instance.slot for instance in self._by_id.values() if option in instance.facts.unsupported
+            )
         for option, slots in self._with_lora.items():
-            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.loras)
-        assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
+            assert slots == sum(
+                1 << instance.slot for instance in self._by_id.values() if option in instance.facts.loras
+            )
+        assert self._unproven.keys() == {name for name, instance in self._by_id.items() if not instance.turn}
         for instance_id, instance in self._by_id.items():
             assert instance.facts.id == instance_id
             assert self._by_size[instance.facts.total_blocks] >> instance.slot & 1

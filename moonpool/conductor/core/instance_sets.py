@@ -20,11 +20,10 @@ class InstanceSets:
         self._remembered = 0
 
     def __len__(self) -> int:
-        """Sets that have a number."""
         return len(self.masks)
 
     def number(self, mask: int) -> int:
-        """The number of the set with this mask."""
+        """Return the number of the set with this mask."""
         found = self._numbers.get(mask)
         if found is None:
             found = self._numbers[mask] = len(self.masks)
@@ -40,27 +39,26 @@ class InstanceSets:
         return _set_table(self._without, slot)
 
     def add(self, number: int, slot: int) -> int:
-        """The set with `slot`."""
         self._remember()
         return _set_table(self._with, slot).setdefault(number, self.number(self.masks[number] | 1 << slot))
 
     def remove(self, number: int, slot: int) -> int:
-        """The set without `slot`."""
+        """Return the set without `slot`."""
         self._remember()
         return _set_table(self._without, slot).setdefault(number, self.number(self.masks[number] & ~(1 << slot)))
 
-    def common(self, one: int, other: int) -> int:
-        """The set of what both have."""
-        if one == other:
-            return one
-        found = self._common.get((one, other))
+    def common(self, number: int, other: int) -> int:
+        """Return the set of what both have."""
+        if number == other:
+            return number
+        found = self._common.get((number, other))
         if found is None:
             self._remember()
-            found = self._common[one, other] = self.number(self.masks[one] & self.masks[other])
+            found = self._common[number, other] = self.number(self.masks[number] & self.masks[other])
         return found
 
     def keep(self, used: Iterable[int]) -> dict[int, int]:
-        """Forgets all sets but these and the empty one; returns the new number of each."""
+        """Forget all sets but these and the empty one; return the new number of each."""
         kept = sorted({EMPTY_SET, *used})
         self.masks = [self.masks[number] for number in kept]
         self._numbers = {mask: number for number, mask in enumerate(self.masks)}
@@ -68,12 +66,12 @@ class InstanceSets:
         return {before: number for number, before in enumerate(kept)}
 
     def check_invariants(self) -> None:
-        """Asserts that every mask has one number."""
+        """Assert that every mask has one number."""
         assert self.masks[EMPTY_SET] == 0
         assert self._numbers == {mask: number for number, mask in enumerate(self.masks)}
 
     def _remember(self) -> None:
-        """Keeps what is remembered within bounds."""
+        """Keep what is remembered within bounds."""
         self._remembered += 1
         if self._remembered > _MAX_REMEMBERED:
             self._forget()
@@ -92,7 +90,7 @@ def _set_table(tables: list[dict[int, int]], slot: int) -> dict[int, int]:
 
 
 def slots_in(mask: int) -> Iterator[int]:
-    """The slots of a mask, ascending."""
+    """Return the slots of a mask, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

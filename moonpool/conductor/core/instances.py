@@ -31,7 +31,7 @@ class InstanceFacts:
         stages: a prefill instance's pipeline stages; so many steps overlap.
         max_num_batched_tokens: a prefill step computes at most; 0 = a whole prompt.
         capacity_bytes: a kvstore's capacity; 0 = not known.
-        either: an engine that comes back in the other role on order.
+        switches_role: an engine that comes back in the other role on order.
         reports_ssd: a kvstore that reports which blocks are on SSD only.
         kv_domain: KV goes only to and comes only from instances in this domain. Kvstores are in the domain "".
         unsupported: sampling options that the instance lacks.
@@ -58,7 +58,7 @@ class InstanceFacts:
     arrival_order: bool = False
 
     def lacks(self, option: str) -> bool:
-        """Whether the instance cannot serve requests with an option of a request."""
+        """Return whether the instance cannot serve requests with an option of a request."""
         return option.partition(":")[0] in self.unsupported and option not in self.loras
 
     @property
@@ -72,7 +72,7 @@ class LoadFacts:
     """A load report.
 
     Attributes:
-        running, waiting: requests, or sessions of a kvstore.
+        running, waiting: requests, or transfers of a kvstore.
         free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
         context_tokens: total over all running sequences (decode).
         drain_s: predicted seconds of the queue (prefill); None = not reported.

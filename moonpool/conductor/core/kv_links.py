@@ -15,7 +15,7 @@ class LinkRead(NamedTuple):
 
     @classmethod
     def of(cls, choice: PrefillChoice) -> "LinkRead":
-        """A choice's read from the source."""
+        """Return a choice's read from the source."""
         return cls(choice.read_s, choice.cold_blocks / max(1, choice.used_blocks - choice.local_blocks))
 
 
@@ -34,11 +34,11 @@ class LearnedRate:
     learned_at: float = 0.0
 
     def known(self, now: float) -> float:
-        """Bytes per second; 0 = not known, or too old."""
+        """Return the bytes per second; 0 = not known, or too old."""
         return self.bytes_per_s if now - self.learned_at < RATE_FRESH_S else 0.0
 
     def learn(self, before: float, nbytes: float, seconds: float, now: float) -> None:
-        """Learns from a read of `nbytes` in `seconds`; `before` was the rate until then."""
+        """Learn from a read of `nbytes` in `seconds`; `before` was the rate until then."""
         self.bytes_per_s, self.learned_at = learnt_rate(before, nbytes, seconds, RATE_WEIGHT), now
 
 
@@ -58,11 +58,12 @@ class KVLink:
     reads: dict[int, LinkRead] = field(default_factory=dict)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the reads end."""
+        """Return the seconds until the reads end."""
         return max(self.free_at - now, 0.0) if self.reads else 0.0
 
     def claim(self, number: int, read: LinkRead, now: float) -> None:
-        """Counts a read from now on."""
+        """Count a read from now on."""
+        # Reads side by side share the link: none of them tells the link's rate.
         alone = not self.reads
         for other in self.reads:
             self.reads[other] = NO_READ
@@ -70,12 +71,12 @@ class KVLink:
         self.reads[number] = read if alone else NO_READ
 
     def learn(self, read: LinkRead, nbytes: int, seconds: float, now: float) -> None:
-        """Learns the rate from a read of `nbytes` in `seconds`, for the tier that gave most bytes."""
+        """Learn the rate from a read of `nbytes` in `seconds`, for the tier that gave most bytes."""
         usual = nbytes / read.seconds
         rates = [rate.known(now) or usual for rate in (self.memory, self.ssd)]
         sizes = [nbytes * (1.0 - read.cold), nbytes * read.cold]
         foreseen = [size / rate for size, rate in zip(sizes, rates, strict=True)]
-        most = int(2 * read.cold > 1.0)
+        most = int(2 * read.cold > 1.0)  # one time cannot tell two rates apart: the larger part learns
         part_s = seconds * foreseen[most] / sum(foreseen)
         (self.memory, self.ssd)[most].learn(rates[most], sizes[most], part_s, now)
 
@@ -92,29 +93,29 @@ class ReadsInFlight:
         return len(self._links)
 
     def claim(self, number: int, link: KVLink, read: LinkRead, now: float) -> None:
-        """Counts a read from now on."""
+        """Count a read from now on."""
         self._links[number] = link
         link.claim(number, read, now)
 
     def send(self, number: int, link: KVLink, seconds: float, now: float) -> None:
-        """Counts KV sent to decode, beside the claim's read from elsewhere."""
+        """Count KV sent to decode, beside the claim's read from elsewhere."""
         self._sends[number] = link
         link.claim(number, LinkRead(seconds), now)
 
     def measured(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
-        """Learns from a read over a link; a read not counted on this link teaches nothing."""
+        """Learn from a read over a link; a read not counted on this link teaches nothing."""
         if self._links.get(number) is link and link.reads[number].seconds and nbytes:
             link.learn(link.reads[number], nbytes, seconds, now)
 
     def release(self, number: int) -> None:
-        """Stops counting a read; unknown claims are fine."""
+        """Stop counting a read; unknown claims are fine."""
         for links in (self._links, self._sends):
             link = links.pop(number, None)
             if link is not None:
                 del link.reads[number]
 
     def check_invariants(self) -> None:
-        """Asserts that links and claims agree."""
+        """Assert that links and claims agree."""
         both = [*self._links.items(), *self._sends.items()]
         assert all(number in link.reads for number, link in both)
-        assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
+        assert all(link in (self._links.get(read), self._sends.get(read)) for _, link in both for read in link.reads)

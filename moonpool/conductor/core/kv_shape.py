@@ -31,17 +31,17 @@ class KVShape:
         return nbytes + max(0, min(blocks, self.window_blocks + 1)) * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens take."""
+        """Return the blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Prompt tokens that need no computing if the first `blocks` blocks are there.
+        """Return the prompt tokens that need no computing if the first `blocks` blocks are there.
 
         The last token is always computed: its logits give the answer's first token.
         """
         return min(blocks * self.block_size, tokens - 1)
 
     def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
-        """Blocks for `choices` answers that share the full blocks of their first `tokens` tokens."""
+        """Return the blocks for `choices` answers that share the full blocks of their first `tokens` tokens."""
         shared = tokens // self.block_size
         return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)

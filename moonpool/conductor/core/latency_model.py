@@ -46,7 +46,7 @@ class PrefillLatencyModel:
     def cost(
         self, speeds: Speeds, stages: int, max_num_batched_tokens: int, local_blocks: int, *, loads: bool = True
     ) -> PrefillCost:
-        """The prediction for an instance with these speeds and `local_blocks` leading blocks.
+        """Return the prediction for an instance with these speeds and `local_blocks` leading blocks.
 
         `loads`: the instance can load a longer prefix from others.
         """
@@ -100,20 +100,20 @@ class PrefillLatencyModel:
         return make(PrefillCost, (least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold))
 
     def alone_s(self, speeds: Speeds, stages: int, max_num_batched_tokens: int, blocks: int) -> float:
-        """Seconds to the first token on an idle instance with `blocks` leading blocks, loading nothing."""
+        """Return the seconds to the first token on an idle instance with `blocks` leading blocks, loading nothing."""
         work = self._works.get((blocks, max_num_batched_tokens)) or self._work(blocks, max_num_batched_tokens)
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
     def _loadable(self, max_num_batched_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
-        """The prefixes that may be loaded."""
+        """Return the prefixes that may be loaded."""
         found = self._loads[max_num_batched_tokens] = [
-            (it, it.blocks, self._work(it.blocks, max_num_batched_tokens)) for it in self.sources
+            (source, source.blocks, self._work(source.blocks, max_num_batched_tokens)) for source in self.sources
         ]
         return found
 
     def _work(self, blocks: int, max_num_batched_tokens: int) -> PrefillWork:
-        """Work left behind `blocks` leading blocks."""
+        """Return the work left behind `blocks` leading blocks."""
         prefix = self._shape.reused_tokens(self._tokens, blocks)
         work = self._works[blocks, max_num_batched_tokens] = prompt_work(self._tokens, prefix, max_num_batched_tokens)
         return work
@@ -147,13 +147,13 @@ class DecodeLatencyModel:
         return receive_s + self._tokens * decode_step_seconds(speeds, self._choices, self._context_tokens)
 
     def load_s(self, step_load_s: float) -> float:
-        """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
+        """Return the seconds added by what runs there already, which makes each step longer by `step_load_s`."""
         return self._tokens * step_load_s
 
     def choice(
         self, name: str, speeds: Speeds, there: DecodeLoad, held_blocks: int, blocks: int, optimism: float = 1.0
     ) -> DecodeChoice:
-        """The prediction for an instance with this load.
+        """Return the prediction for an instance with this load.
 
         Args:
             name: the instance's name.
@@ -183,5 +183,5 @@ class DecodeLatencyModel:
 
 
 def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:
-    """Seconds that what runs on a decode instance adds to each step."""
+    """Return the seconds that what runs on a decode instance adds to each step."""
     return speeds.decode_per_sequence_s * sequences + speeds.decode_per_context_token_s * context_tokens

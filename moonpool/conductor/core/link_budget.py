@@ -18,7 +18,7 @@ class LinkBudget:
         return self._share > 0
 
     def take(self, target: str, source: str, read_s: float, now: float) -> bool:
-        """Takes a copy of `read_s` seconds, unless one end's link has had as much as allowed. Returns whether taken."""
+        """Take a copy of `read_s` seconds, unless one end's link has had as much as allowed. Return whether taken."""
         self._free_at = {end: at for end, at in self._free_at.items() if at > now}
         if target in self._free_at or source in self._free_at:
             return False
@@ -26,5 +26,4 @@ class LinkBudget:
         return True
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._free_at)

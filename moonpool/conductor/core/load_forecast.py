@@ -35,12 +35,12 @@ class LoadForecaster:
         self._decodes = decodes
 
     def tbt_now(self, decode: str, joining: LoadForecast = NO_LOAD) -> float:
-        """Seconds between tokens if `joining` joined what runs there now."""
+        """Return the seconds between tokens if `joining` joined what runs there now."""
         instance = self._decodes.get(decode)
         return forecast_step_seconds(instance, load_now(instance), joining) if instance is not None else 0.0
 
     def tbt_at(self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float) -> float:
-        """Seconds between tokens if `joining` joins what is expected to run there at the time `at`.
+        """Return the seconds between tokens if `joining` joins what is expected to run there at the time `at`.
 
         The longest over `at` and the later times at which sequences with a reservation begin: these would become too
         slow if only the time `at` counted. `joining` counts there by the probability that the load still runs, as an
@@ -51,7 +51,11 @@ class LoadForecaster:
             return 0.0
         then = load_at(instance, self.lengths, now, at)
         step_s = forecast_step_seconds(instance, then, joining)
-        later = [it.reported_at for it in instance.answers.values() if not it.generated and it.reported_at > at]
+        later = [
+            answer.reported_at
+            for answer in instance.answers.values()
+            if not answer.generated and answer.reported_at > at
+        ]
         for time in thin_out(later, FORECAST_POINTS) if step_s else ():
             share = self.lengths.outlives(stratum, (time - at) / step_s)
             left = LoadForecast(share * joining.sequences, share * joining.context_tokens)
@@ -59,16 +63,16 @@ class LoadForecaster:
         return step_s
 
     def digest(self) -> bytes:
-        """Hash of the learned lengths."""
+        """Return the hash of the learned lengths."""
         return self.lengths.digest()
 
     def check_invariants(self) -> None:
-        """Asserts that the learned lengths are consistent."""
+        """Assert that the learned lengths are consistent."""
         self.lengths.check_invariants()
 
 
 def load_now(instance: DecodeInstanceState) -> LoadForecast:
-    """What runs now, without sequences that are still being prefilled."""
+    """Return what runs now, without sequences that are still being prefilled."""
     to_come = [answer for answer in instance.answers.values() if not answer.generated]
     sequences = instance.sequences - sum([answer.sequences for answer in to_come])
     context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
@@ -76,12 +80,13 @@ def load_now(instance: DecodeInstanceState) -> LoadForecast:
 
 
 def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float) -> LoadForecast:
-    """What is expected to run at the time `at`.
+    """Return what is expected to run at the time `at`.
 
     An answer from this conductor counts by the probability that the answer still runs then. Answers of other conductors
     are known from reports only, and are taken to stay. Tokens come at the mean of the step time now and the step time
     then.
     """
+    # How far answers get depends on the step time, which depends on who still runs: two rounds are enough.
     now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
     then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
     return _load_at(instance, lengths, now, at, (now_s + then_s) / 2)
@@ -90,7 +95,7 @@ def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: floa
 def _load_at(
     instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float, step_s: float
 ) -> LoadForecast:
-    sequences = float(instance.sequences - instance.own_sequences)
+    sequences = float(instance.sequences - instance.own_sequences)  # other conductors' answers: careful, they stay
     context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
     for answer in instance.answers.values():
         tokens, share = _answer_at(answer, lengths, now, at, step_s)
@@ -102,7 +107,7 @@ def _load_at(
 def _answer_at(
     answer: PlacedAnswer, lengths: OutputLengthModel, now: float, at: float, step_s: float
 ) -> tuple[float, float]:
-    """Tokens that an answer will have, and the probability that the answer runs then."""
+    """Return the tokens that an answer will have, and the probability that the answer runs then."""
     since = (
         answer.reported_at if answer.generated else max(answer.reported_at, now)
     )  # the answer cannot have begun without our knowing
@@ -116,7 +121,7 @@ def _answer_at(
 def forecast_step_seconds(
     instance: DecodeInstanceState, forecast: LoadForecast, joining: LoadForecast = NO_LOAD
 ) -> float:
-    """Seconds for a step over the forecast and the joining load."""
+    """Return the seconds for a step over the forecast and the joining load."""
     return decode_step_seconds(
         instance.speeds,
         forecast.sequences + joining.sequences,

@@ -56,7 +56,7 @@ class LoadRanking:
         stages: int = 1,
         max_num_batched_tokens: int = 0,
     ) -> None:
-        """Adds an instance, or ranks one anew. `load` computes the load at the class's speeds."""
+        """Add an instance, or rank one anew. `load` computes the load at the class's speeds."""
         before = self._of.get(slot)
         if before is not None and self._speeds[slot][0] is speeds:
             self.move(slot, load, turn)
@@ -66,7 +66,7 @@ class LoadRanking:
             self._speeds[slot] = speeds, seconds
             self.move(slot, load, turn)
             return
-        levels = tuple([log(it) / self._log_width if it > 0.0 else None for it in seconds])
+        levels = tuple([log(typical_s) / self._log_width if typical_s > 0.0 else None for typical_s in seconds])
         key = before[0].key if before is not None else None
         if key is not None and key.kind == (stages, max_num_batched_tokens) and key.distance(levels) <= CLASS_LEAVE:
             self.move(slot, load, turn)
@@ -82,15 +82,15 @@ class LoadRanking:
         self._speeds[slot] = speeds, seconds
 
     def _class_for(self, key: SpeedClassKey, speeds: Speeds) -> SpeedClass:
-        """The nearest class that an instance may join, or a new one."""
-        alike = [one for one in self._classes.values() if one.key.kind == key.kind]
-        nearest = min(alike, key=lambda one: one.key.distance(key.levels), default=None)
+        """Return the nearest class that an instance may join, or a new one."""
+        alike = [found for found in self._classes.values() if found.key.kind == key.kind]
+        nearest = min(alike, key=lambda found: found.key.distance(key.levels), default=None)
         if nearest is None or nearest.key.distance(key.levels) > CLASS_JOIN:
             nearest = self._classes[key] = SpeedClass(key, speeds)
         return nearest
 
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
-        """Ranks an instance anew after the load has changed."""
+        """Rank an instance anew after the load has changed."""
         found, before = self._of[slot]
         place = make(RankedInstance, (load(found.speeds), turn, before.name, slot))
         if place != before:
@@ -99,7 +99,6 @@ class LoadRanking:
             self._of[slot] = found, place
 
     def remove(self, slot: int) -> None:
-        """Takes an instance out."""
         found, place = self._of.pop(slot)
         del self._speeds[slot]
         del found.order[bisect_left(found.order, place)]
@@ -117,7 +116,7 @@ class LoadRanking:
         limit: int = SHORTLIST,
         fits: Callable[[int], bool] | None = None,
     ) -> list[RankedMatch]:
-        """The best instances, best first: by seconds, then by rank.
+        """Return the best instances, best first: by seconds, then by rank.
 
         Args:
             allowed: mask of the instances that may be chosen.
@@ -139,9 +138,9 @@ class LoadRanking:
                     continue
                 one_s = seconds + wait(place.load)
                 if one_s <= worst_s:
-                    one = make(RankedMatch, (one_s, place, blocks))
-                    if len(best) < limit or one < best[-1]:
-                        insort(best, one)
+                    match = make(RankedMatch, (one_s, place, blocks))
+                    if len(best) < limit or match < best[-1]:
+                        insort(best, match)
                         del best[limit:]
                         worst_s = best[-1].seconds if len(best) == limit else inf
                         continue
@@ -156,7 +155,7 @@ class LoadRanking:
         cost: Callable[[SpeedClass, int], float],
         wait: Callable[[float], float],
     ) -> list[tuple[float, float, int, SpeedClass, int]]:
-        """Groups by class and length of prefix that some allowed instance has.
+        """Return the groups by class and length of prefix that some allowed instance has.
 
         A group is (least seconds with the wait at the class's freest, seconds, blocks, class, mask), least ones first.
         """
@@ -178,23 +177,23 @@ class LoadRanking:
         return groups
 
     def levels(self, slot: int) -> SpeedLevels:
-        """The levels of an instance's class."""
+        """Return the levels of an instance's class."""
         return self._of[slot][0].key.levels
 
     def place(self, slot: int) -> RankedInstance:
-        """An instance's rank within the class."""
+        """Return an instance's rank within the class."""
         return self._of[slot][1]
 
     def class_speeds(self, slot: int) -> Speeds:
-        """The speeds that stand for an instance's class."""
+        """Return the speeds that stand for an instance's class."""
         return self._of[slot][0].speeds
 
     def stages(self, slot: int) -> int:
-        """Stages of an instance's pipeline."""
+        """Return the stages of an instance's pipeline."""
         return self._of[slot][0].key.stages
 
     def check_invariants(self) -> None:
-        """Asserts that classes, orders and masks agree."""
+        """Assert that classes, orders and masks agree."""
         seen = 0
         for key, found in self._classes.items():
             assert found.key == key
@@ -244,6 +243,6 @@ class SpeedClassKey:
         return self.stages, self.max_num_batched_tokens
 
     def distance(self, levels: SpeedLevels) -> float:
-        """The largest distance from the middle, in class widths."""
+        """Return the largest distance from the middle, in class widths."""
         pairs = zip(self.levels, levels, strict=True)
         return max([0.0 if a is b else inf if a is None or b is None else abs(a - b) for a, b in pairs])

@@ -18,29 +18,28 @@ class LruList:
         self._older, self._newer = array("i"), array("i")
 
     def grow(self, more: int) -> None:
-        """Makes room for so many larger numbers."""
+        """Make room for so many larger numbers."""
         for column in (self._older, self._newer):
             column.frombytes(bytes(more * column.itemsize))
 
     def add(self, number: int, *, oldest: bool = False) -> None:
-        """Adds a number that is not in the list, as the newest or the oldest."""
+        """Add a number that is not in the list, as the newest or the oldest."""
         before, after = (LRU_END, self.oldest) if oldest else (self._newest, LRU_END)
         self._older[number], self._newer[number] = before, after
         self._join(before, number)
         self._join(number, after)
 
     def remove(self, number: int) -> None:
-        """Takes a number out."""
         self._join(self._older[number], self._newer[number])
 
     def renew(self, number: int) -> None:
-        """Makes a number of the list the newest."""
+        """Make a number of the list the newest."""
         if number != self._newest:
             self.remove(number)
             self.add(number)
 
     def in_order(self) -> list[int]:
-        """All numbers, from the oldest.
+        """Return all numbers, from the oldest.
 
         Raises:
             AssertionError: the two directions contradict each other.
@@ -54,7 +53,7 @@ class LruList:
         return numbers
 
     def digest(self) -> bytes:
-        """Hash of the order."""
+        """Return the hash of the order."""
         return digest_of(array("i", self.in_order()))
 
     def _join(self, older: int, newer: int) -> None:

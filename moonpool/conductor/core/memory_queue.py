@@ -49,11 +49,10 @@ class DecodeMemoryQueue:
         return number in self._waiters
 
     def count(self) -> dict[str, int]:
-        """How many wait, by tenant."""
+        """Return how many wait, by tenant."""
         return self._queue.count()
 
     def add(self, waiter: MemoryWaiter, now: float) -> None:
-        """Lets a request wait."""
         self._queue.add(waiter.key, waiter.cost)
         self._waiters[waiter.key.number] = waiter
         self._ledger.waits(waiter.key.tenant, waiter.blocks, waiter.cost, now)
@@ -82,14 +81,14 @@ class DecodeMemoryQueue:
         self._yields.pop(decode, None)
 
     def blocks_ahead(self, key: QueueKey, more_s: float, now: float) -> int:
-        """Blocks of requests that wait at other conductors and go before a request.
+        """Return the blocks of requests that wait at other conductors and go before a request.
 
         `more_s`: virtual time of what goes before from the request's own tenant.
         """
         return self._ledger.blocks_ahead(key, self._shares.time(key.tenant) + more_s, self._shares.time, now)
 
     def is_free_to(self, decode: str, key: QueueKey) -> bool:
-        """Whether the instance is not held for a request that goes before."""
+        """Return whether the instance is not held for a request that goes before."""
         holder = self._holds.get(decode)
         if holder is None or holder == key.number:
             return True
@@ -120,6 +119,7 @@ class DecodeMemoryQueue:
         found: list[int] = []
         looks, behind_s, yields = MAX_LOOKS, dict[str, float](), False
         left_until = self._yields.get(decode, now) + YIELD_S
+        # The instance refused with as many blocks free: waking all would make all ask in vain.
         most = 1 if self._refused.get(decode) == available else len(self._waiters)
         if not total:
             return found
@@ -127,20 +127,21 @@ class DecodeMemoryQueue:
             if len(found) >= most:
                 break
             waiter = self._waiters[number]
-            if waiter.need.longest > total:
+            if waiter.need.longest > total:  # will never fit here: no reason to hold the instance for the request
                 continue
             blocks = needs(waiter.need)
             left = blocks_left_free(blocks, total) if above_share(waiter.key) else 0
             if blocks + left <= available and self.is_free_to(decode, waiter.key):
                 tenant = waiter.key.tenant
                 ahead = self.blocks_ahead(waiter.key, behind_s.get(tenant, 0.0), now) if now < left_until else 0
+                # Other conductors see the same free blocks, and requests there may come first in the fair order.
                 if blocks + left + ahead <= available:
                     found.append(number)
                     available -= blocks
                     behind_s[tenant] = behind_s.get(tenant, 0.0) + waiter.cost / waiter.key.weight
                     continue
                 yields = True
-            looks -= 1
+            looks -= 1  # requests behind may fit; what a report costs stays bounded
             if self._holds_now(waiter, decode, now) or not looks:
                 break
         if yields:
@@ -150,14 +151,14 @@ class DecodeMemoryQueue:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts the order, and that instances are held for waiting requests."""
+        """Assert the order, and that instances are held for waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiters)
         assert set(self._holds.values()) <= set(self._waiters)
         assert len(set(self._holds.values())) == len(self._holds)
 
     def state(self) -> object:
-        """The state, for a digest."""
+        """Return the state, for a digest."""
         return self._waiters, self._holds, self._refused, self._yields
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:

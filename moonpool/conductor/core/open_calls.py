@@ -47,14 +47,12 @@ class OpenCalls(PendingIo[OpenCall]):
         self._following: dict[str, dict[int, OpenCall]] = {}
 
     def begin(self, holds: OpenCall) -> int:
-        """See `PendingIo.begin`."""
         io = super().begin(holds)
         if holds.kind in FOLLOWING_CALLS:
             self._following.setdefault(holds.instance, {})[io] = holds
         return io
 
     def end(self, io: int) -> OpenCall:
-        """See `PendingIo.end`."""
         call = super().end(io)
         if call.kind in FOLLOWING_CALLS:
             there = self._following[call.instance]
@@ -64,11 +62,11 @@ class OpenCalls(PendingIo[OpenCall]):
         return call
 
     def following(self, instance: str) -> list[OpenCall]:
-        """Calls that follow sequences at an instance, in the order of their start."""
+        """Return the calls that follow sequences at an instance, in the order of their start."""
         return list(self._following.get(instance, {}).values())
 
     def check_invariants(self) -> None:
-        """Asserts that calls are listed at their instances."""
+        """Assert that calls are listed at their instances."""
         following = {io: call for io, call in self if call.kind in FOLLOWING_CALLS}
         assert following == {io: call for there in self._following.values() for io, call in there.items()}
         assert all(call.instance == name for name, there in self._following.items() for call in there.values())

@@ -57,10 +57,10 @@ class OutputLengthModel:
         if number in self._running:
             return
         self._running[number] = _RunningAnswer(stratum)
-        for one in _with_parents(stratum):
-            if one not in self._counts:
-                self._counts[one] = _LengthCounts()
-            self._counts.move_to_end(one)
+        for level in _with_parents(stratum):
+            if level not in self._counts:
+                self._counts[level] = _LengthCounts()
+            self._counts.move_to_end(level)
         while len(self._counts) > MAX_STRATA:
             forgotten, _ = self._counts.popitem(last=False)
             self._curves.pop(forgotten, None)
@@ -89,17 +89,17 @@ class OutputLengthModel:
         self._running.pop(number, None)
 
     def _of(self, stratum: Stratum) -> list[_LengthCounts]:
-        return [self._counts[one] for one in _with_parents(stratum) if one in self._counts]
+        return [self._counts[level] for level in _with_parents(stratum) if level in self._counts]
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
     def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0) -> float:
-        """Probability that an answer that has more than `so_far` tokens has more than `tokens`."""
+        """Return the probability that an answer that has more than `so_far` tokens has more than `tokens`."""
         curve = self._curve(stratum)
         return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
 
     def _curve(self, stratum: Stratum) -> tuple[float, ...]:
-        """Logarithm of the probability for outliving each bound, and 0 before the first."""
+        """Return logarithm of the probability for outliving each bound, and 0 before the first."""
         while stratum not in self._counts:
             stratum = stratum[:-1]
         total = self._counts[()].total
@@ -107,8 +107,8 @@ class OutputLengthModel:
         if known is not None and total - known[0] < max(1, known[0] // CURVE_REFRESH):
             return known[1]
         steps = self._prior
-        for one in reversed(_with_parents(stratum)):
-            steps = self._steps(one, steps) if one in self._counts else steps
+        for level in reversed(_with_parents(stratum)):
+            steps = self._steps(level, steps) if level in self._counts else steps
         curve, height = [0.0], 0.0
         for step in steps:
             height += step
@@ -117,7 +117,7 @@ class OutputLengthModel:
         return tuple(curve)
 
     def _steps(self, stratum: Stratum, parent: tuple[float, ...]) -> tuple[float, ...]:
-        """Logarithms of the probabilities for outliving each interval, once reached."""
+        """Return the logarithms of the probabilities for outliving each interval, once reached."""
         counts = self._counts[stratum]
         three = zip(counts.ended, counts.outlived, parent, strict=True)
         return tuple(
@@ -128,11 +128,10 @@ class OutputLengthModel:
         )
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._counts, self._running, self._curves)
 
     def check_invariants(self) -> None:
-        """Asserts that the root stratum is the sum of all tenants, as long as none was forgotten or has faded."""
+        """Assert that the root stratum is the sum of all tenants, as long as none was forgotten or has faded."""
         root = self._counts[()]
         assert all(count >= 0.0 for count in (*root.ended, *root.outlived))
         if root.total < LENGTH_WINDOW and len(self._counts) < MAX_STRATA:
@@ -168,12 +167,12 @@ class _RunningAnswer:
 
 
 def _with_parents(stratum: Stratum) -> list[Stratum]:
-    """The stratum and all parents, up to the root."""
+    """Return the stratum and all parents, up to the root."""
     return [stratum[:length] for length in range(len(stratum), -1, -1)]
 
 
 def _curve_at(curve: tuple[float, ...], tokens: float) -> float:
-    """The curve between two borders: straight in the logarithm."""
+    """Return the curve between two borders: straight in the logarithm."""
     if tokens <= 0.0:
         return 0.0
     place = bisect_left(LENGTH_BOUNDS, tokens)

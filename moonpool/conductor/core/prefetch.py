@@ -64,7 +64,7 @@ class Prefetch:
         self.to_memory = self.to_instances = self.cancelled = 0
 
     def due(self, now: float) -> Iterator[TellSession | ReplicatePrefix]:
-        """Orders for the prompts that are expected soon."""
+        """Return the orders for the prompts that are expected soon."""
         for name, prompt in self._expected.coming(now):
             if prompt.in_memory:
                 copy = self._into_instance(name, prompt, now)
@@ -110,7 +110,7 @@ class Prefetch:
         yield StopReplication(copy.instance, copy.tail)
 
     def _held(self, keys: Sequence[bytes]) -> tuple[int, tuple[str, ...]]:
-        """Leading blocks of a chain that somebody holds, and the kvstores that hold as many."""
+        """Return the leading blocks of a chain that somebody holds, and the kvstores that hold as many."""
         prefixes = self._cluster.index.match(keys)
         if not prefixes:
             return 0, ()
@@ -118,9 +118,9 @@ class Prefetch:
         return blocks, tuple([store.facts.id for store in self._cluster.stores if mask >> store.slot & 1])
 
     def _into_memory(self, prompt: ExpectedPrompt, now: float) -> Iterator[TellSession]:
-        """The first store that has the last block on SSD reads the chain. Chains leave memory tail first."""
+        """Return the first store that has the last block on SSD reads the chain. Chains leave memory tail first."""
         chain = prompt.chain
-        store = next((it for it in prompt.stores if self._cluster.index.is_cold(it, chain[-1])), "")
+        store = next((store for store in prompt.stores if self._cluster.index.is_cold(store, chain[-1])), "")
         if store:
             self.to_memory += 1
             yield TellSession(store, prompt.hint.after(now - prompt.told_at), chain)
@@ -152,11 +152,10 @@ class Prefetch:
         return ReplicatePrefix(chosen.id, keys[: chosen.used_blocks], chosen.source, tenant)
 
     def check_invariants(self) -> None:
-        """Asserts that what is remembered is bounded."""
+        """Assert that what is remembered is bounded."""
         assert len(self._copies) <= MAX_EXPECTED
         self._expected.check_invariants()
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         counts = self.to_memory, self.to_instances, self.cancelled
         return digest_of(self._expected, self._budget, list(self._copies.items()), counts)

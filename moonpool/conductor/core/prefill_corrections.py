@@ -57,18 +57,18 @@ class PrefillCorrections:
         return self._speeds
 
     def report(self, speeds: Speeds) -> None:
-        """Takes the speeds that the instance reports. The learned factor stays."""
+        """Take the speeds that the instance reports. The learned factor stays."""
         if speeds != self._reported:
             self._reported = speeds
             self._correct()
 
     def slowdown(self, work: PrefillWork) -> float:
-        """Factor by which some work takes longer than by the reported speeds."""
+        """Return the factor by which some work takes longer than by the reported speeds."""
         reported_s = work_seconds(self._reported, *work)
         return work_seconds(self._speeds, *work) / reported_s if reported_s else self.growing
 
     def observe(self, growing_s: float, rest_s: float, there_s: float) -> None:
-        """Learns from the seconds between a prompt's arrival at the instance and the first token.
+        """Learn from the seconds between a prompt's arrival at the instance and the first token.
 
         Args:
             growing_s: predicted by the reported speeds: what grows with tokens.
@@ -102,7 +102,7 @@ class OverheadModel:
         self.seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Learns the overhead of a request."""
+        """Learn the overhead of a request."""
         self._latest = (*self._latest[-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
         self.seconds = sorted(self._latest)[len(self._latest) // 2]
 

@@ -71,9 +71,9 @@ class PrefillInstanceState:
         return self.learnt.slowdown(self.full_step)
 
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
-        """Counts a prompt from now on."""
+        """Count a prompt from now on."""
         self._advance(now)
-        queue_key = None if self.facts.arrival_order else queue_key
+        queue_key = None if self.facts.arrival_order else queue_key  # nobody goes before anybody there
         new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
         for other in self.prompts.values() if queue_key is not None else ():
             other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)
@@ -89,7 +89,6 @@ class PrefillInstanceState:
             self.free_at -= prompt.busy_s
 
     def release(self, number: int, now: float) -> None:
-        """Stops counting a prompt."""
         self._advance(now)
         prompt = self.prompts.pop(number)
         if self.load.drain_s is None:  # the instance does not tell when free: the remaining work begins now
@@ -98,11 +97,12 @@ class PrefillInstanceState:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a load report, which includes the first `taken` prompts that the instance got.
+        """Take a load report, which includes the first `taken` prompts that the instance got.
 
         A report with fewer prompts than known was overtaken by an answer, and is ignored. If the next report has fewer
         prompts, too, the answer was wrong.
         """
+        # Calls and reports travel on different streams: an older report may come after a newer answer.
         self.overtaken = load.taken < self.load.taken and not self.overtaken
         if self.overtaken:
             return
@@ -116,27 +116,30 @@ class PrefillInstanceState:
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
         drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
-        self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
+        # What the report includes beyond this conductor's own prompts is other conductors'.
+        self.others_at = now + max(
+            0.0, drain_s - sum([prompt.busy_s for prompt in self.prompts.values() if prompt.covered])
+        )
         # An idle instance keeps the time since when idle: the longest idle instance is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
     def queue_s(self, key: QueueKey, all_s: float) -> float:
-        """Predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
+        """Return the predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
 
         A prompt that goes before other prompts from this conductor waits for the tenant's earlier prompts, each in turn
         among the tenants, and for the step under way.
         """
-        own = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
+        own = [(prompt.queue_key, prompt.busy_s) for prompt in self.prompts.values() if prompt.queue_key is not None]
         last = key.order_in_tenant
-        before = [busy_s for it, busy_s in own if it.tenant == key.tenant and it.order_in_tenant < last]
+        before = [busy_s for other, busy_s in own if other.tenant == key.tenant and other.order_in_tenant < last]
         if len(before) == len(own):
             return all_s
-        weights = {it.tenant: it.weight for it, _ in own} | {key.tenant: key.weight}
+        weights = {other.tenant: other.weight for other, _ in own} | {key.tenant: key.weight}
         turns = sum(weights.values()) / key.weight
         return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
 
     def wait(self, key: QueueKey, now: float) -> QueueWait:
-        """The place for a prompt with this queue key, if prompts are computed in key order.
+        """Return the place for a prompt with this queue key, if prompts are computed in key order.
 
         Prompts of other conductors go first. Tenants wait for their turns.
         """
@@ -146,17 +149,17 @@ class PrefillInstanceState:
         last, tenant, prompts = (key.rank, key.number), key.tenant, self.prompts
         left_s = before_s = 0.0
         behind = covered = strangers = 0
-        for it, one_s in self._left(now) if prompts else ():
-            if it.tenant != tenant:
+        for prompt, one_s in self._left(now) if prompts else ():
+            if prompt.tenant != tenant:
                 strangers += 1
                 continue
             left_s += one_s
-            covered += it.covered
-            if it.order < last:
+            covered += prompt.covered
+            if prompt.order < last:
                 before_s += one_s
-            elif it.order > last:
+            elif prompt.order > last:
                 behind += 1
-        if strangers:
+        if strangers:  # tenants take turns, so that order within the tenant is not all
             return QueueWait(self.queue_s(key, all_s), behind)
         others = self.load.running + self.load.waiting > covered
         if (others or left_s <= 0.0) and left_s < all_s:
@@ -173,25 +176,25 @@ class PrefillInstanceState:
         """
         elapsed_s, left = now - self.advanced_at, []
         prompts = self.prompts.values()
-        for it in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
-            left_s = it.left_s
+        for prompt in sorted(prompts, key=_order_of) if len(prompts) > 1 else prompts:
+            left_s = prompt.left_s
             if elapsed_s > 0.0:
                 spent_s = min(elapsed_s, left_s)
                 elapsed_s -= spent_s
                 left_s -= spent_s
-            left.append((it, left_s))
+            left.append((prompt, left_s))
         return left
 
     def _advance(self, now: float) -> None:
-        """Counts the time until now as spent on the first prompts."""
+        """Count the time until now as spent on the first prompts."""
         if now > self.advanced_at:
-            for it, left_s in self._left(now):
-                it.left_s = left_s
+            for prompt, left_s in self._left(now):
+                prompt.left_s = left_s
             self.advanced_at = now
 
     def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
-        """Seconds of the step under way at most."""
-        longest_s = max([it.busy_s for it in prompts])
+        """Return the seconds of the step under way at most."""
+        longest_s = max([prompt.busy_s for prompt in prompts])
         return (
             min(longest_s, work_seconds(self.learnt.speeds, *self.full_step))
             if self.facts.max_num_batched_tokens
@@ -199,29 +202,28 @@ class PrefillInstanceState:
         )
 
     def there(self, now: float) -> InstanceLoad:
-        """What is here."""
         load, facts, prompts, tokens = self.load, self.facts, 0, 0
-        for it in self.prompts.values():
-            if not it.covered:
-                prompts, tokens = prompts + 1, tokens + it.tokens
+        for prompt in self.prompts.values():
+            if not prompt.covered:
+                prompts, tokens = prompts + 1, tokens + prompt.tokens
         prompts = max(load.running + load.waiting + prompts, len(self.prompts))
         tokens += load.queued_tokens
         busy_share = self.recent.per_s(now)
         return make(InstanceLoad, (prompts, tokens, busy_share, load.free_blocks, facts.total_blocks, facts.stages))
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
-        """Learns from the measured seconds of a prompt with this prediction."""
+        """Learn from the measured seconds of a prompt with this prediction."""
         self.learnt.observe(choice.growing_s, choice.rest_s, there_s)
 
     def computed(self, now: float) -> None:
         """A prompt from this conductor has a first token: the next prompt begins now."""
+        # A measured moment is better than the prediction, whose error would stay until the next report.
         self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
 
     def _uncovered_s(self) -> float:
         return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         times = self.free_at, self.others_at, self.reported_at, self.overtaken, self.advanced_at
         state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link, self.recent
         return digest_of(self.facts, self.slot, *state)

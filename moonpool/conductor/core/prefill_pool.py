@@ -64,17 +64,15 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._sample: list[PrefillInstanceState] = []  # whose queues stand for all; empty = to be drawn
 
     def add(self, instance: PrefillInstanceState) -> None:
-        """See `InstancePool.add`."""
         super().add(instance)
         self._sample = []
 
     def remove(self, instance: PrefillInstanceState) -> None:
-        """See `InstancePool.remove`."""
         super().remove(instance)
         self._sample = []
 
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
-        """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
+        """Return the predicted seconds that a prompt with this queue key waits at the instance of a choice.
 
         A choice with a place given by the policy waits as predicted there.
         """
@@ -84,12 +82,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return instance.queue_s(key, choice.queue_s)
 
     def wait(self, name: str, key: QueueKey, now: float) -> QueueWait:
-        """The place for a prompt with this queue key at an instance with queues in key order."""
+        """Return the place for a prompt with this queue key at an instance with queues in key order."""
         instance = self.get(name)
         return instance.wait(key, now) if instance is not None else NO_WAIT
 
     def rank(self, instance: PrefillInstanceState) -> None:
-        """Ranks an instance anew, after a change in load or speeds."""
+        """Rank an instance anew, after a change in load or speeds."""
         facts, free_at = instance.facts, instance.free_at
         self.ranks.put(
             instance.slot,
@@ -102,10 +100,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         )
 
     def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
-        """Prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
+        """Return the prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
         in_flight = self.in_flight.match(keys)
         return with_in_flight(
-            prefixes, [(blocks, it.slot) for name, blocks in in_flight.items() if (it := self.get(name))]
+            prefixes, [(blocks, instance.slot) for name, blocks in in_flight.items() if (instance := self.get(name))]
         )
 
     def computed(self, claim: int) -> None:
@@ -124,7 +122,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         prompt: PromptToPlace,
         paired: int = ~0,
     ) -> list[PrefillChoice]:
-        """Predictions for the best instances by the policy, best first, then for some that cannot be used.
+        """Return the predictions for the best instances by the policy, best first, then for some that cannot be used.
 
         Args:
             demand: the request's.
@@ -142,12 +140,13 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         able = self.eligible_mask(demand.prompt_blocks, demand.needs, paired)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
+            # Suspects come last, and are asked only if the others are few: a suspect may be the only one left.
             if allowed and len(choices) < SHORTLIST:
                 candidates = PoolCandidates(self, model, prefixes, now, prompt.request, arrivals, allowed, prompt)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
-                if self.shadow_policy is not None and not choices:
+                if self.shadow_policy is not None and not choices:  # with the same candidates, or it compares nothing
                     self.shadow.compare(candidates, found[0], self.shadow_policy.order(candidates, SHORTLIST)[0])
                 choices += found
         if len(choices) < SHORTLIST:
@@ -160,11 +159,11 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return choice.ttft_s - choice.queue_s + self.queue_s(choice, key)
 
     def draw(self, limit: int, counter: int) -> int:
-        """An integer in [0, limit), random by the seed, the number of this decision and `counter`."""
+        """Return an integer in [0, limit), random by the seed, the number of this decision and `counter`."""
         return draw_below(limit, self._seed, self._decisions, counter)
 
     def placed(self, busy_s: float, now: float) -> None:
-        """Counts a placed prompt in `arrivals`."""
+        """Count a placed prompt in `arrivals`."""
         self._prompts.add(1.0, now)
         self._work.add(busy_s, now)
 
@@ -174,7 +173,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         looked_at = self._sample
         if not looked_at:
             looked_at = self._sample = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
-        waits = [wait_s for it in looked_at if (wait_s := it.free_at - now) > 0.0]
+        waits = [wait_s for instance in looked_at if (wait_s := instance.free_at - now) > 0.0]
         backlog_s = sum(waits) / max(1, len(looked_at))
         self._backlog.sample(backlog_s, now)
         prompts_per_s, work_per_s = self._prompts.per_s(now) / count, self._work.per_s(now) / count
@@ -192,12 +191,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         if most == shared:
             return 0
         name = self.by_slot[holder.bit_length() - 1].facts.id
-        return most - min(most, max([shared, *(it.blocks for it in model.sources if it.id != name)]))
+        return most - min(most, max([shared, *(source.blocks for source in model.sources if source.id != name)]))
 
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
     ) -> PrefillChoice:
-        """Predicts a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
+        """Predict a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.max_num_batched_tokens, blocks, loads=facts.loads)
@@ -205,6 +204,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         queue_s = free_at - now if free_at > now else 0.0
         growing_s = (prefill_s - fixed_s) / learnt.growing
         waits = facts.max_num_batched_tokens and queue_s
+        # Prompts that come later share the step in which a waiting prompt ends; an idle instance starts at once.
         tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
         rest_s = queue_s + tail_s + load_s + fixed_s
         optimism = self.optimism_factor(instance)
@@ -233,7 +233,6 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return self.predict(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         lately = self._prompts, self._work, self._backlog, self._blocks, self._sole_blocks, self.shadow
         return digest_of(super().digest(), self._decisions, self.in_flight, *lately)
 
@@ -293,8 +292,8 @@ class PoolCandidates(Candidates):
     @property
     def holders(self) -> Sequence[StoredPrefix]:
         return [
-            StoredPrefix(it.id, it.blocks, it.blocks if it.warm is None else it.warm, it.peer)
-            for it in self._model.sources
+            StoredPrefix(source.id, source.blocks, source.blocks if source.warm is None else source.warm, source.peer)
+            for source in self._model.sources
         ]
 
     def draw(self, limit: int, counter: int) -> int:
@@ -318,6 +317,7 @@ class PoolCandidates(Candidates):
             limit,
         )
         instances = [(instance, blocks) for _, instance, blocks in found]
+        # A search goes by class speeds: an instance whose own bad measurement starves it would never be found.
         slot = self._pool.starved_slot(self._allowed)
         if slot is not None and all(instance.slot != slot for instance, _ in instances):
             instances.append((ranks.place(slot), blocks_at(self._prefixes, slot)))
@@ -356,12 +356,11 @@ class ShadowTally:
     sooner_s: float = 0.0
 
     def compare(self, candidates: Candidates, real: PrefillChoice, shadow: PrefillChoice) -> None:
-        """Counts a decision."""
         self.decisions += 1
         self.agreed += real.id == shadow.id
         real_s, shadow_s = [
-            (it if it.delay_s is not None else it.with_place(0.0, candidates.wait(it, 0.0))).ttft_s
-            for it in (real, shadow)
+            (choice if choice.delay_s is not None else choice.with_place(0.0, candidates.wait(choice, 0.0))).ttft_s
+            for choice in (real, shadow)
         ]
         self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
 

@@ -27,7 +27,7 @@ class PrefixHolder(NamedTuple):
     cold_bytes_per_s: float = 0.0
 
     def cold_blocks(self, local_blocks: int) -> int:
-        """Blocks on SSD only that an instance with `local_blocks` leading blocks would read."""
+        """Return the blocks on SSD only that an instance with `local_blocks` leading blocks would read."""
         return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
 
     def rate(self, speeds: Speeds) -> float:
@@ -36,7 +36,7 @@ class PrefixHolder(NamedTuple):
         return min(rate, self.bytes_per_s) if self.bytes_per_s else rate
 
     def read_s(self, rate: float, nbytes: int, cold_bytes: int = 0) -> float:
-        """Predicted seconds of reading `nbytes` at this rate; `cold_bytes` of them are on SSD only."""
+        """Return the predicted seconds of reading `nbytes` at this rate; `cold_bytes` of them are on SSD only."""
         if not (cold_bytes and self.cold_bytes_per_s):
             return nbytes / rate
         cold_bytes = min(cold_bytes, nbytes)

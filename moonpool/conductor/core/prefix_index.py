@@ -35,11 +35,10 @@ class PrefixIndex:
         return self._version
 
     def __len__(self) -> int:
-        """Blocks."""
         return len(self._trie)
 
     def add_instance(self, instance_id: str, *, reports_ssd: bool = False) -> None:
-        """Adds an empty instance; the first message must begin a snapshot.
+        """Add an empty instance; the first message must begin a snapshot.
 
         An earlier instance with the id is removed.
 
@@ -52,7 +51,7 @@ class PrefixIndex:
             holder.memory = self._trie.open_slot()
 
     def remove_instance(self, instance_id: str) -> None:
-        """Forgets an instance with all blocks; unknown ids are fine."""
+        """Forget an instance with all blocks; unknown ids are fine."""
         holder = self._holders.pop(instance_id, None)
         if holder is not None:
             del self._owners[holder.slot]
@@ -62,7 +61,7 @@ class PrefixIndex:
             self.sweep()
 
     def slot(self, instance_id: str) -> int:
-        """An instance's current slot in the masks from `match`.
+        """Return an instance's current slot in the masks from `match`.
 
         Raises:
             KeyError: the instance was not added.
@@ -70,7 +69,7 @@ class PrefixIndex:
         return self._holders[instance_id].slot
 
     def memory(self, instance_id: str) -> int:
-        """The slot for blocks in memory, NO_SLOT if the instance does not tell.
+        """Return the slot for blocks in memory, NO_SLOT if the instance does not tell.
 
         Raises:
             KeyError: the instance was not added.
@@ -88,7 +87,7 @@ class PrefixIndex:
         snapshot_begin: bool = False,
         snapshot_end: bool = False,
     ) -> KeyEventResult:
-        """Applies one message from an instance. A key that is both stored and removed counts as removed.
+        """Apply one message from an instance. A key that is both stored and removed counts as removed.
 
         `cooled` are on SSD only, until stored again.
 
@@ -102,7 +101,7 @@ class PrefixIndex:
             self._drop_all(instance_id, holder)
         elif holder.next_sequence == 0:
             return KeyEventResult.IGNORED
-        elif sequence != holder.next_sequence:
+        elif sequence != holder.next_sequence:  # a block that left unseen would be promised for ever
             self._drop_all(instance_id, holder)
             return KeyEventResult.RESYNC
         holder.next_sequence = sequence + 1
@@ -116,13 +115,13 @@ class PrefixIndex:
         return KeyEventResult.DONE
 
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Instances by length of the prefix they hold, as `BlockTrie.match` gives them."""
+        """Return the instances by length of the prefix they hold, as `BlockTrie.match` gives them."""
         return self._trie.match(keys)
 
     def continuable(
         self, keys: Sequence[bytes], prefixes: Sequence[tuple[int, int]], window_blocks: int
     ) -> list[tuple[int, int]]:
-        """Prefixes (from `match`) cut to what a chain can be continued behind at each instance.
+        """Return the prefixes (from `match`) cut to what a chain can be continued behind at each instance.
 
         The windowed slices of the last `window_blocks` blocks must be there, too, by keys of their own (`window_key`).
         """
@@ -146,7 +145,7 @@ class PrefixIndex:
         return end
 
     def parts(self, places: int) -> Iterator[dict[str, tuple[list[bytes], list[bytes]]]]:
-        """All blocks of each instance, `places` places of the index at a time; and those of them on SSD only.
+        """Return all blocks of each instance, `places` places of the index at a time; and those of them on SSD only.
 
         The index may change between two parts.
         """
@@ -165,12 +164,12 @@ class PrefixIndex:
             begin += places
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the chain each instance holds; those with none are left out."""
+        """Return how many leading blocks of the chain each instance holds; those with none are left out."""
         owners = self._owners
         return {owners[slot]: blocks for blocks, mask in self.match(keys) for slot in slots_in(mask) if slot in owners}
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
-        """Drops blocks that an instance was found to lack, until the instance reports them again.
+        """Drop blocks that an instance was found to lack, until the instance reports them again.
 
         Those that were reported after `version`, the state of the index that promised them, are kept. Unknown instances
         and blocks are fine.
@@ -182,29 +181,29 @@ class PrefixIndex:
                 self._trie.drop(slot, keys, version)
 
     def held(self, instance_id: str) -> int:
-        """Blocks of an instance; 0 for an unknown one."""
+        """Return the blocks of an instance; 0 for an unknown one."""
         holder = self._holders.get(instance_id)
         return self._trie.held(holder.slot) if holder is not None else 0
 
     def holds(self, instance_id: str, key: bytes) -> bool:
-        """Whether an instance holds a block."""
+        """Return whether an instance holds a block."""
         holder = self._holders.get(instance_id)
         return holder is not None and self._trie.holds(holder.slot, key)
 
     def is_cold(self, instance_id: str, key: bytes) -> bool:
-        """Whether an instance has a block on SSD only, as far as it tells."""
+        """Return whether an instance has a block on SSD only, as far as it tells."""
         holder = self._holders.get(instance_id)
         if holder is None or holder.memory == NO_SLOT:
             return False
         return self._trie.holds(holder.slot, key) and not self._trie.holds(holder.memory, key)
 
     def synced(self, instance_id: str) -> bool:
-        """Whether an instance's snapshot is complete and no message was missed since."""
+        """Return whether an instance's snapshot is complete and no message was missed since."""
         holder = self._holders.get(instance_id)
         return holder is not None and holder.synced
 
     def sweep(self, max_nodes: int = SWEEP_NODES) -> bool:
-        """Goes on removing what lost instances left in the trie; False if the trie is clean.
+        """Go on removing what lost instances left in the trie; False if the trie is clean.
 
         Every message does a part of the sweep; without messages the sweep may wait.
         """
@@ -212,11 +211,10 @@ class PrefixIndex:
         return self._trie.unswept
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._holders, self._version, self._trie)
 
     def check_invariants(self) -> None:
-        """Asserts that instances, slots and the trie agree."""
+        """Assert that instances, slots and the trie agree."""
         self._trie.check_invariants()
         assert self._owners == {holder.slot: instance_id for instance_id, holder in self._holders.items()}
         for holder in self._holders.values():
@@ -224,7 +222,7 @@ class PrefixIndex:
             assert holder.memory == NO_SLOT or self._trie.held(holder.memory) <= self._trie.held(holder.slot)
 
     def _drop_all(self, instance_id: str, holder: _Holder) -> None:
-        """Drops all knowledge about an instance at once, by giving the instance other slots."""
+        """Drop all knowledge about an instance at once, by giving the instance other slots."""
         holder.next_sequence, holder.synced = 0, False
         if self._trie.held(holder.slot):
             del self._owners[holder.slot]

@@ -21,7 +21,7 @@ MAX_FALLBACK_HOLDERS = 2
 """Further instances to load a prefix from if the chosen one fails."""
 
 
-class PrefixHolders:
+class PrefixSources:
     """Finds instances that a prefix can be loaded from.
 
     Args:
@@ -44,7 +44,7 @@ class PrefixHolders:
         return [*self._kvstores(views, now), *self._peers(prefixes, suspects, now)]
 
     def _kvstores(self, views: Sequence[StoreView], now: float) -> list[PrefixHolder]:
-        """The best ones that hold something."""
+        """Return the best ones that hold something."""
         best = in_reading_order([view for view in views if view.blocks])[: 1 + MAX_FALLBACK_HOLDERS]
         links = [(view, store.link) for view in best if self._stores and (store := self._stores.get(view.id))]
         return [
@@ -58,7 +58,7 @@ class PrefixHolders:
     def _peers(
         self, prefixes: Prefixes, suspects: Callable[[PrefillPool | DecodePool], int], now: float
     ) -> list[PrefixHolder]:
-        """Engine instances that hold most, and the best of those that hold less.
+        """Return the engine instances that hold most, and the best of those that hold less.
 
         Args:
             prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
@@ -71,6 +71,7 @@ class PrefixHolders:
         ]
         allowed = sum([mask for _, mask in there])
         found: list[PrefixHolder] = []
+        # The longest prefix, and a shorter one whose link may be freer: comparing more costs more than it finds.
         for blocks, mask in reversed(prefixes):
             if len(found) == MAX_PEERS:
                 break
@@ -82,7 +83,7 @@ class PrefixHolders:
     def _freest(self, blocks: int, mask: int, now: float) -> PrefixHolder:
         if mask & (mask - 1):
             holders = [self._at(slot) for slot in islice(slots_in(mask), MAX_LOOKED_AT)]
-            best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
+            best = min(holders, key=lambda holder: (holder.link.wait_s(now), holder.turn, holder.facts.id))
         else:
             best = self._at(mask.bit_length() - 1)
         link = best.link
@@ -96,7 +97,7 @@ class PrefixHolders:
 def holders_to_load_from(
     sources: Sequence[PrefixHolder], chosen: str, local_blocks: int, held_blocks: int
 ) -> tuple[PrefixHolder, ...]:
-    """Instances to load from: the chosen instance first, then by prefix length; none if no load is needed.
+    """Return the instances to load from: the chosen instance first, then by prefix length; none if no load is needed.
 
     If prompts in flight are expected to bring what the instance lacks, no source is chosen. Fallbacks are given all the
     same, as those prompts may fail.

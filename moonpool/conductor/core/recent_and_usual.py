@@ -15,11 +15,9 @@ class RecentRate:
     at: float = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        """Adds to the sum."""
         self.total, self.at = self._left(now) + amount, max(now, self.at)
 
     def per_s(self, now: float) -> float:
-        """The sum per second."""
         total = self.total
         return total * exp(min(self.at - now, 0.0) / RECENT_S) / RECENT_S if total else 0.0
 
@@ -39,6 +37,5 @@ class UsualValue:
     at: float = 0.0
 
     def sample(self, value: float, now: float) -> None:
-        """Takes a sample."""
         kept = exp(min(self.at - now, 0.0) / USUAL_S)
         self.value, self.at = kept * self.value + (1.0 - kept) * value, max(now, self.at)

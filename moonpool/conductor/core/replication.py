@@ -41,7 +41,7 @@ class PrefixReplication:
     def placed(
         self, keys: Sequence[bytes], hint: ReplicationHint | None, tenant: str, now: float
     ) -> ReplicatePrefix | None:
-        """Counts the hint of a request that was placed; returns the order for a copy if there is enough demand."""
+        """Count the hint of a request that was placed; return the order for a copy if there is enough demand."""
         if hint is None:
             return None
         key = keys[hint.blocks - 1]
@@ -52,16 +52,17 @@ class PrefixReplication:
         regret.age(now)
         regret.lost_s += hint.gain_s
         regret.prompts += 1.0
+        # One prompt's next turn is no demand; and a copy must save more than it takes from the link.
         if regret.prompts < MIN_PROMPTS or regret.lost_s < MIN_GAIN * hint.read_s:
             return None
         if not self._budget.take(hint.target, hint.source, hint.read_s, now):
             return None
-        del self._regrets[key]
+        del self._regrets[key]  # the next copy needs demand of its own
         self.ordered += 1
         return ReplicatePrefix(hint.target, tuple(keys[: hint.blocks]), hint.source, tenant)
 
     def _bound(self, now: float) -> None:
-        """Drops the prefixes of least regret when there are too many."""
+        """Drop the prefixes of least regret when there are too many."""
         if len(self._regrets) < 2 * MAX_HOT_PREFIXES:
             return
         for regret in self._regrets.values():
@@ -70,11 +71,10 @@ class PrefixReplication:
         self._regrets = dict(kept)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._regrets, self._budget, self.ordered)
 
     def check_invariants(self) -> None:
-        """Asserts that what is remembered is bounded."""
+        """Assert that what is remembered is bounded."""
         assert len(self._regrets) <= 2 * MAX_HOT_PREFIXES
         assert all(regret.lost_s >= 0 for regret in self._regrets.values())
 
@@ -91,7 +91,6 @@ class PrefixRegret:
     at: float
 
     def age(self, now: float) -> None:
-        """Lets time pass."""
         left = 0.5 ** ((now - self.at) / REGRET_HALF_LIFE_S)
         self.lost_s, self.prompts, self.at = self.lost_s * left, self.prompts * left, now
 

@@ -70,7 +70,7 @@ class ScheduledRequest:
     warming: TellSession | None = None
 
     def enter(self, state: RequestState) -> None:
-        """Changes the state; `TRANSITIONS` must allow the change."""
+        """Change the state; `TRANSITIONS` must allow the change."""
         self.state = checked(TRANSITIONS, self.state, state)
 
     @property
@@ -102,18 +102,18 @@ class ScheduledRequest:
         return attempt if attempt is not None and attempt.sequence == sequence else None
 
     def elapsed_s(self, now: float) -> float:
-        """Seconds since the arrival that count in the TTFT limit."""
+        """Return the seconds since the arrival that count in the TTFT limit."""
         until = now if self.waits_since is None or not self.spec.slo.queue_s else self.waits_since
         return until - self.spec.arrived - self.queued_s
 
     def grow(self, tokens: int) -> None:
-        """Counts new tokens in the answer, or in one answer."""
+        """Count new tokens in the answer, or in one answer."""
         self.generated += tokens
         if self.spec.choices == 1 and not self.spec.deferred:
             self.tokens += tokens
 
     def suspect(self, instance: str) -> None:
-        """Avoids an instance from now on."""
+        """Avoid an instance from now on."""
         if instance not in self.suspects:
             self.suspects.append(instance)
 
@@ -175,11 +175,11 @@ class ScheduledAttempt:
     overtaken: bool = False
 
     def enter_prefill(self, phase: PrefillPhase) -> None:
-        """Changes the prefill phase; `PREFILL_TRANSITIONS` must allow the change."""
+        """Change the prefill phase; `PREFILL_TRANSITIONS` must allow the change."""
         self.prefill_phase = checked(PREFILL_TRANSITIONS, self.prefill_phase, phase)
 
     def enter_decode(self, phase: DecodePhase) -> None:
-        """Changes the decode phase; `DECODE_TRANSITIONS` must allow the change."""
+        """Change the decode phase; `DECODE_TRANSITIONS` must allow the change."""
         self.decode_phase = checked(DECODE_TRANSITIONS, self.decode_phase, phase)
 
     @property

@@ -60,7 +60,7 @@ class RequestSpec:
         return QueueKey(self.tenant, priority_rank(self.arrived, self.priority), self.number, self.weight)
 
     def queue_key_at(self, now: float) -> QueueKey:
-        """The request's position at an instance on arrival now."""
+        """Return the request's position at an instance on arrival now."""
         return QueueKey(self.tenant, priority_rank(now, self.priority), self.number, self.weight)
 
     @property

@@ -181,6 +181,6 @@ S = TypeVar("S", bound=Enum)
 
 
 def checked(transitions: Mapping[S, frozenset[S]], before: S, after: S) -> S:
-    """Return `after`; which must be a transition of the table."""
+    """Return `after`, which the table must allow behind `before`."""
     assert after in transitions[before], f"{before.name} -> {after.name} is no transition"
     return after

@@ -103,7 +103,7 @@ class RoleBalancer:
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
-        """Orders an instance to change roles, whatever the pressures; unknown ids are fine."""
+        """Order an instance to change roles, whatever the pressures; unknown ids are fine."""
         place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
             instance
         )
@@ -120,6 +120,8 @@ class RoleBalancer:
             self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
             self._restart_holds()
+            # The need of this pool is proven: a further instance waits for the pressures to settle, not for all of
+            # `hold_s`. The way back takes `hold_s`.
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
 
     def load_reported(self, now: float, out: list[Action]) -> None:
@@ -137,23 +139,27 @@ class RoleBalancer:
                     return
 
     def _under_way(self, now: float) -> bool:
-        """Whether a change is under way, ordered by this conductor or, it seems, by another."""
+        """Return whether a change is under way, ordered by this conductor or, it seems, by another."""
         pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {
-            it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.switches_role and it.load.draining
+            instance.facts.id: instance.facts.kind
+            for pool in pools
+            for instance in pool
+            if instance.facts.switches_role and instance.load.draining
         }
+        # An instance that hangs on its way must not stop all later changes.
         if self.change is not None and now - self.change.since >= CHANGE_S:
             self._hung.add(self.change.instance)
             self.change = None
         self._hung.intersection_update(drain)
-        if self.change is None and (new := drain.keys() - self._hung):
+        if self.change is None and (new := drain.keys() - self._hung):  # another conductor's order, or a person's
             instance = min(new)
             self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
             self._restart_holds()
         return self.change is not None
 
     def _sample(self, now: float) -> None:
-        """Averages the current pressures in, and notes since when a pool is in need."""
+        """Average the current pressures in, and note since when a pool is in need."""
         share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
         self._sampled_at = now
         for kind, value in (
@@ -169,7 +175,7 @@ class RoleBalancer:
                 pressure.since = now
 
     def _in_need(self, kind: InstanceKind) -> bool:
-        """Whether a pool needs an instance more than the other pool, which can give one."""
+        """Return whether a pool needs an instance more than the other pool, which can give one."""
         needs, gives = self.pressures[kind].value, self.pressures[OTHER_ROLE[kind]].value
         givers = len(self._usable(OTHER_ROLE[kind]))
         if needs < MIN_PRESSURE or needs < self.limits.ratio * gives or givers < 2:
@@ -177,49 +183,48 @@ class RoleBalancer:
         return gives * givers / (givers - 1) < min(1.0, needs)
 
     def _prefill_pressure(self, now: float) -> float:
-        pool = [one for one in self.prefills if not one.load.draining]
-        return fmean([self._busy(one, now) for one in pool]) if pool else 0.0
+        pool = [prefill for prefill in self.prefills if not prefill.load.draining]
+        return fmean([self._busy(instance, now) for instance in pool]) if pool else 0.0
 
-    def _busy(self, one: PrefillInstanceState, now: float) -> float:
-        waiting_s = max(0.0, one.free_at - now)
+    def _busy(self, instance: PrefillInstanceState, now: float) -> float:
+        waiting_s = max(0.0, instance.free_at - now)
         return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
 
     def _decode_pressure(self) -> float:
-        pool = [one for one in self.decodes if not one.load.draining]
-        return fmean([self._utilization(one) for one in pool]) if pool else 0.0
+        pool = [decode for decode in self.decodes if not decode.load.draining]
+        return fmean([self._utilization(instance) for instance in pool]) if pool else 0.0
 
-    def _utilization(self, one: DecodeInstanceState) -> float:
-        now, base_s = load_now(one), one.speeds.decode_base_s
-        step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
+    def _utilization(self, instance: DecodeInstanceState) -> float:
+        now, base_s = load_now(instance), instance.speeds.decode_base_s
+        step_s = decode_step_seconds(instance.speeds, now.sequences, now.context_tokens)
         at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
         # Reserved blocks are not in use: prompts that wait for prefill would make decode seem full.
-        used = 1.0 - (one.load.free_blocks + one.load.cached_blocks) / one.facts.total_blocks
+        used = 1.0 - (instance.load.free_blocks + instance.load.cached_blocks) / instance.facts.total_blocks
         return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
 
     def _pick(self, kind: InstanceKind, now: float) -> str | None:
-        """The least loaded instance of a pool that can change and has stayed long enough."""
+        """Return the least loaded instance of a pool that can change and has stayed long enough."""
         able = [
-            one
-            for one in self._usable(kind)
-            if one.facts.switches_role and self._stays_until.get(one.facts.id, now) <= now
+            instance
+            for instance in self._usable(kind)
+            if instance.facts.switches_role and self._stays_until.get(instance.facts.id, now) <= now
         ]
-        return min(able, key=lambda one: (_work(one, now), one.facts.id)).facts.id if able else None
+        return min(able, key=lambda instance: (_work(instance, now), instance.facts.id)).facts.id if able else None
 
     def _usable(self, kind: InstanceKind) -> list[PrefillInstanceState | DecodeInstanceState]:
         pool: Iterable[PrefillInstanceState | DecodeInstanceState] = (
             self.prefills if kind is InstanceKind.PREFILL else self.decodes
         )
-        return [one for one in pool if not one.load.draining]
+        return [instance for instance in pool if not instance.load.draining]
 
     def _restart_holds(self) -> None:
         for pressure in self.pressures.values():
             pressure.since = None
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
 
 
-def _work(one: PrefillInstanceState | DecodeInstanceState, now: float) -> float:
-    """Seconds of queue, or sequences."""
-    return max(0.0, one.free_at - now) if isinstance(one, PrefillInstanceState) else float(one.sequences)
+def _work(instance: PrefillInstanceState | DecodeInstanceState, now: float) -> float:
+    """Return the seconds of queue, or sequences."""
+    return max(0.0, instance.free_at - now) if isinstance(instance, PrefillInstanceState) else float(instance.sequences)

@@ -17,7 +17,7 @@ from moonpool.conductor.core.prefill_instance import PrefillInstanceState
 from moonpool.conductor.core.prefill_pool import PrefillPool
 from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.core.prefix_index import PrefixIndex
-from moonpool.conductor.core.prefix_sources import PrefixHolders, holders_to_load_from
+from moonpool.conductor.core.prefix_sources import PrefixSources, holders_to_load_from
 from moonpool.conductor.core.replication import ReplicationHint
 from moonpool.conductor.core.routing import RoutingConfig, RoutingDecision, RoutingRequest
 from moonpool.conductor.core.store_pool import StorePool
@@ -46,10 +46,10 @@ class Router:
         self._threshold = config.balancing_threshold
         self._at_decode = DecodeSidePrefill(decodes, config.decode_prompt_tokens)
         self._replicates = shared and config.copy_share > 0
-        self._holders = PrefixHolders((prefills, decodes) if shared and config.peers else (), self._stores)
+        self._sources = PrefixSources((prefills, decodes) if shared and config.peers else (), self._stores)
 
     def plan(self, request: RoutingRequest, shape: KVShape) -> RoutingDecision:
-        """Routes a request; `shape` is that of the cluster's KV.
+        """Route a request; `shape` is that of the cluster's KV.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -63,16 +63,17 @@ class Router:
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
         usable, readable = prefixes, views
-        if shape.window_blocks:
+        if shape.window_blocks:  # a chain can be continued only where the windows before that point are held, too
             usable = self._index.continuable(keys, prefixes, shape.window_blocks)
             readable = stores.views(keys, request.prompt_key, usable) if stores is not None else []
-        sources = self._holders.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
+        sources = self._sources.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
         candidates = self._prefill(request, demand, self._prefills.soon(usable, keys), model)
         best = candidates[0]
         domain = self._domain(best.id)
         decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
-        if not self._prefills.by_slot[self._index.slot(best.id)].facts.loads:  # nor does it write to kvstores
+        # An engine in a KV domain of its own reads no kvstore and writes to none, unless it says so.
+        if not self._prefills.by_slot[self._index.slot(best.id)].facts.loads:
             sources, stores = [], None
         decision = RoutingDecision(
             prefill=best,
@@ -88,6 +89,7 @@ class Router:
             send_s=self._send_s(best, decodes, prefixes, demand, shape) if decodes else 0.0,
             hint=self._hint(model, candidates, sources, shape) if self._replicates and sources else None,
         )
+        # Last, since the best prefill instance is what decode's own computing must beat.
         if not (decodes and request.at_decode and self._at_decode):
             return decision
         return self._at_decode.weigh(decision, shape, usable, request.suspects)
@@ -99,15 +101,16 @@ class Router:
         choices = pool.choose(
             demand, model, prefixes, request.now, suspects, request.to_place(demand), self._paired(demand)
         )
-        if choices[0].excluded:
+        if choices[0].excluded:  # the excluded come last: if one is first, no instance can serve the request
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
             raise InvalidRequest("prompt", f"no prefill instance can take the request ({choices[0].excluded})")
         return choices
 
     def _suspected(self, suspects: Collection[str]) -> int:
-        """Mask of the prefill instances that are suspects, or from which KV goes to suspects only."""
+        """Return the mask of the prefill instances that are suspects, or from which KV goes to suspects only."""
         mask, decodes = self._prefills.mask_of(suspects), self._decodes.mask_of(suspects)
+        # KV does not leave a domain: with all its decode instances suspect, its prefill instances lead nowhere.
         for domain in self._prefills.domains if decodes else ():
             if domain and not self._decodes.domain_mask(domain) & ~decodes:
                 mask |= self._prefills.domain_mask(domain)
@@ -147,24 +150,25 @@ class Router:
         sources: Sequence[PrefixHolder],
         shape: KVShape,
     ) -> ReplicationHint | None:
-        """The instance with the soonest first token if the longest prefix were there; None = none."""
-        source, best_s = max(sources, key=lambda it: it.blocks), choices[0].ttft_s
+        """Return the instance with the soonest first token if the longest prefix were there; None = none."""
+        source, best_s = max(sources, key=lambda source: source.blocks), choices[0].ttft_s
         found: tuple[float, str, PrefillChoice, PrefillInstanceState] | None = None
         least_s = best_s
         for choice in choices:
             soonest_s = choice.queue_s + choice.tail_s + choice.overhead_s
+            # A copy helps only where the prefix is missing, and where its queue alone does not lose already.
             if choice.excluded or choice.local_blocks >= source.blocks or soonest_s > least_s:
                 continue
             instance = self._prefills.by_slot[self._index.slot(choice.id)]
             facts = instance.facts
-            if not facts.kv_domain:
+            if not facts.kv_domain:  # a copy cannot enter a KV domain
                 optimism = self._prefills.optimism_factor(instance)
                 alone_s = model.alone_s(
                     instance.learnt.speeds, facts.stages, facts.max_num_batched_tokens, source.blocks
                 )
-                one = soonest_s + alone_s * optimism, choice.id, choice, instance
-                if one[0] < best_s and (found is None or one < found):
-                    found, least_s = one, one[0]
+                rated = soonest_s + alone_s * optimism, choice.id, choice, instance
+                if rated[0] < best_s and (found is None or rated < found):
+                    found, least_s = rated, rated[0]
         if found is None:
             return None
         ttft_s, target, choice, instance = found

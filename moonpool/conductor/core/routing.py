@@ -98,19 +98,19 @@ class RoutingRequest:
     session: SessionFacts | None = None
 
     def to_place(self, demand: Demand) -> PromptToPlace:
-        """The prompt on arrival at an instance now."""
+        """Return the prompt on arrival at an instance now."""
         key = self.queue_key
         there = QueueKey(key.tenant, priority_rank(self.now, self.priority), key.number, key.weight)
         return PromptToPlace(self.placed(demand), there, self.ttft_limit)
 
     def placed(self, demand: Demand) -> PlacementRequest:
-        """What policies see of the request."""
+        """Return what policies see of the request."""
         tenant, priority, limit_s = self.queue_key.tenant, self.priority, self.limit_s
         blocks, tokens = demand.prompt_blocks, demand.decode_tokens
         return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s, self.session)
 
     def demand(self, shape: KVShape) -> Demand:
-        """Blocks and tokens that the request needs."""
+        """Return the blocks and tokens that the request needs."""
         return Demand(
             prompt_tokens=self.tokens,
             prompt_blocks=shape.blocks_for(self.tokens),

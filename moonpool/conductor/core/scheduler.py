@@ -159,11 +159,10 @@ class RequestScheduler:
         return sorted([*self._calls.claims(self.requests.values()), *self._endpoint_claims.values()])
 
     def due(self) -> float | None:
-        """Time of the next timer, or of the next order for an expected prompt; None = there is neither."""
+        """Return the time of the next timer, or of the next order for an expected prompt; None = there is neither."""
         return min([at for at in (self._timers.next(), self._expected.due()) if at is not None], default=None)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
-        """Takes an event; see `Core.handle`."""
         self._rest_shares(now)
         match event:
             case LoadReported(instance, load):  # most are reports
@@ -234,13 +233,17 @@ class RequestScheduler:
                 self._place(now, request)
 
     def _pick_endpoint(self, now: float, request: ScheduledRequest) -> None:
-        """Answers a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
+        """Answer a proxy. The prompt counts at the chosen engine until `EndpointDone`."""
         number, (decision, decodes) = request.spec.number, self._admitted(now, request, at_decode=False)
-        failure = next((one for one in (decision, decodes) if isinstance(one, Failure)), None)
+        failure = next((answer for answer in (decision, decodes) if isinstance(answer, Failure)), None)
         if isinstance(decision, Failure) or failure is not None:
             self._actions.append(EndpointPicked(number, (), failure))
             return
-        usable = [it.id for it in decision.candidates if not it.excluded and it.id not in request.suspects]
+        usable = [
+            candidate.id
+            for candidate in decision.candidates
+            if not candidate.excluded and candidate.id not in request.suspects
+        ]
         if decision.prefill.id not in usable:
             failure = Failure(FailureKind.UNAVAILABLE, "no engine that a proxy can reach takes requests now")
             self._actions.append(EndpointPicked(number, (), failure))
@@ -249,7 +252,7 @@ class RequestScheduler:
         self._actions.append(EndpointPicked(number, tuple(usable), None, decision.prefill.ttft_s))
 
     def _stop(self, now: float, request: ScheduledRequest, failure: Failure | None) -> None:
-        """Completes an answer as cancelled.
+        """Complete an answer as cancelled.
 
         A request without an answer fails, as does a request whose answer cannot be sent.
         """
@@ -262,7 +265,7 @@ class RequestScheduler:
             self._fail(now, request, request.refusal or CONDUCTOR_DRAINING, refused=True)
 
     def _leave_sequences(self, request: ScheduledRequest) -> None:
-        """Leaves the request's sequences running at decode: another conductor may take them over."""
+        """Leave the request's sequences running at decode: another conductor may take them over."""
         attempt = request.attempt
         if request.followed_call:
             self._actions.append(LeaveSequence(request.followed_call))
@@ -285,8 +288,8 @@ class RequestScheduler:
     def _instance_joined(self, now: float, instance: str) -> None:
         """Requests that waited for the instance, for any instance, or for decode memory go on."""
         self.ledger.left(instance)
-        waiting = [it for it in self.requests.values() if it.state is RequestState.WAITING_OWNER]
-        owned = [it for it in waiting if it.owner is not None and it.owner.decode == instance]
+        waiting = [request for request in self.requests.values() if request.state is RequestState.WAITING_OWNER]
+        owned = [request for request in waiting if request.owner is not None and request.owner.decode == instance]
         for request in owned:
             self._timers.clear((TimerKind.OWNER, request.spec.number))
         for request in [request for request in owned if not self._take_over(now, request)]:
@@ -307,14 +310,15 @@ class RequestScheduler:
             request = self.requests[number]
             if request.attempt is not None:
                 self._attempt_lost(now, request, request.attempt, event, failure)
-        followed = [it for it in self.requests.values() if self._follows(it) == (instance, epoch)]
+        followed = [request for request in self.requests.values() if self._follows(request) == (instance, epoch)]
         for request in followed:
             self._calls.end_followed(request)
-        for request in [it for it in followed if it.state is RequestState.TAKEN_OVER]:  # others have a new placement
-            self._attempt_failed(now, request, failure, [instance])
+        for request in followed:
+            if request.state is RequestState.TAKEN_OVER:  # others have a new placement
+                self._attempt_failed(now, request, failure, [instance])
 
     def _follows(self, request: ScheduledRequest) -> tuple[str, int] | None:
-        """Instance and epoch of the sequence that is followed without an attempt."""
+        """Return the instance and epoch of the sequence that is followed without an attempt."""
         call = self._calls.open.get(request.followed_call)
         return (call.instance, call.epoch) if call is not None else None
 
@@ -336,7 +340,7 @@ class RequestScheduler:
             self._reserve(now, request, attempt)
 
     def _prefill_lost(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, failure: Failure) -> None:
-        """Gives the prefill call up. Decode continues if all KV is there."""
+        """Give the prefill call up. Decode continues if all KV is there."""
         if attempt.prefill_phase in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED):
             self._attempt_failed(now, request, failure, [attempt.decision.prefill.id])
         elif attempt.prefill_phase is PrefillPhase.FIRST_TOKEN:
@@ -348,9 +352,11 @@ class RequestScheduler:
     # --- placement --------------------------------------------------------------------------------------------------
 
     def _place(self, now: float, request: ScheduledRequest) -> None:
-        """Routes a request and begins an attempt; if there is no placement, the request waits or fails."""
+        """Route a request and begin an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
+        # Decode computes the rest of a prompt for one plain answer, and only as a first try: a failure there must not
+        # meet the same instance again. Prompt scores come from prefill.
         at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
         if (
@@ -358,6 +364,7 @@ class RequestScheduler:
             and decision.at_decode
             and (isinstance(decodes, Failure) or not self._candidates(request, decodes, now))
         ):
+            # The decision has only the decode instance that holds the prefix: through prefill, others may serve.
             decision, decodes = self._admitted(now, request, at_decode=False)
         if isinstance(decision, Failure):
             self._no_instance(now, request, decision)
@@ -377,7 +384,7 @@ class RequestScheduler:
         decision, spec = self._routed(now, request, at_decode=at_decode), request.spec
         if isinstance(decision, Failure):
             return decision, decision
-        if request.recovering:
+        if request.recovering:  # the client knows a placement, so that an early refusal would come too late
             return decision, decision.decodes
         return decision, self._gate.check(spec.slo, decision, spec.stratum, now, request.elapsed_s(now))
 
@@ -407,13 +414,14 @@ class RequestScheduler:
             return Failure(FailureKind.UNAVAILABLE, error.message)
         except InvalidRequest as error:
             return Failure(FailureKind.INVALID, error.message, field=error.field)
+        # Instances share out their time by tenant: what counts is the wait in the fair order, not that of arrival.
         queue_s = self._cluster.prefills.queue_s(decision.prefill, spec.queue_key)
         chosen = decision.prefill._replace(queue_s=queue_s)
-        candidates = tuple([chosen if it.id == chosen.id else it for it in decision.candidates])
+        candidates = tuple([chosen if candidate.id == chosen.id else candidate for candidate in decision.candidates])
         return replace(decision, prefill=chosen, candidates=candidates)
 
     def _candidates(self, request: ScheduledRequest, decodes: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
-        """Decode instances to ask for memory, best first.
+        """Return the decode instances to ask for memory, best first.
 
         A report may be stale: at first instances without free memory are asked, too. A tenant above the fair share must
         find memory, and leaves some to others.
@@ -433,14 +441,14 @@ class RequestScheduler:
         return [choice for choice in free if first or fits(choice)][:MAX_CANDIDATES]
 
     def _reserve(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Asks the next decode instance for memory; after the last one the request waits or fails."""
+        """Ask the next decode instance for memory; after the last one the request waits or fails."""
         if self._calls.reserve(request, attempt, now):
             return
         decision, full, failed = attempt.decision, attempt.full, attempt.failed
         self._calls.end_attempt(request, now)
         if decision.at_decode:  # others may have memory if prefill computes the prompt
             self._place(now, request)
-        elif request.followed_call:
+        elif request.followed_call:  # the request is moved, and still runs at the old instance
             self._stay(request, now)
         elif full is not None or failed is None:
             self._no_memory(now, request, no_memory(full, decision), decision)
@@ -450,37 +458,58 @@ class RequestScheduler:
             self._none_asked(now, request, failed)
 
     def _placed(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """The attempt has instances: prefill is called, or decode computes the missing part."""
-        decision, number, target = attempt.decision, request.spec.number, attempt.reservation
+        """Carry out a placement, whose instances are all known now."""
+        decision, target = attempt.decision, attempt.reservation
+        # Decode can compute only what follows the blocks that it held when it reserved: if it lacks some of the
+        # expected prefix, prefill may be better after all.
         if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
-            self._calls.end_attempt(request, now)  # the instance lacks the expected prefix
+            self._calls.end_attempt(request, now)
             self._place(now, request)
             return
-        for kind in (TimerKind.WAIT, TimerKind.BACKOFF):
-            self._timers.clear((kind, number))
-        self._count(now, request, decision)
+        self._end_wait(request, attempt)
+        self._charge(now, request, decision)
         self._calls.forecast_tpot(request, attempt)
-        if request.spec.session is not None:
-            sources = [holder.id for holder in decision.sources if not holder.peer]
-            self.sessions.placed(request.spec.tenant, request.spec.session, decision.prefill.id)
-            self._actions += self.prefetch.changed((request.spec.tenant, request.spec.session.id), decision.prefill.id)
-            request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
-        waited_s = attempt.begun - request.spec.arrived
-        if request.waits_since is not None:
-            attempt.queued_s = attempt.begun - request.waits_since
-            request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
-        request.waits_since = request.refusal = None
-        request.unasked = 0
+        self._place_session(request, decision)
         self._warm(request, decision, decision.prefill.queue_s)
-        self._actions.append(
-            AnnouncePlacement(
-                number, decision, attempt.sequence, attempt.reservation, waited_s, attempt.queued_s, attempt.tpot
-            )
-        )
+        self._announce(request, attempt)
         if decision.at_decode:
             self._calls.compute_at_decode(request, attempt, now)
         else:
             self._calls.call_prefill(request, attempt, now)
+
+    def _end_wait(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
+        """The request looks for a placement no longer."""
+        for kind in (TimerKind.WAIT, TimerKind.BACKOFF):
+            self._timers.clear((kind, request.spec.number))
+        if request.waits_since is not None:
+            attempt.queued_s = attempt.begun - request.waits_since
+            # A client that allows waiting sets the TTFT limit for the time after the queue.
+            request.queued_s += attempt.queued_s if request.spec.slo.queue_s else 0.0
+        request.waits_since = request.refusal = None
+        request.unasked = 0
+
+    def _place_session(self, request: ScheduledRequest, decision: RoutingDecision) -> None:
+        """Note where a session's turn runs, and which kvstores will hold the session's KV."""
+        tenant, turn = request.spec.tenant, request.spec.session
+        if turn is None:
+            return
+        sources = [holder.id for holder in decision.sources if not holder.peer]
+        self.sessions.placed(tenant, turn, decision.prefill.id)
+        self._actions += self.prefetch.changed((tenant, turn.id), decision.prefill.id)
+        request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
+
+    def _announce(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
+        self._actions.append(
+            AnnouncePlacement(
+                request.spec.number,
+                attempt.decision,
+                attempt.sequence,
+                attempt.reservation,
+                attempt.begun - request.spec.arrived,
+                attempt.queued_s,
+                attempt.tpot,
+            )
+        )
 
     def _warm(self, request: ScheduledRequest, decision: RoutingDecision, wait_s: float) -> None:
         """The request waits: what the prompt would read from a kvstore's SSD is brought into memory meanwhile."""
@@ -497,7 +526,7 @@ class RequestScheduler:
             self._actions.append(TellSession(order.instance, replace(order.hint, return_s=None)))
 
     def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
-        """Finds another prefill instance, as the first one's queue was longer than predicted.
+        """Find another prefill instance, as the first one's queue was longer than predicted.
 
         The reservation at decode stays. The request can no longer be refused early: the client knows a placement.
         """
@@ -515,13 +544,15 @@ class RequestScheduler:
         self._calls.replace_decision(request, attempt, decision, now)
         self._placed(now, request, attempt)
 
-    def _count(self, now: float, request: ScheduledRequest, decision: RoutingDecision) -> None:
-        """Charges a request to the tenant at the first placement, and counts the request for prefix replication."""
+    def _charge(self, now: float, request: ScheduledRequest, decision: RoutingDecision) -> None:
+        """Charge a request to the tenant, once, and count the request for prefix replication."""
+        # Retries and moves are the cluster's fault: neither the tenant nor the prefix pays twice.
         if request.counted:
             return
         request.counted = True
         cost_s, spec = self._cost_s(decision), request.spec
         self._shares.serve(spec.tenant, cost_s, spec.weight)
+        # The budget of a resumed request's prompt was taken at the conductor that had the request first.
         self.ledger.placed(spec.tenant, cost_s, 0 if spec.resumed is not None else spec.prompt_tokens, now)
         hint = None if decision.at_decode else decision.hint
         copy = self._cluster.replication.placed(request.keys, hint, request.spec.tenant, now)
@@ -529,7 +560,7 @@ class RequestScheduler:
             self._actions.append(copy)
 
     def _cost_s(self, decision: RoutingDecision) -> float:
-        """Predicted instance seconds: of prefill, and those that the answer adds to decode's steps."""
+        """Return the predicted instance seconds: of prefill, and those that the answer adds to decode's steps."""
         demand = decision.demand
         decode = self._cluster.decodes.get(decision.decodes[0].id) if decision.decodes else None
         if decode is None:
@@ -539,6 +570,7 @@ class RequestScheduler:
 
     def _rest_shares(self, now: float) -> None:
         """Forgives tenants what they used while no request waits for a placement, at any conductor."""
+        # A tenant served alone takes nothing from anybody, so the use is forgiven; if somebody waits, it is not.
         waits = len(self.memory_queue) or len(self.slo_queue) or self.ledger.elsewhere(now).waiting
         self._shares.forgive_idle_until(now, 0 if waits else len(self._cluster.prefills.by_slot))
 
@@ -546,6 +578,7 @@ class RequestScheduler:
 
     def _no_memory(self, now: float, request: ScheduledRequest, refusal: Failure, decision: RoutingDecision) -> None:
         """No decode instance has memory, or none keeps the TBT limit."""
+        # Without memory only the end of an answer helps; a missed TBT limit is an SLO, which may be met any time.
         if refusal.reason != NO_DECODE_ROOM and not request.recovering:
             self._slo_missed(now, request, refusal, decision)
         elif self._wait(now, request, RequestState.WAITING_MEMORY, refusal):
@@ -573,6 +606,7 @@ class RequestScheduler:
         if request.followed_call:
             self._stay(request, now)
         elif failure.kind is FailureKind.UNAVAILABLE and request.recovering:
+            # A request that has run has a client that waits for the rest; a new request is refused at once.
             if self._wait(now, request, RequestState.WAITING_INSTANCE, failure):
                 self.waiting_for_instance[request.spec.number] = None
         else:
@@ -580,14 +614,14 @@ class RequestScheduler:
 
     def _none_asked(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
         """No decode instance could be asked for memory."""
-        request.recovering = True
+        request.recovering = True  # the fault is the cluster's: no early refusal any more
         request.unasked += 1
         failure = Failure(FailureKind.UNAVAILABLE, f"no decode instance could be asked for room: {failure}")
         if self._wait(now, request, RequestState.BACKOFF, failure):
             self._set_backoff(now, request, request.unasked)
 
     def _wait(self, now: float, request: ScheduledRequest, state: RequestState, refusal: Failure) -> bool:
-        """Lets a request wait within the limit that began with the first refusal; fails the request after that limit.
+        """Let a request wait within the limit that began with the first refusal; fail the request after that limit.
 
         Returns:
             Whether the request waits.
@@ -641,7 +675,7 @@ class RequestScheduler:
             self._place(now, self.requests[number])
 
     def _needs_at(self, decode: str) -> Callable[[MemoryNeed], int]:
-        """Blocks that a request is expected to need at a decode instance."""
+        """Return the blocks that a request is expected to need at a decode instance."""
         shape, answer = self._cluster.shape, self._cluster.decodes.answer_tokens(decode)
         return lambda need: expected_blocks(shape, need, answer) if shape is not None else need.longest
 
@@ -672,7 +706,7 @@ class RequestScheduler:
     def _first_token(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken
     ) -> None:
-        """Starts decode with the token. A token of an attempt that has ended counts, too."""
+        """Start decode with the token. A token of an attempt that has ended counts, too."""
         self._warmed(request)
         self._grow(now, request, int(not event.known and not request.spec.deferred))
         if attempt is not None:
@@ -681,7 +715,7 @@ class RequestScheduler:
             self._calls.first_token(attempt, now)
             self._learn(now, request, attempt, event.how)
             self._cluster.answer_grew(attempt.decode_claim, max(request.tokens, 1), now)
-        if request.spec.choices == 1:
+        if request.spec.choices == 1:  # lengths are learnt of single answers
             self._lengths.begin(request.spec.number, request.spec.stratum)
         if event.finish is not None:
             self._complete(now, request, event.finish)
@@ -701,7 +735,7 @@ class RequestScheduler:
         self._cluster.first_token(
             attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
         )
-        if not attempt.decision.at_decode:
+        if not attempt.decision.at_decode:  # hindsight compares prefill instances
             self._cluster.hindsight.first_token(request.spec.number, attempt.decision.candidates, attempt.begun, now)
         for store, key in how.misses:
             self._cluster.forget(store, [key], attempt.decision.index_version)
@@ -729,7 +763,7 @@ class RequestScheduler:
             return
         if call.kind is CallKind.PREFILL:
             self._timers.clear((TimerKind.LINGER, event.io))
-        else:
+        else:  # the claim of a prompt is the attempt's: the first token releases it, while the call goes on
             self._cluster.release(call.claim, now)
         if request is not None and request.followed_call == event.io:
             failure = failure or Failure(FailureKind.STREAM, f"{call.instance} ended the sequence without a reason")
@@ -766,7 +800,7 @@ class RequestScheduler:
     def _reserve_refused(
         self, request: ScheduledRequest, attempt: ScheduledAttempt, call: OpenCall, result: CallResult
     ) -> None:
-        """Notes why an instance reserved nothing: full, too slow, or unreachable."""
+        """Note why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
             available, total = self._cluster.decodes.available_of(call.instance)
@@ -789,6 +823,8 @@ class RequestScheduler:
             failure = failure or Failure(FailureKind.STREAM, f"{prefill} ended without a token")
             self._attempt_failed(now, request, failure, [prefill])
         elif attempt.delivery_unknown:
+            # Damage can be either end's fault, so both are blamed; and decode has not got all KV. After other failures
+            # decode may have: it is asked.
             damaged = failure is not None and failure.kind in (FailureKind.TRANSFER, FailureKind.FRAME)
             if failure is not None and damaged and attempt.reservation is not None:
                 self._attempt_failed(now, request, failure, [prefill, attempt.reservation.decode])
@@ -804,6 +840,7 @@ class RequestScheduler:
     ) -> None:
         assert attempt.reservation is not None
         decode = attempt.reservation.decode
+        # Decode ends a sequence whose KV did not come whole, too: then prefill is to blame.
         blamed = attempt.decision.prefill.id if attempt.delivery_unknown else decode
         attempt.enter_decode(DecodePhase.ENDED)
         failure = failure or Failure(FailureKind.STREAM, f"{decode} ended the sequence without a reason")
@@ -820,10 +857,10 @@ class RequestScheduler:
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _attempt_failed(self, now: float, request: ScheduledRequest, failure: Failure, blamed: Sequence[str]) -> None:
-        """Ends the attempt. The request is placed again unless too many attempts have failed."""
+        """End the attempt. The request is placed again unless too many attempts have failed."""
         for instance in blamed:
             request.suspect(instance)
-        if request.moving:
+        if request.moving:  # the old instance still runs the sequence: nothing is lost
             self._calls.end_attempt(request, now)
             self._stay(request, now)
             return
@@ -837,7 +874,7 @@ class RequestScheduler:
             self._retry(now, request, failure)
 
     def _is_last_failure(self, now: float, request: ScheduledRequest, failure: Failure) -> bool:
-        """Counts an attempt that has failed. Returns whether no further attempt follows.
+        """Count an attempt that has failed. Return whether no further attempt follows.
 
         `retries` attempts follow the first that failed. After damaged transfers, as many follow as there are pauses
         within `recovery_s`.
@@ -846,8 +883,9 @@ class RequestScheduler:
         return request.failures.is_over(self._limits.retries, self._limits.recovery_s)
 
     def _retry(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
-        """Places a request again: at once after the first failure if other instances are there."""
+        """Place a request again: at once after the first failure if other instances are there."""
         request.refusal = failure
+        # A first failure is likely the instance's own. After more, or without another instance, a pause may help.
         if request.failures.count == 1 and not self._cluster.all_suspected(request.suspects):
             self._rehash(request)
         else:
@@ -855,7 +893,7 @@ class RequestScheduler:
             self._set_backoff(now, request, request.failures.count)
 
     def _rehash(self, request: ScheduledRequest) -> None:
-        """Asks for the block keys of the prompt and the answer so far."""
+        """Ask for the block keys of the prompt and the answer so far."""
         assert request.refusal is not None
         request.enter(RequestState.REHASHING)
         self._actions.append(Rehash(request.spec.number, request.failures.count, request.refusal))
@@ -863,7 +901,7 @@ class RequestScheduler:
     # --- moves and takeovers ----------------------------------------------------------------------------------------
 
     def _take_over(self, now: float, request: ScheduledRequest) -> bool:
-        """Takes over a resumed request's sequence, or waits for the sequence's instance to join.
+        """Take over a resumed request's sequence, or wait for the sequence's instance to join.
 
         Returns:
             False if the request must be placed like a new one.
@@ -883,9 +921,10 @@ class RequestScheduler:
         return True
 
     def _drain(self, now: float, instance: str) -> None:
-        """Moves requests away from an instance that drains or is slow, if another one can take them."""
+        """Move requests away from an instance that drains or is slow, if another one can take them."""
         if not self._cluster.should_drain(instance):
             return
+        # Each move is a prompt of its own at prefill: a few at once, so that each stalls for a short time only.
         here = list(self._streaming_at(instance))
         free = MAX_MOVING - sum(request.moving for request in here)
         movable = [request for request in here if not request.moving and request.stays_until <= now]
@@ -902,7 +941,7 @@ class RequestScheduler:
                 yield self.requests[number]
 
     def _streaming_at(self, instance: str) -> Iterator[ScheduledRequest]:
-        """Requests whose client gets tokens from a sequence at an instance."""
+        """Return the requests whose client gets tokens from a sequence at an instance."""
         for call in self._calls.open.following(instance):
             request = self.requests.get(call.request)
             if request is None:
@@ -913,7 +952,7 @@ class RequestScheduler:
                 yield request
 
     def _move(self, now: float, request: ScheduledRequest, instance: str) -> None:
-        """Places a request anew, away from an instance; the sequence there continues meanwhile."""
+        """Place a request anew, away from an instance; the sequence there continues meanwhile."""
         self._calls.detach(request, now)
         request.suspect(instance)
         request.recovering = True
@@ -976,10 +1015,10 @@ class RequestScheduler:
 
     def _complete(self, now: float, request: ScheduledRequest, finish: CompletionReason, *, known: int = 0) -> None:
         """The answer is complete, or goes on at another conductor; `known` as for `AttemptCalls.end_attempt`."""
-        if finish is not CompletionReason.CANCELLED:
+        if finish is not CompletionReason.CANCELLED:  # cancelled: the last token's time says nothing
             self._calls.observe_tpot(request, now)
         self._calls.end(request, now, complete=True, known=known)
-        if finish is CompletionReason.STOP:
+        if finish is CompletionReason.STOP:  # an answer cut by its limit would have been longer
             self._lengths.ended(request.spec.number, request.tokens)
         self._remove(now, request)
         self._actions.append(CompleteRequest(request.spec.number, finish))
@@ -1025,16 +1064,16 @@ class RequestScheduler:
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
         assert not self._actions
         self.memory_queue.check_invariants()
         self.slo_queue.check_invariants()
         self.sessions.check_invariants()
         self.prefetch.check_invariants()
-        self.tenants.check_invariants(Counter([it.spec.tenant for it in self.requests.values()]))
+        self.tenants.check_invariants(Counter([request.spec.tenant for request in self.requests.values()]))
         answers = Counter[str]()
-        for it in self.requests.values():
-            answers[it.spec.tenant] += it.spec.choices
+        for request in self.requests.values():
+            answers[request.spec.tenant] += request.spec.choices
         self.ledger.check_invariants(answers, self.memory_queue.count())
         self._calls.check_invariants(self.requests.values())
         reserves = Counter(call.request for _, call in self._calls.open if call.kind is CallKind.RESERVE)
@@ -1048,7 +1087,7 @@ class RequestScheduler:
         assert len(self._timers) <= timers
 
     def _check_state(self, number: int, request: ScheduledRequest) -> None:
-        """Asserts that a request has everything its state requires, and waits for something that will come."""
+        """Assert that a request has everything its state requires, and waits for something that will come."""
         state, timers = request.state, {kind for kind in REQUEST_TIMERS if self._timers.at((kind, number)) is not None}
         assert state not in (RequestState.ARRIVED, RequestState.ENDED)
         assert (state is RequestState.PLACED) == (request.attempt is not None)
@@ -1063,7 +1102,7 @@ class RequestScheduler:
             assert TimerKind.WAIT in timers, "it would wait for ever"
 
     def digest(self) -> bytes:
-        """Hash of everything but the cluster view."""
+        """Return the hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
         state = self.requests, self._endpoint_claims, self.tenants, self.ledger, self.sessions, self.prefetch, *queues
         return digest_of(*state, self._shares, self._calls, self._timers)

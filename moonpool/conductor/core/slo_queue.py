@@ -51,11 +51,11 @@ class SloQueue:
         return number in self._waiting
 
     def count(self) -> dict[str, int]:
-        """How many wait, by tenant."""
+        """Return how many wait, by tenant."""
         return self._queue.count()
 
     def add(self, now: float, key: QueueKey, nbytes: int, cost: float, retry_s: float) -> list[int]:
-        """Lets a request wait that may try again after `retry_s` seconds.
+        """Let a request wait that may try again after `retry_s` seconds.
 
         Returns:
             Requests that the queue is too long for, maybe this one; they wait no more. They are the last requests from
@@ -67,6 +67,7 @@ class SloQueue:
         self._again.set(key.number, again_at)
         self._hold(key.tenant, nbytes)
         pushed = []
+        # The tenant that fills the queue gives way, so that a flood does not push others out.
         while len(self) > self._most or self.nbytes > self._most_bytes:
             pushed.append(self._queue.last_of(self._largest()))
             self.remove(pushed[-1])
@@ -83,9 +84,9 @@ class SloQueue:
             self._wake()
 
     def retrying(self, now: float) -> list[int]:
-        """Requests that look for a placement now: the first, and the most overdue retries."""
+        """Return the requests that look for a placement now: the first, and the most overdue retries."""
         self._retried_at = now
-        found = list(islice(self._queue, RETRY_FIRST))
+        found = list(islice(self._queue, RETRY_FIRST))  # the first in fair order, whatever their forecasts said
         for number in found:
             self._again.clear(number)
         while len(found) < MAX_RETRIES_AT_ONCE and (due := self._again.pop_due(now)) is not None:
@@ -116,20 +117,19 @@ class SloQueue:
             self._timers.set(SLO_QUEUE_TIMER, max(first, self._retried_at + RETRY_PAUSE_S))
 
     def check_invariants(self) -> None:
-        """Asserts that sums, order and timer are those of the waiting requests."""
+        """Assert that sums, order and timer are those of the waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiting)
-        assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
+        assert self.nbytes == sum(waiter.nbytes for waiter in self._waiting.values()) <= self._most_bytes
         held: dict[str, int] = {}
-        for it in self._waiting.values():
-            held[it.key.tenant] = held.get(it.key.tenant, 0) + it.nbytes
+        for waiter in self._waiting.values():
+            held[waiter.key.tenant] = held.get(waiter.key.tenant, 0) + waiter.nbytes
         assert self._held == held
         assert len(self._again) == len(self._waiting)
         assert len(self) <= self._most
         assert (self._timers.at(SLO_QUEUE_TIMER) is not None) == bool(self._waiting)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._waiting, self._again, self._queue, self._retried_at, self.nbytes)
 
 

@@ -29,7 +29,7 @@ class StalePlacementCheck:
         self.answers = 0
 
     def max_queue_s(self, decision: RoutingDecision, answered: int, now: float) -> float | None:
-        """Longest queue in seconds with which the chosen instance must take a prompt; None = any.
+        """Return the longest queue in seconds with which the chosen instance must take a prompt; None = any.
 
         Other prompts that this conductor placed there count, whichever arrives first.
 
@@ -42,11 +42,12 @@ class StalePlacementCheck:
         lead_s = _lead_s(best, decision.candidates)
         if instance is None or instance.load.drain_s is None or lead_s is None or answered >= MAX_STALE_ANSWERS:
             return None
+        # Refusing pays only if another instance is then better: so much longer than predicted the queue may be.
         before_s = max(0.0, instance.free_at - best.busy_s - now)
         return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
 
     def answered(self, instance_id: str, stale: StalePlacement, now: float) -> None:
-        """Takes the queue that an instance answered. The answer tells neither blocks nor speeds."""
+        """Take the queue that an instance answered. The answer tells neither blocks nor speeds."""
         self.answers += 1
         prefills = self._cluster.prefills
         instance = prefills.get(instance_id)
@@ -56,11 +57,10 @@ class StalePlacementCheck:
             prefills.changed(instance)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self.answers)
 
 
 def _lead_s(best: PrefillChoice, candidates: Sequence[PrefillChoice]) -> float | None:
     """Seconds by which the first token comes sooner than anywhere else; None = there is no other instance."""
-    others = [it.ttft_s for it in candidates if it.id != best.id and not it.excluded]
+    others = [candidate.ttft_s for candidate in candidates if candidate.id != best.id and not candidate.excluded]
     return min(others) - best.ttft_s if others else None

@@ -36,31 +36,26 @@ class StorePool:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[StoreInstanceState]:
-        """All, in order of joining."""
         return iter(self._by_id.values())
 
     def get(self, instance_id: str) -> StoreInstanceState | None:
-        """The store of that id."""
         return self._by_id.get(instance_id)
 
     def add(self, store: StoreInstanceState) -> None:
-        """Takes a store in."""
         self._by_id[store.facts.id] = store
         self._weigh()
 
     def remove(self, store: StoreInstanceState) -> None:
-        """Takes a store out."""
         del self._by_id[store.facts.id]
         self._weigh()
 
     def report(self, store: StoreInstanceState, load: LoadFacts) -> None:
-        """Takes a report."""
         weigh, store.load = load.draining != store.load.draining, load
         if weigh:
             self._weigh()
 
     def views(self, keys: Sequence[bytes], prompt_key: bytes, prefixes: Sequence[tuple[int, int]]) -> list[StoreView]:
-        """The stores as a request sees them; `prefixes` are the result of `BlockTrie.match` for `keys`."""
+        """Return the stores as a request sees them; `prefixes` are the result of `BlockTrie.match` for `keys`."""
         stores = [self._by_id[name] for name in self._weights]
         held: dict[int, int] = {}
         everyone = 0
@@ -99,11 +94,10 @@ class StorePool:
         return tuple(choose_write_back(rated, self._replicas, shared=shared))
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._by_id, self._forks)
 
     def check_invariants(self) -> None:
-        """Asserts that ids and weights agree."""
+        """Assert that ids and weights agree."""
         self._forks.check_invariants()
         assert all(store.facts.id == name for name, store in self._by_id.items())
         assert list(self._weights) == [name for name, store in self._by_id.items() if not store.load.draining]
@@ -132,7 +126,7 @@ class StoreView(NamedTuple):
     """A kvstore's state for a request.
 
     `blocks`: leading blocks of the request's chain in the store. `warm`: those of them in memory, the others are on SSD
-    only; None = unknown. `busy`: sessions that the store serves. `score`: of rendezvous hashing.
+    only; None = unknown. `busy`: transfers that the store serves. `score`: of rendezvous hashing.
     """
 
     id: str

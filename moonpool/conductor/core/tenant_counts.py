@@ -54,19 +54,20 @@ class TenantCounts:
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
         parts, tenant = _weight_units(key.weight), key.tenant
-        others = [it for it in elsewhere.weights if it not in self._weights and it != tenant]
+        others = [name for name in elsewhere.weights if name not in self._weights and name != tenant]
         whole = self._weight - self._weights.get(tenant, 0) + parts
-        whole += sum([_weight_units(elsewhere.weights[it]) for it in others])
+        whole += sum([_weight_units(elsewhere.weights[other]) for other in others])
         own = self._here.get(tenant, 0) + elsewhere.running.get(tenant, 0)
+        # Alone there is nobody to leave anything to.
         return whole > parts and own * whole > parts * (self._total + sum(elsewhere.running.values()))
 
     def _forget(self) -> None:
-        """Forgets the tenant that has had no request for longest."""
+        """Forget the tenant that has had no request for longest."""
         tenant, _ = self._lately.popitem(last=False)
         self._weight -= self._weights.pop(tenant)
 
     def check_invariants(self, here: Mapping[str, int]) -> None:
-        """Asserts that these are the requests."""
+        """Assert that these are the requests."""
         assert self._here == here
         assert self._total == sum(here.values())
         assert self._weights.keys() == self._here.keys() | self._lately.keys()
@@ -75,7 +76,6 @@ class TenantCounts:
         assert len(self._lately) <= MAX_RECENT_TENANTS
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._here, self._lately, self._weights)
 
 

@@ -52,20 +52,20 @@ class SharedBudget:
         self._part = inf
 
     def owed(self, now: float) -> float:
-        """Units that the budget lacks to be full."""
+        """Return the units that the budget lacks to be full."""
         return self._bucket.per_minute - self._bucket.level(now)
 
     def look(self, parts: int, now: float) -> None:
-        """Takes this conductor's part of what is left among so many conductors."""
+        """Take this conductor's part of what is left among so many conductors."""
         self._part = inf if parts == 1 else ceil(max(self._bucket.level(now), 0.0) / parts)
 
     def take(self, amount: float, now: float) -> None:
-        """Counts what was used here."""
+        """Count what was used here."""
         self._bucket.take(amount, now)
         self._part -= amount
 
     def taken_elsewhere(self, amount: float, now: float) -> None:
-        """Counts what was used at other conductors."""
+        """Count what was used at other conductors."""
         self._bucket.take(amount, now)
 
     def owe(self, amount: float, age_s: float, now: float) -> None:
@@ -74,16 +74,15 @@ class SharedBudget:
         self._bucket.take(max(0.0, left - self.owed(now)), now)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until something may be used; 0 = now."""
+        """Return the seconds until something may be used; 0 = now."""
         return self._bucket.wait_s(now) or (0.0 if self._part >= 1 else BUDGET_RETRY_S)
 
     def refusal(self, what: str, wait_s: float) -> Failure:
-        """The refusal of a request."""
+        """Return the refusal of a request."""
         message = f"the tenant's budget of {self._bucket.per_minute} {what}s a minute is used up"
         return Failure(FailureKind.OVERLOADED, message, reason=f"{what}_budget", retry_after_s=wait_s)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(vars(self._bucket), self._part)
 
 
@@ -162,7 +161,7 @@ class TenantLedger:
     # --- requests here ----------------------------------------------------------------------------------------------
 
     def refusal(self, tenant: str, answers: int, now: float) -> Failure | None:
-        """Why a new request of so many answers is refused; None = it may come."""
+        """Return why a new request of so many answers is refused; None = it may come."""
         limits = self._limits(tenant)
         if limits is UNLIMITED:
             return None
@@ -181,7 +180,7 @@ class TenantLedger:
         return Failure(FailureKind.OVERLOADED, message, reason="concurrent_budget", retry_after_s=BUDGET_RETRY_S)
 
     def _look(self, mine: _Tenant, limits: TenantBudget, tenant: str, others: Elsewhere, now: float) -> None:
-        """Takes this conductor's part of what is left. What others take meanwhile is known when it looks again."""
+        """Take this conductor's part of what is left. What others take meanwhile is known when it looks again."""
         parts = 1 + others.conductors
         mine.look_at = now + self._heartbeat_s
         for budget in (mine.request_budget, mine.token_budget):
@@ -209,14 +208,12 @@ class TenantLedger:
         self.used(tenant, tokens, now)
 
     def used(self, tenant: str, tokens: int, now: float) -> None:
-        """Tokens were used."""
         mine = self._changed(tenant, now)
         mine.tokens += tokens
         if mine.token_budget is not None:
             mine.token_budget.take(tokens, now)
 
     def ended(self, tenant: str, answers: int, now: float) -> None:
-        """A request has ended."""
         mine = self._changed(tenant, now)
         mine.running -= answers
         mine.places += answers
@@ -238,7 +235,7 @@ class TenantLedger:
     # --- other conductors -------------------------------------------------------------------------------------------
 
     def elsewhere(self, now: float) -> Elsewhere:
-        """What tenants have at other conductors."""
+        """Return what tenants have at other conductors."""
         if now < self._elsewhere.until:
             return self._elsewhere
         found = self._elsewhere = Elsewhere(until=inf)
@@ -257,7 +254,7 @@ class TenantLedger:
         return found
 
     def blocks_ahead(self, key: QueueKey, time: float, time_of: Callable[[str], float], now: float) -> int:
-        """Blocks at decode of what waits at other conductors and goes before a request.
+        """Return the blocks at decode of what waits at other conductors and goes before a request.
 
         Args:
             key: of the request.
@@ -274,7 +271,7 @@ class TenantLedger:
         return ceil(total)
 
     def heard(self, told: Sequence[ConductorActivity], now: float) -> list[TenantActivity]:
-        """Takes what an instance has passed on.
+        """Take what an instance has passed on.
 
         Returns:
             What tenants have used at other conductors since they were last heard of: `work_s` counts.
@@ -297,6 +294,7 @@ class TenantLedger:
                     continue
                 other.rows[row.tenant] = row
                 other.rows.move_to_end(row.tenant)
+                # Growth is what was used since the last look. Without such a look, sums do not say when: the debt does.
                 if follows and (seen is not None or other.whole):
                     news.append(self._grew(row, seen, now))
                 else:
@@ -307,7 +305,7 @@ class TenantLedger:
         return news
 
     def _grew(self, row: TenantActivity, seen: TenantActivity | None, now: float) -> TenantActivity:
-        """Counts what was used since a row was seen. Sums that are smaller have begun anew."""
+        """Count what was used since a row was seen. Sums that are smaller have begun anew."""
         if seen is not None and (row.requests < seen.requests or row.tokens < seen.tokens):
             seen = None
         requests = row.requests - (seen.requests if seen is not None else 0)
@@ -328,14 +326,14 @@ class TenantLedger:
             mine.token_budget.owe(row.tokens_owed, row.age_s, now)
 
     def _forget_others(self) -> None:
-        """Keeps few conductors of earlier starts."""
+        """Keep few conductors of earlier starts."""
         while len(self._others) > MAX_CONDUCTORS:
             del self._others[min(self._others, key=lambda name: self._others[name].told_at)]
 
     # --- instances --------------------------------------------------------------------------------------------------
 
     def tells(self, instance: str, conductors: int, now: float) -> TellActivity | None:
-        """What an instance is told that has reported; None = nothing.
+        """Return what an instance is told that has reported; None = nothing.
 
         Args:
             instance: the instance.
@@ -347,8 +345,8 @@ class TenantLedger:
         before = self._told.setdefault(instance, 0)
         if instance not in nsmallest(HOLDERS, self._told):
             return None
-        changed = list(takewhile(lambda it: self._tenants[it].version > before, reversed(self._tenants)))[::-1]
-        rows = [self._tenants[it].told(it, now) for it in changed[:MAX_ROWS]]
+        changed = list(takewhile(lambda tenant: self._tenants[tenant].version > before, reversed(self._tenants)))[::-1]
+        rows = [self._tenants[tenant].told(tenant, now) for tenant in changed[:MAX_ROWS]]
         more = len(changed) > MAX_ROWS
         self._told[instance] = rows[-1].version if more else self._version
         self._number += 1
@@ -380,8 +378,8 @@ class TenantLedger:
         return mine
 
     def _forget(self, new: str) -> None:
-        """Forgets the tenants without requests that changed longest ago, half of all."""
-        idle = [name for name, it in self._tenants.items() if name != new and not it.running]
+        """Forget the tenants without requests that changed longest ago, half of all."""
+        idle = [name for name, tenant in self._tenants.items() if name != new and not tenant.running]
         for name in idle[: MAX_TENANTS // 2]:
             del self._tenants[name]
 
@@ -393,12 +391,11 @@ class TenantLedger:
         return mine
 
     def check_invariants(self, running: Mapping[str, int], waiting: Mapping[str, int]) -> None:
-        """Asserts that these are the answers that have not ended, and the requests that wait for memory."""
-        versions = [it.version for it in self._tenants.values()]
+        """Assert that these are the answers that have not ended, and the requests that wait for memory."""
+        versions = [tenant.version for tenant in self._tenants.values()]
         assert versions == sorted(versions)
-        assert {name: it.running for name, it in self._tenants.items() if it.running} == running
-        assert {name: it.waiting for name, it in self._tenants.items() if it.waiting} == waiting
+        assert {name: tenant.running for name, tenant in self._tenants.items() if tenant.running} == running
+        assert {name: tenant.waiting for name, tenant in self._tenants.items() if tenant.waiting} == waiting
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._tenants, self._others, self._told, self._number)

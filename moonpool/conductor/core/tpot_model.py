@@ -10,7 +10,7 @@ LOAD_BUCKETS = 5
 
 
 def load_bucket(others: int) -> int:
-    """The load bucket of a prefill instance with `others` prompts."""
+    """Return the load bucket of a prefill instance with `others` prompts."""
     return min(others.bit_length(), LOAD_BUCKETS - 1)
 
 
@@ -54,18 +54,18 @@ class TpotModel:
         return TpotForecast(tbt_s, tbt_s + self._steps(others) * self._step_s, others)
 
     def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
-        """Learns from the seconds between an answer's first token and the last token, `steps` later."""
+        """Learn from the seconds between an answer's first token and the last token, `steps` later."""
         bucket = load_bucket(foreseen.others)
         learnt = self._added[bucket]
         if learnt is None:
-            first = (self._steps(foreseen.others),)
+            first = (self._steps(foreseen.others),)  # the nearest bucket knows more than nothing
             learnt = Regression(first, (TPOT_SPREAD,), change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
             self._added[bucket] = learnt
         learnt.observe((steps * self._step_s,), seconds, steps * foreseen.tbt_s)
 
     def _steps(self, others: int) -> float:
         bucket = load_bucket(others)
-        known = [(abs(it - bucket), it, learnt) for it, learnt in enumerate(self._added) if learnt is not None]
+        known = [(abs(other - bucket), other, learnt) for other, learnt in enumerate(self._added) if learnt is not None]
         return min(known)[2].coefficients[0] if known else 0.0
 
     @property

@@ -22,7 +22,7 @@ class PlacementPolicy(Protocol):
     def stores(self) -> bool: ...
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """The best of the candidates, best first; at least one, and not many more than `limit`.
+        """Return the best of the candidates, best first; at least one, and not many more than `limit`.
 
         The first one is taken. The others are kept for `explain`.
         """
@@ -52,7 +52,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[RankedInstance]:
-        """All instances, in a fixed order: when each will be free, when each was chosen last, and the name."""
+        """Return all instances, in a fixed order: when each will be free, when each was chosen last, and the name."""
 
     @abstractmethod
     def draw(self, limit: int, counter: int) -> int:
@@ -60,13 +60,13 @@ class Candidates(ABC):
 
     @abstractmethod
     def predict(self, instance: RankedInstance) -> PrefillChoice:
-        """Predicts the prompt on an instance, in some microseconds."""
+        """Predict the prompt on an instance, in some microseconds."""
 
     @abstractmethod
     def least(
         self, limit: int, by: Callable[[PrefillChoice], float], cost: Callable[[PrefillCost], float]
     ) -> list[PrefillChoice]:
-        """Predictions with the least seconds, best first, without a look at each instance.
+        """Return the predictions with the least seconds, best first, without a look at each instance.
 
         Equal predictions are ordered by: narrower pipeline (a wide pipeline is worth more to a long prompt), idle
         longest, chosen least recently. A starved instance, which has served nothing while others were preferred for
@@ -80,7 +80,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def wait(self, choice: PrefillChoice, delay_s: float) -> QueueWait:
-        """The prompt's wait at an instance if the prompt stands `delay_s` behind its arrival in the queue there.
+        """Return the prompt's wait at an instance if the prompt stands `delay_s` behind its arrival in the queue there.
 
         Args:
             choice: the prediction for the instance.
@@ -90,7 +90,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
-        """The same choices; the first that keeps the request's TTFT limit goes before those that do not."""
+        """Return the same choices; the first that keeps the request's TTFT limit goes before those that do not."""
 
 
 class SessionFacts(NamedTuple):
@@ -250,7 +250,7 @@ class PrefillChoice(NamedTuple):
     delay_s: float | None = None
 
     def with_place(self, delay_s: float, wait: QueueWait) -> PrefillChoice:
-        """The choice with a place in the instance's queue, as `Candidates.wait` predicts the place."""
+        """Return the choice with a place in the instance's queue, as `Candidates.wait` predicts the place."""
         rest_s = self.rest_s - self.queue_s + wait.seconds
         # Done for each candidate: `_replace` takes five times as long.
         return tuple.__new__(PrefillChoice, (*self[:3], wait.seconds, *self[4:12], rest_s, *self[13:18], delay_s))
@@ -311,15 +311,15 @@ class DecodeCandidates(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[RankedInstance]:
-        """All instances, in a fixed order; `load` is the seconds that what runs there adds to a step."""
+        """Return all instances, in a fixed order; `load` is the seconds that what runs there adds to a step."""
 
     @abstractmethod
     def predict(self, instance: RankedInstance) -> DecodeChoice:
-        """Predicts the answer on an instance, in some microseconds."""
+        """Predict the answer on an instance, in some microseconds."""
 
     @abstractmethod
     def least(self, limit: int) -> list[DecodeChoice]:
-        """Predictions of the instances where the answer is expected to end soonest, without a look at each.
+        """Return the predictions of the instances where the answer is expected to end soonest, without a look at each.
 
         A starved instance, which has served nothing while others were preferred for long, is considered as well.
         """

@@ -24,7 +24,7 @@ from moonpool.conductor.core.actions import (
     FailRequest,
     Order,
     Rehash,
-    RenewSession,
+    RenewReservation,
     Resync,
     StartDecode,
     TakeOverSequence,
@@ -267,7 +267,7 @@ class Conductor:
                 self.orders.start(action, self._sequence(action))
             case TakeOverSequence():
                 self.orders.adopt(action, self._sequence(action))
-            case RenewSession():
+            case RenewReservation():
                 self.orders.renew(action)
             case CancelReservation():
                 self.orders.undo(action)

@@ -15,7 +15,7 @@ from moonpool.conductor.core.actions import (
     CallPrefill,
     CallReserve,
     CancelReservation,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -451,7 +451,7 @@ class CallDispatcher:
         if order.compute:
             held = order.target.held_blocks * self._block_size
             sequence.request.reused = min(held, sequence.request.tokens - 1)
-        positions = [begin + each for each in known or (0,) * sequence.width]
+        positions = [begin + count for count in known or (0,) * sequence.width]
         stream.start(transfer, following.members(positions), known, compute=order.compute)
 
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:
@@ -477,7 +477,7 @@ class CallDispatcher:
         self._cancels[io] = cancel
         return RequestSubscription(io, sequence.request, self._post, self._end, unfollow, sequence.width)
 
-    def renew(self, order: RenewSession) -> None:
+    def renew(self, order: RenewReservation) -> None:
         """Keeps a promise."""
         if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).open()

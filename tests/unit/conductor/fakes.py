@@ -240,7 +240,10 @@ class ScriptedDecode(FakeMember):
                 for choice, token in enumerate(start.further_token_ids, 1):
                     assert token == choice_token(len(tokens), choice)
                 spec = self.reserved[start.request_id].sequence
-                known = [list(it) for it in (start.known_token_ids, *(it.token_ids for it in start.further_known))]
+                known = [
+                    list(tokens)
+                    for tokens in (start.known_token_ids, *(tokens.token_ids for tokens in start.further_known))
+                ]
                 if spec.sampling.HasField("logprobs") and not any(known):
                     assert start.logprobs == made_up([start.first_token_id, *start.further_token_ids])
                 if spec.sampling.beam_width:
@@ -289,8 +292,8 @@ class ScriptedDecode(FakeMember):
         tokens = list(tokens_from_bytes(reserved.sequence.token_ids))
         while len(tokens) < reserved.sequence.prompt_tokens + asked.from_position:
             tokens.append(next_token(len(tokens)))
-        for choice, it in enumerate(asked.further, 1):
-            self.said[asked.request_id, choice] = it.from_position
+        for choice, answer in enumerate(asked.further, 1):
+            self.said[asked.request_id, choice] = answer.from_position
         tasks[asked.request_id] = self._run(asked.request_id, tokens, outgoing)
         self.note()
 

@@ -86,8 +86,8 @@ class Call:
         again.CopyFrom(message)
         again.sampling.seed, again.from_position = self.placed[-1].seed, len(self.tokens)
         first, *further = [
-            pb.AnswerSoFar(token_ids=self.answers[it], text_chars=len(self.texts[it]))
-            for it in range(max(1, message.sampling.n))
+            pb.AnswerSoFar(token_ids=self.answers[choice], text_chars=len(self.texts[choice]))
+            for choice in range(max(1, message.sampling.n))
         ]
         again.resume.CopyFrom(
             pb.Resume(

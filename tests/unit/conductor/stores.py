@@ -46,7 +46,7 @@ class FakeStore(FakeMember):
         self.forgotten.append(request)
         self.order.append(self.id)
         self.then()
-        named = {key for one in request.deletions for key in unpack_keys(one.selection.keys)}
+        named = {key for deletion in request.deletions for key in unpack_keys(deletion.selection.keys)}
         gone = [key for key in self.keys if key in named]
         self.keys = [key for key in self.keys if key not in named]
         return kv_pb2.ForgetResponse(blocks=len(gone), bytes=100 * len(gone))

@@ -167,12 +167,12 @@ async def test_a_pin_is_of_the_kv_with_its_salt() -> None:
     write_back(p, store)
     async with stack(store, p, d) as s:
         pinned = [
-            await s.client.contexts.create(token_ids=PROMPT, pin_only=True, cache_salt=it) for it in ("", "secret")
+            await s.client.contexts.create(token_ids=PROMPT, pin_only=True, cache_salt=salt) for salt in ("", "secret")
         ]
         plain, salted = [await settled(s, each.id, "") for each in pinned]
         assert (plain.pinned_blocks, salted.pinned_blocks) == (3, 3)
         assert not set(plain.keys) & set(salted.keys)
-        assert not [it for it in store.replicated.of("context") if b"secret" in it.value]
+        assert not [record for record in store.replicated.of("context") if b"secret" in record.value]
         with pytest.raises(InvalidRequest) as caught:
             await s.client.contexts.create(token_ids=PROMPT, cache_salt="secret")
         assert caught.value.field == "cache_salt"
@@ -195,7 +195,7 @@ async def test_a_deleted_context_is_gone_with_its_pin_and_its_kv() -> None:
         await settled(s, "t")
         name, deleted = await s.client.contexts.delete("t", tenant="ours")
         assert name == made.id
-        assert {one.instance: one.blocks for one in deleted.instances}["kvstore-0"] == 3
+        assert {instance.instance: instance.blocks for instance in deleted.instances}["kvstore-0"] == 3
         assert (store.keys, store.pins) == ([], {})
         assert list(store.replicated.of("context")) == []
         for calling in _calls(s, made.id, "ours"):
@@ -214,7 +214,7 @@ async def test_a_context_whose_deletion_is_asked_for_again_is_no_unknown_one() -
         first, again = [await s.servicer.DeleteContext(request, None) for _ in range(2)]
         assert (first.id, again.id) == (made.id, "t")
         assert first.deleted.id == again.deleted.id == request.id
-        assert [sum(it.blocks for it in one.deleted.instances) for one in (first, again)] == [3, 0]
+        assert [sum(instance.blocks for instance in answer.deleted.instances) for answer in (first, again)] == [3, 0]
         assert store.keys == []
         with pytest.raises(NotFound):
             await s.client.contexts.delete("t", tenant="ours")

@@ -19,35 +19,37 @@ class Indexed:
         self.index.add(self.records.merge([record]))
 
     def of(self, context: str) -> dict[str, list[str]]:
-        return {kind: [one.id for one in found] for kind, found in self.index.records_of("ours", context).items()}
+        return {
+            kind: [context.id for context in found] for kind, found in self.index.records_of("ours", context).items()
+        }
 
 
 def test_tags_and_hits_are_found_by_their_context() -> None:
-    it = Indexed()
-    it.add(TAG, "t", "cache-1")
-    it.add(HITS, "cache-1/conductor-0", "counted")
-    it.add("context", "cache-1", "made")
-    assert it.of("cache-1") == {TAG: ["t"], HITS: ["cache-1/conductor-0"]}
-    assert it.index.records_of("theirs", "cache-1") == {TAG: [], HITS: []}
-    it.add(TAG, "t", "cache-2", version=2)
-    assert it.of("cache-1") == {TAG: [], HITS: ["cache-1/conductor-0"]}
-    assert it.of("cache-2") == {TAG: ["t"], HITS: []}
-    assert len(it.index) == 2
+    index = Indexed()
+    index.add(TAG, "t", "cache-1")
+    index.add(HITS, "cache-1/conductor-0", "counted")
+    index.add("context", "cache-1", "made")
+    assert index.of("cache-1") == {TAG: ["t"], HITS: ["cache-1/conductor-0"]}
+    assert index.index.records_of("theirs", "cache-1") == {TAG: [], HITS: []}
+    index.add(TAG, "t", "cache-2", version=2)
+    assert index.of("cache-1") == {TAG: [], HITS: ["cache-1/conductor-0"]}
+    assert index.of("cache-2") == {TAG: ["t"], HITS: []}
+    assert len(index.index) == 2
 
 
 def test_contexts_that_are_gone_leave_the_index_unread() -> None:
-    it = Indexed()
+    index = Indexed()
     for number in range(2 * SPARE_ENTRIES + 3):
         context = f"cache-{number}"
-        it.add(HITS, f"{context}/conductor-0", "counted")
-        it.add(HITS, f"{context}/conductor-0", "", version=2)
-        assert len(it.index) <= SPARE_ENTRIES + 2
-    assert len(it.index) == 1
+        index.add(HITS, f"{context}/conductor-0", "counted")
+        index.add(HITS, f"{context}/conductor-0", "", version=2)
+        assert len(index.index) <= SPARE_ENTRIES + 2
+    assert len(index.index) == 1
 
 
 def test_present_records_survive_a_sweep() -> None:
-    it = Indexed()
+    index = Indexed()
     for number in range(2 * SPARE_ENTRIES):
-        it.add(TAG, f"t{number}", f"cache-{number}")
-    assert len(it.index) == 2 * SPARE_ENTRIES
-    assert it.of("cache-0") == {TAG: ["t0"], HITS: []}
+        index.add(TAG, f"t{number}", f"cache-{number}")
+    assert len(index.index) == 2 * SPARE_ENTRIES
+    assert index.of("cache-0") == {TAG: ["t0"], HITS: []}

@@ -42,7 +42,7 @@ async def test_the_answer_comes_from_decode_alone_and_explain_says_so() -> None:
         assert 0 < result.timing.ttft_s < result.timing.e2e_s
         found = await s.client.explain(result.request_id)
         assert found.placement is not None
-        assert [(it.instance, it.used_blocks, it.prefill_s) for it in found.candidates] == [
+        assert [(candidate.instance, candidate.used_blocks, candidate.prefill_s) for candidate in found.candidates] == [
             ("decode-0", 2, 8.0),
             ("prefill-0", 2, 8.0),
         ]
@@ -56,7 +56,7 @@ async def test_one_that_fails_on_the_way_is_continued_elsewhere_without_a_gap() 
         await hold(s, d)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert result.token_ids == expected(len(PROMPT), 8)
-        assert [it.prefill for it in result.placements] == ["decode-0", "prefill-0"]
+        assert [placement.prefill for placement in result.placements] == ["decode-0", "prefill-0"]
         await s.rest()
 
 
@@ -75,7 +75,9 @@ async def test_log_probabilities_come_with_all_its_tokens() -> None:
         wanted = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
         result = await s.client.generate(token_ids=PROMPT, sampling=wanted)
         assert (len(d.computed), result.token_ids) == (1, expected(len(PROMPT), 8))
-        assert [it.logprob for it in result.logprobs] == pytest.approx([-token / 10 for token in result.token_ids])
+        assert [logprob.logprob for logprob in result.logprobs] == pytest.approx(
+            [-token / 10 for token in result.token_ids]
+        )
 
 
 async def test_a_prompt_whose_own_are_wanted_is_for_prefill_as_all_of_it_is_computed() -> None:

@@ -77,7 +77,10 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
 
         def orders(now: float, event: Any, out: list[Any]) -> None:
             handle(now, event, out)
-            out[:] = [replace(it, **broken) if isinstance(it, order) and it.request == 1 else it for it in out]
+            out[:] = [
+                replace(action, **broken) if isinstance(action, order) and action.request == 1 else action
+                for action in out
+            ]
 
         s.servicer.core.handle = orders  # type: ignore[method-assign]
         with pytest.raises(Internal, match="cannot serve this request"):
@@ -119,21 +122,21 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         return 1
 
     running = kv_pb2.FINISH_REASON_UNSPECIFIED
-    session: Any = SimpleNamespace(
+    stream: Any = SimpleNamespace(
         spec=SimpleNamespace(id="doomed", number=7),
         choices=[SimpleNamespace(index=0, finish=running)],
         finish=running,
         add_tokens=taken,
         outgoing=OutputQueue(),
     )
-    subscription = SequenceSubscription(5, "doomed", session, post, lambda *_, **__: None, lambda _: None)
+    subscription = SequenceSubscription(5, "doomed", stream, post, lambda *_, **__: None, lambda _: None)
     assert subscription.add_tokens(NewTokens(0, 1, [9]))
     arrived, stopped = posted
     assert isinstance(arrived, TokensArrived)
     assert isinstance(stopped, StopRequested)
     assert stopped.request == 7
     with pytest.raises(Internal):
-        await session.outgoing.next()
+        await stream.outgoing.next()
 
 
 class Unbuildable:

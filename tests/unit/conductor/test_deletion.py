@@ -20,7 +20,7 @@ KEYS = [bytes([number]) * 32 for number in range(3)]
 
 def told(store: FakeStore) -> list[str]:
     """Ids of the deletions that a store has heard of, in order."""
-    return [one.id for request in store.forgotten for one in request.deletions]
+    return [deletion.id for request in store.forgotten for deletion in request.deletions]
 
 
 def record(name: str) -> kv_pb2.Record:

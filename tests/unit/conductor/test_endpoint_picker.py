@@ -85,11 +85,14 @@ async def proxied(*engines: FakeMember, **settings: Any) -> AsyncIterator[tuple[
 
 
 def set_headers(response: Any) -> dict[str, str]:
-    return {one.header.key: one.header.raw_value.decode() for one in response.header_mutation.set_headers}
+    return {
+        set_header.header.key: set_header.header.raw_value.decode()
+        for set_header in response.header_mutation.set_headers
+    }
 
 
 def body_of(responses: Sequence[ProcessingResponse]) -> bytes:
-    parts = [one.request_body.response.body_mutation.streamed_response for one in responses]
+    parts = [response.request_body.response.body_mutation.streamed_response for response in responses]
     assert [part.end_of_stream for part in parts] == [False] * (len(parts) - 1) + [True]
     return b"".join(part.body for part in parts)
 
@@ -99,9 +102,9 @@ def held(tokens: list[int]) -> list[bytes]:
 
 
 async def test_a_streamed_request_goes_where_its_prefix_is_and_on_unchanged() -> None:
-    one, two, tokens = prefill(0), prefill(1), list(range(6 * BLOCK_SIZE))
-    two.keys = held(tokens)
-    async with proxied(one, two, policy="sglang") as (running, stub):  # the longest prefix decides
+    first, second, tokens = prefill(0), prefill(1), list(range(6 * BLOCK_SIZE))
+    second.keys = held(tokens)
+    async with proxied(first, second, policy="sglang") as (running, stub):  # the longest prefix decides
         await running.until(lambda: running.servicer.core.cluster.index.held("prefill-1") == 6)
         proxy = Proxy(stub.Process())
         sent = json.dumps({"prompt": [*tokens, 7], "stream": True, "unknown": "x" * 150_000}).encode()
@@ -164,7 +167,7 @@ async def refused(stub: Any, body: bytes, **headers: Any) -> tuple[int, dict[str
     await proxy.headers(DUPLEX, **headers)
     await proxy.body(body)
     answer = (await proxy.read()).immediate_response
-    told = {one.header.key: one.header.raw_value.decode() for one in answer.headers.set_headers}
+    told = {set_header.header.key: set_header.header.raw_value.decode() for set_header in answer.headers.set_headers}
     error = json.loads(answer.body)["error"]
     assert answer.details == error["code"]
     return answer.status.code, error, told
@@ -320,13 +323,13 @@ async def test_tls_for_proxies_needs_a_certificate() -> None:
 async def test_a_proxy_turns_to_a_conductor_that_has_engines() -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     first, second = prefill(0), prefill(0)
-    async with proxied(first) as (one, _), proxied(second) as (two, _), Channels() as channels:
-        pickers = [its.servicer.picker_address for its in (one, two)]
+    async with proxied(first) as (near, _), proxied(second) as (far, _), Channels() as channels:
+        pickers = [picker.servicer.picker_address for picker in (near, far)]
 
         async def told(*statuses: Any) -> None:
             async with asyncio.timeout(WAIT_S):
                 while [await health(channels, picker) for picker in pickers] != list(statuses):
-                    await one.look()
+                    await near.look()
 
         await told(serving, serving)
         first.load.draining = True
@@ -337,4 +340,4 @@ async def test_a_proxy_turns_to_a_conductor_that_has_engines() -> None:
         await proxy.headers(BUFFERED, alone=True)
         assert set_headers((await proxy.read()).request_headers.response) == {DESTINATION: "prefill-0:80"}
         proxy.call.cancel()
-        await two.until(lambda: not two.servicer.core.cluster.claims)
+        await far.until(lambda: not far.servicer.core.cluster.claims)

@@ -41,7 +41,7 @@ async def test_a_watcher_hears_what_is_held_and_then_each_change() -> None:
     watchers = KVWatchers()
     watch = watchers.watch([(instance("a"), MODEL), (instance("b"), None)], index_of(a=KEYS[:3], b=[]))
     joined = [(await anext(watch)).joined for _ in range(2)]
-    assert [(it.instance.id, it.model.name) for it in joined] == [("a", "tiny"), ("b", "")]
+    assert [(instance.instance.id, instance.model.name) for instance in joined] == [("a", "tiny"), ("b", "")]
     held = (await anext(watch)).changed
     assert held.instance_id == "a"
     assert {held.events.stored_keys[at : at + 32] for at in range(0, 96, 32)} == set(KEYS[:3])
@@ -81,8 +81,10 @@ async def test_messages_of_an_instance_whose_blocks_were_dropped_wait_for_its_sn
     watchers.joined(instance("a"), MODEL)
     watchers.changed("a", kv_pb2.KVEvents(sequence=7))
     watchers.stop()
-    changes = [it.changed.events for it in [message async for message in watch] if it.HasField("changed")]
-    assert [it.sequence for it in changes if it.sequence] == [3, 4, 5, 6, 7]
+    changes = [
+        message.changed.events for message in [message async for message in watch] if message.HasField("changed")
+    ]
+    assert [change.sequence for change in changes if change.sequence] == [3, 4, 5, 6, 7]
 
 
 async def test_who_reads_too_slowly_is_told_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,12 @@ async def test_each_token_has_its_own_whatever_fails(answers: int, failing: int)
         result = stream.result
         assert result is not None
         for choice in result.choices:
-            assert [it.token_id for it in choice.logprobs] == choice.token_ids
-            assert [it.logprob for it in choice.logprobs] == pytest.approx([-it / 10 for it in choice.token_ids])
+            assert [logprob.token_id for logprob in choice.logprobs] == choice.token_ids
+            assert [logprob.logprob for logprob in choice.logprobs] == pytest.approx(
+                [-token_id / 10 for token_id in choice.token_ids]
+            )
         assert result.token_ids == expected(len(PROMPT), 6)
-        assert all(tuple(it.token_id for it in event.logprobs) == event.token_ids for event in events)
+        assert all(tuple(logprob.token_id for logprob in event.logprobs) == event.token_ids for event in events)
         assert len(result.placements) == 2
         await s.rest()
 
@@ -42,9 +44,9 @@ async def test_those_of_a_prompt_come_once_and_what_is_cached_of_it_is_not_looke
         how = SamplingParams(max_tokens=4, prompt_logprobs=1)
         result = await s.client.generate(token_ids=PROMPT, sampling=how)
         assert result.prompt_logprobs[0] is None
-        found = [it for it in result.prompt_logprobs if it is not None]
-        assert [it.token_id for it in found] == PROMPT[1:]
-        assert [it.logprob for it in found] == pytest.approx([-it / 10 for it in PROMPT[1:]])
+        found = [prompt_logprob for prompt_logprob in result.prompt_logprobs if prompt_logprob is not None]
+        assert [token.token_id for token in found] == PROMPT[1:]
+        assert [token.logprob for token in found] == pytest.approx([-token / 10 for token in PROMPT[1:]])
         assert result.token_ids == expected(len(PROMPT), 4)
         first, again = p.requests
         assert (first.sequence.sampling.prompt_logprobs, first.HasField("source")) == (1, False)

@@ -48,9 +48,9 @@ async def test_a_message_has_a_bounded_number_of_tokens(whole: bool) -> None:
         outgoing.delta(delta(position, position, text="a"))
     outgoing.end()
     deltas = [message.delta for message in await read(outgoing)]
-    assert [it.position for it in deltas] == [0, MAX_MERGED_TOKENS, 2 * MAX_MERGED_TOKENS]
-    assert [token for it in deltas for token in it.token_ids] == list(range(count))
-    assert "".join(it.text for it in deltas) == "a" * count
+    assert [delta.position for delta in deltas] == [0, MAX_MERGED_TOKENS, 2 * MAX_MERGED_TOKENS]
+    assert [token for delta in deltas for token in delta.token_ids] == list(range(count))
+    assert "".join(delta.text for delta in deltas) == "a" * count
 
 
 async def test_answers_that_come_mixed_are_merged_each() -> None:
@@ -61,7 +61,10 @@ async def test_answers_that_come_mixed_are_merged_each() -> None:
             outgoing.delta(conductor_pb2.TokenDelta(choice=choice, position=position, token_ids=[token]))
     outgoing.end()
     deltas = [message.delta for message in await read(outgoing)]
-    assert [(it.choice, it.position, list(it.token_ids)) for it in deltas] == [(0, 0, [0, 1, 2]), (1, 0, [10, 11, 12])]
+    assert [(delta.choice, delta.position, list(delta.token_ids)) for delta in deltas] == [
+        (0, 0, [0, 1, 2]),
+        (1, 0, [10, 11, 12]),
+    ]
 
 
 async def test_a_client_that_wants_the_answer_whole_is_woken_at_its_end() -> None:
@@ -101,7 +104,7 @@ async def test_several_whole_answers_are_told_at_their_end_though_the_client_rea
     assert not task.done()
     outgoing.finished(conductor_pb2.Finished())
     await task
-    told = [(it.delta.choice, len(it.delta.token_ids)) for it in messages if it.HasField("delta")]
+    told = [(message.delta.choice, len(message.delta.token_ids)) for message in messages if message.HasField("delta")]
     assert told == [(0, 1), (0, 4), (1, 4), (2, 4)]
 
 

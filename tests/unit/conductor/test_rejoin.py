@@ -177,7 +177,7 @@ async def test_who_resumes_again_while_it_is_read_tries_later() -> None:
         await d.until(lambda: d.cancelled == ["r"])
         await s.rest()
         d.hold_at = -1
-        calls = [asyncio.create_task(s.servicer.Generate(it, Kept())) for it in messages]  # type: ignore[arg-type]
+        calls = [asyncio.create_task(s.servicer.Generate(message, Kept())) for message in messages]  # type: ignore[arg-type]
         ends = await asyncio.gather(*calls[1:], return_exceptions=True)
         assert [(type(end), str(end)) for end in ends] == [
             (Unavailable, "'r' is being resumed already"),

@@ -159,7 +159,7 @@ async def test_text_that_a_drain_cuts_off_goes_on_as_if_nothing_had_happened() -
         await again.read()
         assert left.tokens == tokens[:3]
         assert left.text + again.text == text[: begins - 1]
-        taken_over = [it.request_id for it in d.resumed]
+        taken_over = [call.request_id for call in d.resumed]
         assert (taken_over, d.cancelled, len(p.requests)) == (["r"], ["r"], 3), (
             "its stop text ends it, and not the drain"
         )
@@ -250,7 +250,7 @@ async def test_several_answers_are_taken_over_each_from_what_its_client_has() ->
         assert again.finished is not None
         assert again.finished.usage == pb.Usage(prompt_tokens=40, completion_tokens=24)
         [resumed] = d.resumed
-        positions = [resumed.from_position, *(it.from_position for it in resumed.further)]
+        positions = [resumed.from_position, *(answer.from_position for answer in resumed.further)]
         assert positions == [len(had[choice]) for choice in range(3)]
         assert len(p.requests) == 1
         for each in (first, second):
@@ -322,8 +322,8 @@ async def test_beams_are_searched_for_again_and_what_is_known_does_not_come_twic
             message.from_position = len(message.resume.token_ids)
             again = Call(s, message)
             await again.read()
-            assert [again.answers[it] for it in range(2)] == [
-                whole.answers[it] if it >= known else [] for it in range(2)
+            assert [again.answers[choice] for choice in range(2)] == [
+                whole.answers[choice] if choice >= known else [] for choice in range(2)
             ]
             assert again.finished is not None
             assert again.finished.choices == whole.finished.choices

@@ -16,9 +16,9 @@ SCORED = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)
 
 def right(scored: list[pb.PromptLogprobs]) -> bool:
     """Whether they came once, of the prompt's tokens but the first."""
-    [one] = scored
-    assert list(one.logprobs.logprobs) == pytest.approx([-it / 10 for it in PROMPT[1:]])
-    return list(one.token_ids) == PROMPT
+    [answer] = scored
+    assert list(answer.logprobs.logprobs) == pytest.approx([-token / 10 for token in PROMPT[1:]])
+    return list(answer.token_ids) == PROMPT
 
 
 async def test_who_has_them_goes_on_at_another_conductor_like_any_other() -> None:
@@ -48,8 +48,8 @@ async def test_who_lacks_them_has_the_prompt_computed_again() -> None:
         assert again.tokens == expected(len(PROMPT), 8)
         assert right(again.scored)
         assert d.resumed == []
-        assert [it.sequence.sampling.prompt_logprobs for it in p.requests] == [0, 0]
-        assert all(it.sequence.sampling.HasField("prompt_logprobs") for it in p.requests)
+        assert [request.sequence.sampling.prompt_logprobs for request in p.requests] == [0, 0]
+        assert all(request.sequence.sampling.HasField("prompt_logprobs") for request in p.requests)
         assert [placed.resume.sequence for placed in again.placed] == ["r~1.0"]
         lost.call.cancel()
         for each in (first, second):

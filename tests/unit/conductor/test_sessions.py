@@ -14,10 +14,10 @@ PROMPT = list(range(30, 90))
 
 
 async def test_a_session_is_known_by_its_tenant_until_its_last_turn() -> None:
-    one = SamplingParams(max_tokens=1)
+    sampling = SamplingParams(max_tokens=1)
     async with stack(prefill(), decode()) as s:
         assert not await s.client.update_session(SessionTurn(id="s"), tenant="ann")
-        await s.client.generate(token_ids=PROMPT, sampling=one, session=SessionTurn(id="s"), tenant="ann")
+        await s.client.generate(token_ids=PROMPT, sampling=sampling, session=SessionTurn(id="s"), tenant="ann")
         assert await s.client.update_session(SessionTurn(id="s", return_s=5.0), tenant="ann")
         assert not await s.client.update_session(SessionTurn(id="s"), tenant="bob")
         assert await s.client.update_session(SessionTurn(id="s", last=True), tenant="ann")

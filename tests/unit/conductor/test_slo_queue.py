@@ -32,7 +32,9 @@ async def test_a_request_waits_until_its_limit_can_be_kept() -> None:
         await s.until(lambda: len(s.servicer.core.scheduler.slo_queue) == 1)
         state = (await s.client.cluster_state()).queue
         assert (state.for_limits, state.for_room, state.prompt_bytes) == (1, 0, 160)
-        assert [(it.tenant, it.weight, it.requests, it.waiting) for it in state.tenants] == [("ann", 1.0, 1, 1)]
+        assert [(tenant.tenant, tenant.weight, tenant.requests, tenant.waiting) for tenant in state.tenants] == [
+            ("ann", 1.0, 1, 1)
+        ]
         gauges = await s.gauges()
         assert (gauges["waiting_for_limits"], gauges["waiting_for_limits_bytes"]) == (1, 160)
         await told(s, p, 0.001)

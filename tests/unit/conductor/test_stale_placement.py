@@ -2,7 +2,7 @@
 
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
-from tests.unit.conductor.test_explain_predictions import counts
+from tests.unit.conductor.test_prediction_metrics import counts
 
 from .fakes import decode, expected, prefill
 from .stack import stack
@@ -25,7 +25,9 @@ async def test_a_prompt_goes_where_the_queue_is_as_it_was_told() -> None:
         result = tokens.result
         assert result is not None
         assert result.token_ids == expected(len(PROMPT), 8)
-        assert ([it.prefill for it in result.placements], len(told)) == (["prefill-1"], 1), "it was placed once"
+        assert ([placement.prefill for placement in result.placements], len(told)) == (["prefill-1"], 1), (
+            "it was placed once"
+        )
         explanation = await s.client.explain("r1")
         assert explanation.placement is not None
         assert explanation.placement.prefill == "prefill-1"

@@ -28,7 +28,7 @@ async def test_timeline_of_a_request_that_ended() -> None:
         line = (await s.client.explain("r")).timeline
         assert (line.tenant, line.usage, line.timing) == ("ann", result.usage, result.timing)
         assert line.local_tokens == 16
-        assert [(it.tokens, it.begin_s, it.end_s) for it in line.chunks] == [(24, 0.25, 0.5)]
+        assert [(chunk.tokens, chunk.begin_s, chunk.end_s) for chunk in line.chunks] == [(24, 0.25, 0.5)]
         assert line.arrived_at > 0
         assert 1 <= len(line.token_s) <= 8
         assert list(line.token_s) == sorted(line.token_s)
@@ -44,11 +44,11 @@ async def test_every_placement_is_told_with_its_cause_and_what_was_computed() ->
         await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r")
         found = await s.client.explain("r")
         first, second = found.attempts
-        assert [it.placement.decode for it in found.attempts] == ["decode-0", "decode-1"]
+        assert [attempt.placement.decode for attempt in found.attempts] == ["decode-0", "decode-1"]
         assert (first.cause, "decode-0" in second.cause) == ("", True)
-        assert [it.prompt_tokens for it in found.attempts] == [len(PROMPT), len(PROMPT) + 3]
-        assert [it.tokens for it in found.attempts] == [3, 5]
-        assert [len(it.chunks) for it in found.attempts] == [1, 1]
+        assert [attempt.prompt_tokens for attempt in found.attempts] == [len(PROMPT), len(PROMPT) + 3]
+        assert [attempt.tokens for attempt in found.attempts] == [3, 5]
+        assert [len(attempt.chunks) for attempt in found.attempts] == [1, 1]
         assert 0 <= first.placed_s < first.last_token_s <= first.ended_s <= second.placed_s < second.first_token_s
         phases = request_phases(found)
         assert {phase.attempt for phase in phases} == {1, 2}
@@ -72,7 +72,7 @@ async def test_a_refused_request_is_told_by_its_id() -> None:
             assert (found.placement, found.timeline.tenant) == (None, "ann")
             assert found.refused
         last = (await s.client.cluster_state()).recent.last
-        assert {it.request_id: bool(it.refused) for it in last} == {"core": True, "full": True}
+        assert {request.request_id: bool(request.refused) for request in last} == {"core": True, "full": True}
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -102,12 +102,12 @@ async def test_a_request_whose_client_leaves_is_told() -> None:
             break
         await s.rest()
         found = {name: await s.client.explain(name) for name in ("placed", "waiting", "begun")}
-        assert {(it.failed, it.cancelled) for it in found.values()} == {("", True)}
-        assert {it.timeline.tenant for it in found.values()} == {"ann"}
-        assert all(it.timeline.timing.e2e_s > 0 for it in found.values())
-        assert [len(it.attempts) for it in found.values()] == [1, 0, 1]
+        assert {(request.failed, request.cancelled) for request in found.values()} == {("", True)}
+        assert {request.timeline.tenant for request in found.values()} == {"ann"}
+        assert all(request.timeline.timing.e2e_s > 0 for request in found.values())
+        assert [len(request.attempts) for request in found.values()] == [1, 0, 1]
         recent = (await s.client.cluster_state()).recent
-        assert [it.request_id for it in recent.last if it.cancelled] == ["begun", "waiting", "placed"]
+        assert [request.request_id for request in recent.last if request.cancelled] == ["begun", "waiting", "placed"]
         assert recent.requests == 0
 
 
@@ -127,7 +127,7 @@ async def test_a_request_that_fails_for_good_is_told_with_every_placement() -> N
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=WAIT_S)
         found = await s.client.explain("r")
         assert "broken again" in found.failed
-        assert [it.cause for it in found.attempts] == ["", "broken"]
+        assert [attempt.cause for attempt in found.attempts] == ["", "broken"]
 
 
 async def test_timeline_while_it_runs() -> None:
@@ -188,7 +188,7 @@ def test_only_the_last_minute_counts() -> None:
     assert (state.usage.prompt_tokens, state.usage.cached_tokens, state.usage.completion_tokens) == (20, 8, 4)
     assert (state.ttft_s.p50, state.ttft_s.p99) == (0.7, 0.7)
     assert (state.tpot_s.p50, state.tpot_s.p99) == (0.1, 0.1)  # an answer of one token has none
-    assert [it.request_id for it in state.last] == ["two", "one", "old"]
+    assert [request.request_id for request in state.last] == ["two", "one", "old"]
 
 
 def test_memory_is_bounded() -> None:
@@ -197,7 +197,9 @@ def test_memory_is_bounded() -> None:
         recent.add(str(number), ended(0.1, 0.1))
     state = recent.state()
     assert state.requests == MAX_REMEMBERED
-    assert [it.request_id for it in state.last] == [str(MAX_REMEMBERED + 9 - back) for back in range(MAX_LISTED)]
+    assert [request.request_id for request in state.last] == [
+        str(MAX_REMEMBERED + 9 - back) for back in range(MAX_LISTED)
+    ]
 
 
 def test_quantiles() -> None:

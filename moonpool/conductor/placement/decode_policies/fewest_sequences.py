@@ -16,6 +16,5 @@ class FewestSequences:
     """The instance with the fewest sequences, then the one that was chosen least recently."""
 
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
-        """By the number."""
         choices = [candidates.predict(instance) for instance in candidates]
-        return nsmallest(limit, choices, key=lambda it: (it.there.sequences, it.there.turn, it.id))
+        return nsmallest(limit, choices, key=lambda choice: (choice.there.sequences, choice.there.turn, choice.id))

@@ -20,12 +20,12 @@ class LeastTime:
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
         """By the seconds. Within noise by fewer sequences, more blocks held, less context, and least recent choice."""
         found = candidates.least(limit)
-        near_s = SPEED_NOISE * min([it.compared_s for it in found], default=0.0)
+        near_s = SPEED_NOISE * min([choice.compared_s for choice in found], default=0.0)
 
-        def order(it: DecodeChoice) -> tuple[float, float, float, float, str]:
-            there = it.there
-            if it.compared_s > near_s:
-                return sys.maxsize, it.compared_s, there.turn, 0, it.id
-            return there.sequences, -it.held_blocks, there.context_tokens, there.turn, it.id
+        def order(choice: DecodeChoice) -> tuple[float, float, float, float, str]:
+            there = choice.there
+            if choice.compared_s > near_s:
+                return sys.maxsize, choice.compared_s, there.turn, 0, choice.id
+            return there.sequences, -choice.held_blocks, there.context_tokens, there.turn, choice.id
 
         return sorted(found, key=order)

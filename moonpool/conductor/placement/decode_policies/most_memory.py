@@ -16,10 +16,9 @@ class MostMemory:
     """The instance where the fewest blocks are in use, the request's new ones among them."""
 
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
-        """By the blocks."""
         choices = [candidates.predict(instance) for instance in candidates]
-        return nsmallest(limit, choices, key=lambda it: (_used(it), it.there.turn, it.id))
+        return nsmallest(limit, choices, key=lambda choice: (_used(choice), choice.there.turn, choice.id))
 
 
-def _used(it: DecodeChoice) -> int:
-    return it.there.total_blocks - it.there.available_blocks + it.blocks - it.held_blocks
+def _used(choice: DecodeChoice) -> int:
+    return choice.there.total_blocks - choice.there.available_blocks + choice.blocks - choice.held_blocks

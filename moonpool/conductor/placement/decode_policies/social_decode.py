@@ -17,4 +17,6 @@ class SocialDecode:
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
         """By own time and what others lose; of many instances, those where the answer ends soonest are compared."""
         found = candidates.least(2 * limit)
-        return sorted(found, key=lambda it: (it.compared_s + it.others_s, it.there.turn, it.id))[:limit]
+        return sorted(found, key=lambda choice: (choice.compared_s + choice.others_s, choice.there.turn, choice.id))[
+            :limit
+        ]

@@ -17,7 +17,7 @@ class LoadBalance:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the seconds of queue."""
+        """Order by the seconds of queue."""
         return candidates.least(limit, _QUEUE_S, lambda _: 0.0)
 
 
@@ -28,7 +28,7 @@ class RoundRobin:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the turn of each; by name before the first one."""
+        """Order by the turn of each; by name before the first one."""
         return [candidates.predict(place) for place in nsmallest(limit, candidates, key=attrgetter("turn", "name"))]
 
 
@@ -39,7 +39,7 @@ class Random:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """The first instances in a random order (Fisher and Yates)."""
+        """Return the first instances in a random order (Fisher and Yates)."""
         places = sorted(candidates, key=attrgetter("name"))
         for at in range(min(limit, len(places))):
             other = at + candidates.draw(len(places) - at, at)

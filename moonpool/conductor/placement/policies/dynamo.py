@@ -21,12 +21,13 @@ class DynamoCost:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By tokens."""
         request = candidates.request
 
-        def cost(it: PrefillChoice) -> float:
-            loaded = it.used_blocks - it.local_blocks
-            found = it.local_blocks + MEMORY_CREDIT * (loaded - it.cold_blocks) + SSD_CREDIT * it.cold_blocks
-            return it.there.tokens + new_tokens(request, found)
+        def cost(choice: PrefillChoice) -> float:
+            loaded = choice.used_blocks - choice.local_blocks
+            found = (
+                choice.local_blocks + MEMORY_CREDIT * (loaded - choice.cold_blocks) + SSD_CREDIT * choice.cold_blocks
+            )
+            return choice.there.tokens + new_tokens(request, found)
 
         return least(candidates, limit, cost)

@@ -24,22 +24,22 @@ class LlmdScorers:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the sum. The queue's score goes from 1 at the shortest to 0 at the longest, in prompts."""
-        everywhere = least(candidates, max(limit, len(candidates)), lambda it: it.there.prompts)
+        """Order by the sum. The queue's score goes from 1 at the shortest to 0 at the longest, in prompts."""
+        everywhere = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
         shortest, longest = everywhere[0].there.prompts, everywhere[-1].there.prompts
 
-        def score(it: PrefillChoice) -> float:
-            queue = (longest - it.there.prompts) / (longest - shortest) if longest > shortest else 1.0
-            memory = 1.0 - min(1.0, it.there.tokens / max(1.0, self._tokens(candidates, it)))
-            prefix = held_share(candidates.request, it.local_blocks)
+        def score(choice: PrefillChoice) -> float:
+            queue = (longest - choice.there.prompts) / (longest - shortest) if longest > shortest else 1.0
+            memory = 1.0 - min(1.0, choice.there.tokens / max(1.0, self._tokens(candidates, choice)))
+            prefix = held_share(candidates.request, choice.local_blocks)
             return PREFIX_WEIGHT * prefix + MEMORY_WEIGHT * memory + QUEUE_WEIGHT * queue
 
         return sorted(everywhere, key=score, reverse=True)[:limit]
 
-    def _tokens(self, candidates: Candidates, it: PrefillChoice) -> float:
-        """Tokens that the instance's pool holds."""
+    def _tokens(self, candidates: Candidates, choice: PrefillChoice) -> float:
+        """Return the tokens that the instance's pool holds."""
         request = candidates.request
-        return it.there.total_blocks * request.prompt_tokens / max(1, request.prompt_blocks)
+        return choice.there.total_blocks * request.prompt_tokens / max(1, request.prompt_blocks)
 
 
 @frozen
@@ -49,12 +49,14 @@ class LlmdSticky:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the seconds of work, the instances that keep the prompt first."""
-        everywhere = least(candidates, max(limit, len(candidates)), lambda it: it.queue_s + it.busy_s)
-        soonest_s = min(it.known_s for it in everywhere)
+        """Order by the seconds of work, the instances that keep the prompt first."""
+        everywhere = least(
+            candidates, max(limit, len(candidates)), lambda candidate: candidate.queue_s + candidate.busy_s
+        )
+        soonest_s = min(choice.known_s for choice in everywhere)
 
-        def leaves(it: PrefillChoice) -> bool:
-            saturated = it.known_s > soonest_s + SATURATED_S
-            return saturated or held_share(candidates.request, it.local_blocks) < STICKY_SHARE
+        def leaves(choice: PrefillChoice) -> bool:
+            saturated = choice.known_s > soonest_s + SATURATED_S
+            return saturated or held_share(candidates.request, choice.local_blocks) < STICKY_SHARE
 
         return sorted(everywhere, key=leaves)[:limit]

@@ -18,6 +18,9 @@ class LMetric:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the product."""
         request = candidates.request
-        return least(candidates, limit, lambda it: new_tokens(request, it.local_blocks) * (it.there.prompts + 1.0))
+        return least(
+            candidates,
+            limit,
+            lambda candidate: new_tokens(request, candidate.local_blocks) * (candidate.there.prompts + 1.0),
+        )

@@ -21,7 +21,7 @@ class KVCacheCentric:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token, without what later prompts are expected to take.
+        """Order by the predicted time to first token, without what later prompts are expected to take.
 
         Later prompts count in the request's limit: if the best instance would miss the limit, the first that keeps the
         limit is taken.
@@ -36,7 +36,7 @@ class CacheAware:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token, without what later prompts are expected to take.
+        """Order by the predicted time to first token, without what later prompts are expected to take.
 
         Later prompts count in the request's limit: if the best instance would miss the limit, the first that keeps the
         limit is taken.

@@ -22,10 +22,10 @@ class Preble:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the cost, the exploited instance first."""
-        explored = least(candidates, max(limit, len(candidates)), lambda it: it.known_s)
-        exploited = max(explored, key=lambda it: (it.local_blocks, -it.queue_s))
-        spare_s = IMBALANCE * min(it.queue_s + it.alone_s for it in explored)
+        """Order by the cost, the exploited instance first."""
+        explored = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.known_s)
+        exploited = max(explored, key=lambda choice: (choice.local_blocks, -choice.queue_s))
+        spare_s = IMBALANCE * min(choice.queue_s + choice.alone_s for choice in explored)
         if held_share(candidates.request, exploited.local_blocks) > 0.5 and exploited.queue_s <= spare_s:
-            explored = [exploited, *(it for it in explored if it.id != exploited.id)]
+            explored = [exploited, *(choice for choice in explored if choice.id != exploited.id)]
         return explored[:limit]

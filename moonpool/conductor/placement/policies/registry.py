@@ -19,7 +19,7 @@ DECODE_ENTRY_POINT_GROUP = "moonpool.decode_policies"
 
 
 def seed_of(conductor: str) -> int:
-    """Seed for draws by a conductor with this name. Another name gives another one."""
+    """Return the seed for draws by a conductor with this name. Another name gives another one."""
     return int.from_bytes(blake3(conductor.encode()).digest(8), "little")
 
 
@@ -39,7 +39,7 @@ def load_policy(name: str) -> PlacementPolicy:
 
 
 def load_decode_policy(name: str) -> DecodePolicy:
-    """The policy for decode of a name, likewise.
+    """Return the policy for decode of a name, likewise.
 
     Raises:
         ConfigError: naming `decode_policy`.

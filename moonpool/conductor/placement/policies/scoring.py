@@ -6,7 +6,7 @@ from moonpool.conductor.placement.base import Candidates, PlacementRequest, Pref
 
 
 def least(candidates: Candidates, limit: int, score: Callable[[PrefillChoice], float]) -> Sequence[PrefillChoice]:
-    """The choices of the least scores, best first, after a look at every instance.
+    """Return the choices of the least scores, best first, after a look at every instance.
 
     Equal scores are ordered as `Candidates.least` orders them.
     """
@@ -16,10 +16,10 @@ def least(candidates: Candidates, limit: int, score: Callable[[PrefillChoice], f
 
 
 def new_tokens(request: PlacementRequest, blocks: float) -> float:
-    """Tokens of the prompt that `blocks` leading blocks leave to compute; at least one."""
+    """Return the tokens of the prompt that `blocks` leading blocks leave to compute; at least one."""
     return max(1.0, request.prompt_tokens * (1.0 - held_share(request, blocks)))
 
 
 def held_share(request: PlacementRequest, blocks: float) -> float:
-    """Share of the prompt in `blocks` leading blocks."""
+    """Return the share of the prompt in `blocks` leading blocks."""
     return min(1.0, blocks / request.prompt_blocks) if request.prompt_blocks else 0.0

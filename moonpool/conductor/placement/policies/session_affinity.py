@@ -21,14 +21,14 @@ class SessionAffinity:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """As `Social`, but for the session's instance."""
+        """Order as `Social`, but for the session's instance."""
         choices, session = Social().order(candidates, limit), candidates.request.session
         if session is None or choices[0].id == session.prefill:
             return choices
-        kept = next((it for it in choices if it.id == session.prefill), None)
-        if kept is None:
+        kept = next((choice for choice in choices if choice.id == session.prefill), None)
+        if kept is None:  # the default rule gives a few instances only
             found = [candidates.predict(place) for place in candidates if place.name == session.prefill]
-            kept = next((it for it in found if not it.excluded), None)
+            kept = next((choice for choice in found if not choice.excluded), None)
         if kept is None or kept.ttft_s > choices[0].ttft_s + BOUND_S:
             return choices
-        return [kept, *(it for it in choices if it.id != kept.id)][:limit]
+        return [kept, *(choice for choice in choices if choice.id != kept.id)][:limit]

@@ -26,11 +26,11 @@ class SglangRouter:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By prompts there; the instance that holds most goes first while the load is even."""
-        fewest = least(candidates, max(limit, len(candidates)), lambda it: it.there.prompts)
+        """Order by prompts there; the instance that holds most goes first while the load is even."""
+        fewest = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
         shortest, longest = fewest[0].there.prompts, fewest[-1].there.prompts
         uneven = longest - shortest > UNEVEN_BY and longest > UNEVEN_TIMES * shortest
-        best = max(fewest, key=lambda it: it.local_blocks)
+        best = max(fewest, key=lambda choice: choice.local_blocks)
         if not uneven and held_share(candidates.request, best.local_blocks) > LEAST_MATCH:
-            fewest = [best, *(it for it in fewest if it.id != best.id)]
+            fewest = [best, *(choice for choice in fewest if choice.id != best.id)]
         return fewest[:limit]

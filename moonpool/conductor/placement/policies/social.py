@@ -50,7 +50,7 @@ class Social:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By own time to first token and the seconds that others lose."""
+        """Order by own time to first token and the seconds that others lose."""
         arrivals = candidates.arrivals
         growth = min(MOST_GROWTH, 1.0 / (1.0 - arrivals.busy_share) if arrivals.busy_share < 1.0 else inf)
         later = arrivals.prompts_per_s * arrivals.backlog_s * growth
@@ -71,7 +71,7 @@ class Social:
 
 
 def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[PrefillChoice]:
-    """The instances that are compared. Equal instances are in `Candidates.least`'s order."""
+    """Return the instances that are compared. Equal instances are in `Candidates.least`'s order."""
     if len(candidates) <= LOOKED_AT:
         return [candidates.predict(place) for place in sorted(candidates)]
     return candidates.least(
@@ -90,7 +90,7 @@ def _evicting_share(choice: PrefillChoice, prompt_blocks: int) -> float:
 def _place_in_queue(
     candidates: Candidates, choice: PrefillChoice, alone_s: float, arrivals: Arrivals
 ) -> tuple[float, QueueWait]:
-    """The prompt's delay in an instance's queue, and the prompt's wait there.
+    """Return the prompt's delay in an instance's queue, and the prompt's wait there.
 
     The delay is at most ten times the work, half the mean queue, and a third of the limit. A prompt that would be late
     makes room for others, the more, the nearer the usual queue is to half the limit.

@@ -22,9 +22,9 @@ class VllmRouter:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By prompts there; an instance that lacks little goes first."""
-        fewest = least(candidates, max(limit, len(candidates)), lambda it: it.there.prompts)
-        best = max(fewest, key=lambda it: it.local_blocks)
+        """Order by prompts there; an instance that lacks little goes first."""
+        fewest = least(candidates, max(limit, len(candidates)), lambda candidate: candidate.there.prompts)
+        best = max(fewest, key=lambda choice: choice.local_blocks)
         if best.local_blocks and new_tokens(candidates.request, best.local_blocks) <= MOST_LEFT:
-            fewest = [best, *(it for it in fewest if it.id != best.id)]
+            fewest = [best, *(choice for choice in fewest if choice.id != best.id)]
         return fewest[:limit]

@@ -80,9 +80,9 @@ class TestOutlook:
         assert load_at(instance, lengths, 30.0, 30.0) == LoadForecast(1.0, 100.0), "it is late, and so begins later"
 
     def test_what_others_placed_stays(self) -> None:
-        one = decode_at(0, facts("decode-0", speeds=FIXED), 3, room=50)
+        instance = decode_at(0, facts("decode-0", speeds=FIXED), 3, room=50)
         lengths = World().cluster.forecasts.lengths
-        assert load_at(one, lengths, 0.0, 1000.0) == LoadForecast(3.0, 300.0)
+        assert load_at(instance, lengths, 0.0, 1000.0) == LoadForecast(3.0, 300.0)
 
 
 class Busy:

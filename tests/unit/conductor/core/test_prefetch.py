@@ -40,7 +40,7 @@ def stored(world: World, *keys: bytes, cold: tuple[bytes, ...] = ()) -> None:
 
 def prefetched(world: World) -> list[tuple[bytes, ...]]:
     """Keys that the store was told to bring into memory."""
-    return [it.prefetch for it in world.all(TellSession) if it.prefetch]
+    return [order.prefetch for order in world.all(TellSession) if order.prefetch]
 
 
 def test_blocks_come_into_the_chosen_instance_before_the_session_returns() -> None:
@@ -76,7 +76,7 @@ def test_a_link_takes_no_more_than_its_share() -> None:
     turn(world, OTHERS, "other")
     stored(world, *KEYS, *OTHERS)
     world.sleep(RETURN_S)
-    assert [it.keys for it in world.all(ReplicatePrefix)] == [OTHERS], "of two at once the first by name"
+    assert [order.keys for order in world.all(ReplicatePrefix)] == [OTHERS], "of two at once the first by name"
 
 
 def test_a_copy_is_called_off_if_the_session_ends_or_goes_elsewhere() -> None:
@@ -116,11 +116,11 @@ def test_announced_prompts_are_kept_and_fetched_once_however_many_share_a_prefix
     stored(world, *KEYS, cold=KEYS)
     new = (b"x" * 32,)
     world.post(PromptsAnnounced("", ((*KEYS, b"a" * 32), (*KEYS, b"b" * 32), new), 30.0))
-    assert {(it.hint.tail, it.hint.return_s) for it in world.all(TellSession)} == {(KEYS[-1], 30.0)}
+    assert {(order.hint.tail, order.hint.return_s) for order in world.all(TellSession)} == {(KEYS[-1], 30.0)}
     assert prefetched(world) == []
     world.sleep(30.0)
     assert prefetched(world) == [KEYS]
-    assert [it.keys for it in world.all(ReplicatePrefix)] == [KEYS]
+    assert [order.keys for order in world.all(ReplicatePrefix)] == [KEYS]
 
 
 def test_prompts_that_will_not_come_after_all_order_nothing_more() -> None:
@@ -150,7 +150,7 @@ def test_blocks_on_ssd_are_read_while_the_prompt_waits(computed: bool) -> None:
     else:
         world.post(ClientGone(number))
     told = world.all(TellSession)
-    assert [(it.instance, it.hint.session, bool(it.prefetch)) for it in told] == [
+    assert [(order.instance, order.hint.session, bool(order.prefetch)) for order in told] == [
         (STORE, told[0].hint.session, True),
         (STORE, told[0].hint.session, False),
     ]

@@ -65,7 +65,7 @@ def test_where_prompts_are_computed_as_they_come_all_that_are_there_go_first() -
             instance.claim(number, 4.0, NOW, QueueKey(tenant, NOW + 10.0, number))
         early = QueueKey("a", NOW, 2)
         waits[arrival_order] = instance.wait(early, NOW), instance.queue_s(early, 8.0)
-        assert any(it.overtaken for it in instance.prompts.values()) is False
+        assert any(prompt.overtaken for prompt in instance.prompts.values()) is False
     assert waits[True] == (QueueWait(8.0, 0), 8.0)
     assert waits[False][0].seconds < 8.0
     assert waits[False][1] < 8.0
@@ -123,14 +123,16 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
     plan = world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4])
     best, other = plan.candidates
     wanted = [("prefill-0", 4, 64.0, 8.0), ("prefill-1", 0, queue_s, 72.0)]
-    assert sorted((it.id, it.local_blocks, it.queue_s, it.prefill_s) for it in (best, other)) == wanted
+    assert (
+        sorted((choice.id, choice.local_blocks, choice.queue_s, choice.prefill_s) for choice in (best, other)) == wanted
+    )
     assert (best.id, plan.sources) == ("prefill-0", ())
     world.cluster.release(first, 1.0)
     assert held(world) == [0, 0]
 
 
 def held(world: World) -> list[int]:
-    return [it.local_blocks for it in world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4]).candidates]
+    return [candidate.local_blocks for candidate in world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4]).candidates]
 
 
 def computed(*others: InstanceFacts) -> World:
@@ -188,7 +190,7 @@ def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come
     world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     plan = world.plan(4 * BLOCK_SIZE + 8, keys=KEYS[:4])
     assert (plan.prefill.local_blocks, plan.prefill.source) == (4, "")
-    assert [(it.id, it.blocks) for it in plan.sources] == [("decode-0", 3)]
+    assert [(source.id, source.blocks) for source in plan.sources] == [("decode-0", 3)]
 
 
 def test_a_short_queue_elsewhere_is_sooner() -> None:

@@ -93,17 +93,17 @@ class Scene:
     def world(self, policy: object) -> World:
         world = World(policy=policy, peers=self.peers)
         for kind, engines in (("prefill", self.prefills), ("decode", self.decodes)):
-            for number, one in enumerate(engines):
+            for number, engine in enumerate(engines):
                 name = f"{kind}-{number}"
-                shape = {"speeds": one.speeds, "stages": one.stages, "total_blocks": one.total_blocks}
+                shape = {"speeds": engine.speeds, "stages": engine.stages, "total_blocks": engine.total_blocks}
                 world.join(facts(name, max_num_batched_tokens=64, **shape))
-                world.events(name, chain(one.held))
+                world.events(name, chain(engine.held))
                 if kind == "prefill":
-                    world.report(name, NOW - 1.0, drain_s=one.load, taken=0)
+                    world.report(name, NOW - 1.0, drain_s=engine.load, taken=0)
                 else:
-                    room = max(0, one.total_blocks - 10 * one.running)
-                    context = 100 * one.running
-                    world.report(name, running=one.running, context_tokens=context, free_blocks=room)
+                    room = max(0, engine.total_blocks - 10 * engine.running)
+                    context = 100 * engine.running
+                    world.report(name, running=engine.running, context_tokens=context, free_blocks=room)
         for number, (held, cooled) in enumerate(self.stores):
             world.join(facts(f"kvstore-{number}", reports_ssd=True))
             world.events(f"kvstore-{number}", chain(held), cooled=chain(held)[held - cooled :])
@@ -184,7 +184,7 @@ SCENES = st.builds(
 @given(SCENES, st.sampled_from(sorted(SECONDS)))
 def test_a_plan_equals_that_of_a_full_scan(scene: Scene, name: str) -> None:
     policy = POLICIES[name]
-    stages = {f"prefill-{number}": one.stages for number, one in enumerate(scene.prefills)}
+    stages = {f"prefill-{number}": prefill.stages for number, prefill in enumerate(scene.prefills)}
     scan = Scan(SECONDS[name], name != "load_balance", stages, policy.stores)
     world = scene.world(policy)
     found, expected = scene.plan(world), scene.plan(scene.world(scan))
@@ -210,8 +210,8 @@ def check_source(scene: Scene, plan: RoutingDecision, stores: bool) -> None:
         assert choice.used_blocks == choice.local_blocks
         return
     kind, number = choice.source.split("-")
-    held = {"kvstore": [blocks for blocks, _ in scene.stores], "prefill": [one.held for one in scene.prefills],
-            "decode": [one.held for one in scene.decodes]}[kind][int(number)]  # fmt: skip
+    held = {"kvstore": [blocks for blocks, _ in scene.stores], "prefill": [prefill.held for prefill in scene.prefills],
+            "decode": [decode.held for decode in scene.decodes]}[kind][int(number)]  # fmt: skip
     assert stores
     assert kind == "kvstore" or (scene.peers and choice.source not in scene.suspects)
     assert choice.used_blocks == min(held, scene.full) > choice.local_blocks
@@ -222,15 +222,15 @@ def best_decode(scene: Scene, world: World, plan: RoutingDecision) -> str:
     of the prompt, among those that are about as quick as the quickest."""
     model, pool = DecodeLatencyModel(plan.demand, SHAPE), world.cluster.decodes
     groups: dict[tuple[bool, bool], list[tuple[float, tuple[int, int, int, int, str]]]] = {}
-    for number, one in enumerate(scene.decodes):
-        it = pool.get(f"decode-{number}")
-        assert it is not None
-        if one.total_blocks >= plan.demand.total_blocks:
-            need, held = model.blocks(it.load.answer_tokens), min(one.held, scene.full)
-            choice = model.choice(it.facts.id, it.speeds, it.there, held, need)
-            group = it.facts.id in scene.suspects, it.available_blocks < need
-            rank = (it.sequences, -held, it.context_tokens, it.turn, it.facts.id)
-            groups.setdefault(group, []).append((choice.finish_s * pool.optimism_factor(it), rank))
+    for number, decode in enumerate(scene.decodes):
+        instance = pool.get(f"decode-{number}")
+        assert instance is not None
+        if decode.total_blocks >= plan.demand.total_blocks:
+            need, held = model.blocks(instance.load.answer_tokens), min(decode.held, scene.full)
+            choice = model.choice(instance.facts.id, instance.speeds, instance.there, held, need)
+            group = instance.facts.id in scene.suspects, instance.available_blocks < need
+            rank = (instance.sequences, -held, instance.context_tokens, instance.turn, instance.facts.id)
+            groups.setdefault(group, []).append((choice.finish_s * pool.optimism_factor(instance), rank))
     first = groups[min(groups)]
     quickest = min(finish_s for finish_s, _ in first)
     return min(rank for finish_s, rank in first if finish_s <= SPEED_NOISE * quickest)[-1]

@@ -11,7 +11,7 @@ from moonpool.conductor.core.actions import (
     FailRequest,
     LeaveSequence,
     Rehash,
-    RenewSession,
+    RenewReservation,
     StartDecode,
 )
 from moonpool.conductor.core.events import ClientGone, CompletionReason, KVDelivered, StopRequested
@@ -142,14 +142,14 @@ def test_a_promise_does_not_die_while_its_prompt_waits_at_prefill() -> None:
     silent, before = 0.0, world.now
     for _ in range(20):
         world.sleep(LEASE_S / 4)
-        if any(isinstance(action, RenewSession) for action in world.actions):
+        if any(isinstance(action, RenewReservation) for action in world.actions):
             before = world.now
         silent = max(silent, world.now - before)
         world.actions.clear()
     assert silent < LEASE_S / 2
     world.first_token(world.one(CallPrefill))
     world.sleep(LEASE_S)
-    assert world.all(RenewSession) == []
+    assert world.all(RenewReservation) == []
 
 
 def test_a_promise_that_comes_after_its_request_has_ended_is_given_back() -> None:
@@ -209,7 +209,7 @@ def test_a_promise_of_an_instance_that_was_lost_meanwhile_is_not_used() -> None:
     world.leave("decode-0")
     world.promise(call)
     assert [undo.target.decode for undo in world.all(CancelReservation)] == ["decode-0"]
-    assert [it.decode for it in world.open(CallReserve)] == ["decode-1"]
+    assert [call.decode for call in world.open(CallReserve)] == ["decode-1"]
 
 
 def test_a_promise_whose_answer_is_lost_is_given_back_by_its_name() -> None:

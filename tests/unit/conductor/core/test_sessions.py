@@ -58,8 +58,8 @@ def test_the_usual_pause_is_learnt_from_the_tenant_and_the_session() -> None:
 
 def test_tenants_share_no_session() -> None:
     table = SessionTable(ExpectedPrompts())
-    one, other = turn_ends(table, TURN, 0.0, "a"), turn_ends(table, TURN, 0.0, "b")
-    assert one.session != other.session
+    first, other = turn_ends(table, TURN, 0.0, "a"), turn_ends(table, TURN, 0.0, "b")
+    assert first.session != other.session
 
 
 def test_a_turn_without_a_name_tells_of_itself() -> None:
@@ -122,7 +122,7 @@ def test_kvstores_are_told_at_the_end_of_a_turn_and_of_the_session() -> None:
     [told] = world.all(TellSession)
     assert (told.instance, told.hint.tail, told.hint.ended) == ("kvstore-0", keys[-1], False)
     world.post(SessionUpdated("", SessionTurn(id="s", last=True)))
-    assert [it.hint.ended for it in world.all(TellSession)] == [False, True]
+    assert [order.hint.ended for order in world.all(TellSession)] == [False, True]
     world.arrive(keys=keys)
     world.promise(world.one(CallReserve))
     world.finish_all()
@@ -135,7 +135,7 @@ def paused(world: World, keys: tuple[bytes, ...], **turn: float) -> None:
     world.promise(world.one(CallReserve))
     world.first_token(world.one(CallPrefill), CompletionReason.STOP)
     world.post(KeysChanged("kvstore-0", 1, keys, (), True, True, keys[1:]))
-    assert [it.prefetch for it in world.all(TellSession)] == [()]
+    assert [order.prefetch for order in world.all(TellSession)] == [()]
 
 
 def test_blocks_on_ssd_are_ordered_into_memory_before_the_return() -> None:
@@ -167,7 +167,7 @@ def test_blocks_in_memory_and_sessions_that_are_served_or_over_order_nothing() -
     world.post(KeysChanged("kvstore-0", 3, (), (), False, False, keys[1:]))
     world.arrive(keys=keys, session=TURN)
     world.sleep(15.0)
-    assert [it.prefetch for it in world.all(TellSession)] == [(), ()]
+    assert [order.prefetch for order in world.all(TellSession)] == [(), ()]
 
 
 def test_policies_see_where_the_sessions_last_turn_went() -> None:

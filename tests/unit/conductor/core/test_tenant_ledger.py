@@ -208,7 +208,7 @@ def test_two_instances_are_told_and_another_one_if_one_leaves() -> None:
     ledger = TenantLedger({}, 1.0)
     ledger.began("ann", 1.0, 1, 0.0, charged=True)
     told = {name: ledger.tells(name, 2, 0.0) for name in ("decode-0", "prefill-0", "prefill-1")}
-    assert [name for name, it in told.items() if it is not None] == ["decode-0", "prefill-0"]
+    assert [name for name, item in told.items() if item is not None] == ["decode-0", "prefill-0"]
     again = ledger.tells("decode-0", 2, 0.1)
     assert again is not None
     assert again.tenants == (), "only what has changed"
@@ -234,7 +234,7 @@ def test_the_star_is_for_each_tenant_that_is_not_named() -> None:
             count += 1
         return count
 
-    assert [admitted(it) for it in ("ann", "bob", "cid")] == [2, 1, 1]
+    assert [admitted(tenant) for tenant in ("ann", "bob", "cid")] == [2, 1, 1]
 
 
 def test_blocks_of_requests_elsewhere_that_go_before() -> None:
@@ -270,7 +270,7 @@ def test_many_rows_are_told_in_parts_and_the_parts_are_no_use_of_now() -> None:
         heard = ConductorActivity("conductor-1", 1, 0.0, told.tenants, told.more)
         assert other.heard([heard], now) == [], "what began before this one heard of it"
     later = ConductorActivity("conductor-1", 1, 0.0, (TenantActivity("new", MAX_ROWS + 2, requests=1),))
-    assert [it.requests for it in other.heard([later], 0.7)] == [1]
+    assert [served.requests for served in other.heard([later], 0.7)] == [1]
 
 
 def test_a_tenant_that_another_conductor_has_forgotten_begins_anew() -> None:

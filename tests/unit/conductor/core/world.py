@@ -17,7 +17,7 @@ from moonpool.conductor.core.actions import (
     FailRequest,
     LeaveSequence,
     Rehash,
-    RenewSession,
+    RenewReservation,
     StartDecode,
     TakeOverSequence,
 )
@@ -351,7 +351,7 @@ class World:
                 self.cancelled.add(io)
             case CancelReservation(_, target):
                 self.promises.pop(target.transfer_id, None)
-            case RenewSession(target):
+            case RenewReservation(target):
                 assert target.transfer_id in self.promises, "a promise that is over is renewed"
             case Rehash(request):
                 assert request not in self.rehashes
@@ -359,6 +359,6 @@ class World:
             case CompleteRequest(request=request) | FailRequest(request=request) | DropRequest(request=request):
                 assert request not in self.ends, "a request has ended twice"
                 self.ends[request] = action
-                self.rehashes = [it for it in self.rehashes if it != request]
+                self.rehashes = [rehashe for rehashe in self.rehashes if rehashe != request]
             case AnnouncePlacement(request=request):
                 assert request not in self.ends

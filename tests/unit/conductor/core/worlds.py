@@ -31,13 +31,13 @@ class World:
     def __init__(self, *joined: InstanceFacts, **settings: Any) -> None:
         self.cluster = ClusterView(RoutingConfig(**settings))
         self.sequences: dict[str, int] = {}
-        for one in joined:
-            self.join(one)
+        for facts in joined:
+            self.join(facts)
 
-    def join(self, one: InstanceFacts, now: float = 0.0) -> None:
-        self.cluster.join(one, now)
-        self.cluster.keys_changed(KeysChanged(one.id, 0, (), (), snapshot_begin=True, snapshot_end=True))
-        self.sequences[one.id] = 1
+    def join(self, facts: InstanceFacts, now: float = 0.0) -> None:
+        self.cluster.join(facts, now)
+        self.cluster.keys_changed(KeysChanged(facts.id, 0, (), (), snapshot_begin=True, snapshot_end=True))
+        self.sequences[facts.id] = 1
 
     def events(
         self, name: str, stored: Sequence[bytes], removed: Sequence[bytes] = (), cooled: Sequence[bytes] = ()
@@ -75,10 +75,10 @@ class World:
 SECOND_PER_TOKEN = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=100.0, transfer_bytes_per_s=100.0)
 
 
-def prefill_at(slot: int, one: InstanceFacts, free_at: float) -> PrefillInstanceState:
-    return PrefillInstanceState(one, slot, PrefillCorrections(one.speeds), free_at)
+def prefill_at(slot: int, facts: InstanceFacts, free_at: float) -> PrefillInstanceState:
+    return PrefillInstanceState(facts, slot, PrefillCorrections(facts.speeds), free_at)
 
 
-def decode_at(slot: int, one: InstanceFacts, sequences: int, *, room: int) -> DecodeInstanceState:
+def decode_at(slot: int, facts: InstanceFacts, sequences: int, *, room: int) -> DecodeInstanceState:
     load = LoadFacts(running=sequences, context_tokens=100 * sequences, free_blocks=room)
-    return DecodeInstanceState(one, slot, one.speeds, load)
+    return DecodeInstanceState(facts, slot, facts.speeds, load)

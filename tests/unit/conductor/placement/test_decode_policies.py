@@ -24,7 +24,7 @@ def world(policy: str, *speeds: Speeds) -> World:
 
 
 def order(found: World, **asked: object) -> list[str]:
-    return [it.id[-1] for it in found.plan(64, **{"answer_tokens": 101, **asked}).decodes]
+    return [decode.id[-1] for decode in found.plan(64, **{"answer_tokens": 101, **asked}).decodes]
 
 
 def uneven(policy: str) -> World:
@@ -48,7 +48,7 @@ def test_the_order_of_unlike_instances(policy: str, expected: str) -> None:
 def test_policies_see_what_runs_there() -> None:
     found = uneven("social")
     found.events("decode-1", KEYS[:3])
-    choice = next(it for it in found.plan(64, keys=KEYS, answer_tokens=101).decodes if it.id == "decode-1")
+    choice = next(decode for decode in found.plan(64, keys=KEYS, answer_tokens=101).decodes if decode.id == "decode-1")
     assert (choice.there.sequences, choice.there.context_tokens) == (5, 70000)
     assert (choice.there.available_blocks, choice.there.total_blocks) == (20, 100)
     assert choice.held_blocks == 3

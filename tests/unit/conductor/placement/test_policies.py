@@ -90,7 +90,10 @@ TABLE: dict[str, list[Row]] = {
 @pytest.mark.parametrize("policy", TABLE)
 def test_each_policy_has_its_order(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    rows = [(it.id, it.source, it.used_blocks, it.queue_s, round(it.ttft_s, 9)) for it in plan.candidates]
+    rows = [
+        (candidate.id, candidate.source, candidate.used_blocks, candidate.queue_s, round(candidate.ttft_s, 9))
+        for candidate in plan.candidates
+    ]
     assert rows == TABLE[policy]
     assert plan.prefill == plan.candidates[0]
 
@@ -111,7 +114,7 @@ def test_published_rules_have_their_order_in_prompts_and_tokens(policy: str) -> 
     found = unlike(policy)
     found.report("prefill-0", drain_s=50.0, waiting=5, queued_tokens=50)
     found.report("prefill-2", drain_s=10.0, running=1, queued_tokens=10)
-    assert "".join(it.id[-1] for it in found.plan(64, keys=KEYS).candidates) == ORDERS[policy]
+    assert "".join(candidate.id[-1] for candidate in found.plan(64, keys=KEYS).candidates) == ORDERS[policy]
 
 
 class Watch:
@@ -131,7 +134,7 @@ class Watch:
 
 def test_policies_see_the_request_what_is_there_and_who_holds_the_prefix() -> None:
     watch = Watch()
-    found = World(facts("decode-0"), *(facts(it, speeds=SECOND_PER_TOKEN) for it in NAMES[:2]), policy=watch)
+    found = World(facts("decode-0"), *(facts(name, speeds=SECOND_PER_TOKEN) for name in NAMES[:2]), policy=watch)
     found.join(facts("kvstore-0", reports_ssd=True))
     found.events("kvstore-0", KEYS[:2], cooled=KEYS[1:2])
     found.report("prefill-0", running=1, waiting=2, queued_tokens=90, free_blocks=7, taken=3)
@@ -140,7 +143,7 @@ def test_policies_see_the_request_what_is_there_and_who_holds_the_prefix() -> No
     (candidates,) = watch.candidates
     assert candidates.request == PlacementRequest(64, 4, 7, "they", -1, 9.0)
     assert candidates.holders == [StoredPrefix("kvstore-0", 2, 1, peer=False)]
-    assert {it.id: it.there for it in watch.choices} == {
+    assert {choice.id: choice.there for choice in watch.choices} == {
         "prefill-0": InstanceLoad(4, 102, 0.2, 7, 100, 1),
         "prefill-1": InstanceLoad(0, 0, 0.0, 100, 100, 1),
     }
@@ -148,12 +151,12 @@ def test_policies_see_the_request_what_is_there_and_who_holds_the_prefix() -> No
 
 def test_arrivals_fade_by_the_times_of_events() -> None:
     watch = Watch()
-    found = World(facts("decode-0"), *(facts(it, speeds=SECOND_PER_TOKEN) for it in NAMES[:2]), policy=watch)
+    found = World(facts("decode-0"), *(facts(name, speeds=SECOND_PER_TOKEN) for name in NAMES[:2]), policy=watch)
     for number in range(6):
         found.cluster.claim_prefill("prefill-0", 10.0, float(number))
     for now in (5.0, 65.0):
         found.plan(64, now=now)
-    lately, later = (it.arrivals for it in watch.candidates)
+    lately, later = (candidate.arrivals for candidate in watch.candidates)
     assert lately.prompts_per_s == pytest.approx(5.76 / 60 / 2, rel=0.01)
     assert lately.busy_share == pytest.approx(10.0 * lately.prompts_per_s)
     assert lately.backlog_s == pytest.approx((60.0 - 5.0) / 2)
@@ -166,7 +169,7 @@ def test_arrivals_fade_by_the_times_of_events() -> None:
 def test_kvstores_are_written_to_and_read_from_by_the_policies_that_want_them(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
     assert [view.id for view in plan.write_back] == (["kvstore-0"] if POLICIES[policy].stores else [])
-    assert [source.id for source in plan.sources] == [it for it in (plan.prefill.source,) if it]
+    assert [source.id for source in plan.sources] == [source for source in (plan.prefill.source,) if source]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -174,7 +177,7 @@ def test_no_policy_is_offered_who_cannot_and_suspects_come_last(policy: str) -> 
     found = world(policy, "prefill-3")
     found.join(facts("prefill-4", total_blocks=3, speeds=SECOND_PER_TOKEN))
     found.report("prefill-0", drain_s=0.0, draining=True)
-    ids = [it.id for it in found.plan(64, suspects={"prefill-1"}).candidates]
+    ids = [candidate.id for candidate in found.plan(64, suspects={"prefill-1"}).candidates]
     assert set(ids[:2]) == {"prefill-2", "prefill-3"}
     assert ids[2:] == ["prefill-1", "prefill-0", "prefill-4"]
 
@@ -196,7 +199,7 @@ class TestLimits:
     def order(self, found: World, within_s: float) -> list[tuple[str, float]]:
         plan = found.plan(64, keys=KEYS, ttft_limit=TtftLimit(within_s, self.behind))
         assert plan.prefill == plan.candidates[0]
-        return [(it.id, it.ttft_s) for it in plan.candidates]
+        return [(candidate.id, candidate.ttft_s) for candidate in plan.candidates]
 
     @pytest.mark.parametrize(("within_s", "first"), [(52.0, 0), (51.9, 1), (48.0, 1), (47.9, 0)])
     def test_the_next_best_is_taken_where_it_alone_keeps_a_limit(self, within_s: float, first: int) -> None:
@@ -244,7 +247,7 @@ class TestRandom:
         assert all(150 < count < 250 for count in counts.values()), counts
 
     def test_the_others_are_told_once_each(self) -> None:
-        assert sorted(it.id for it in world("random").plan(64).candidates) == list(NAMES)
+        assert sorted(candidate.id for candidate in world("random").plan(64).candidates) == list(NAMES)
 
 
 class TestLoadBalance:
@@ -329,11 +332,13 @@ def prefills(engines: list[tuple[Speeds, int, int]]) -> list[InstanceFacts]:
     ]
 
 
-def alone_s(one: InstanceFacts, tokens: int) -> float:
+def alone_s(facts_of: InstanceFacts, tokens: int) -> float:
     """Predicted time to first token when nobody else is there."""
     demand = Demand(tokens, SHAPE.blocks_for(tokens), SHAPE.blocks_for(tokens), 1)
     return (
-        PrefillLatencyModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.max_num_batched_tokens, 0).alone_s
+        PrefillLatencyModel(demand, SHAPE, (), 1.0)
+        .cost(facts_of.speeds, facts_of.stages, facts_of.max_num_batched_tokens, 0)
+        .alone_s
     )
 
 
@@ -350,13 +355,13 @@ def test_an_idle_cluster_refuses_only_what_nobody_could_keep(
     engines = prefills(computing)
     decodes = [facts(f"decode-{number}", speeds=speeds) for number, (speeds, *_) in enumerate(decoding)]
     slo = SloLimits(
-        ttft_factor * min(alone_s(one, tokens) for one in engines),
-        tbt_factor * min(decode_step_seconds(one.speeds, 1, tokens) for one in decodes),
+        ttft_factor * min(alone_s(engine, tokens) for engine in engines),
+        tbt_factor * min(decode_step_seconds(decode.speeds, 1, tokens) for decode in decodes),
     )
     core = ConductorCore(replace(LIMITS, admission=admission), ClusterView())
     out: list[Action] = []
-    for one in (*engines, *decodes):
-        core.handle(0.0, InstanceJoined(one), out)
+    for instance in (*engines, *decodes):
+        core.handle(0.0, InstanceJoined(instance), out)
     core.handle(0.0, RequestArrived(RequestSpec(1, "r1", tokens, 8, b"key", slo, 0.0, 600.0), ()), out)
     refused = [action.failure.reason for action in out if isinstance(action, FailRequest)]
     limits = [("ttft_slo", ttft_factor), ("tbt_slo", tbt_factor)] if admission is not AdmissionMode.NONE else []

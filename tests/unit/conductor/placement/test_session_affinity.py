@@ -26,5 +26,5 @@ def test_the_last_turns_instance_is_kept_within_two_seconds(
     found.report("prefill-2", drain_s=busy_s)
     plan = found.plan(64, session=session)
     assert plan.prefill.id == first
-    names = [it.id for it in plan.candidates]
+    names = [candidate.id for candidate in plan.candidates]
     assert sorted(names) == sorted(set(names))

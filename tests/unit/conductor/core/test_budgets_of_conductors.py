@@ -34,71 +34,71 @@ def refusals(world: World) -> list[str]:
 
 
 def test_what_is_over_the_budget_is_refused_and_others_are_not() -> None:
-    it = world(TenantBudget(requests=2))
+    cluster = world(TenantBudget(requests=2))
     for _ in range(3):
-        it.arrive(tenant="ann")
-    it.arrive(tenant="bob")
-    assert refusals(it) == ["request_budget"]
-    [end] = [end for end in it.ends.values() if isinstance(end, FailRequest)]
+        cluster.arrive(tenant="ann")
+    cluster.arrive(tenant="bob")
+    assert refusals(cluster) == ["request_budget"]
+    [end] = [end for end in cluster.ends.values() if isinstance(end, FailRequest)]
     assert end.refused
     assert end.failure.retry_after_s == 30.0
-    it.sleep(30.0)
-    it.arrive(tenant="ann")
-    assert refusals(it) == ["request_budget"]
-    it.finish_all()
+    cluster.sleep(30.0)
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster) == ["request_budget"]
+    cluster.finish_all()
 
 
 def test_answers_count_as_requests() -> None:
-    it = world(TenantBudget(requests=4))
-    it.arrive(tenant="ann", choices=4)
-    it.arrive(tenant="ann")
-    assert refusals(it) == ["request_budget"]
+    cluster = world(TenantBudget(requests=4))
+    cluster.arrive(tenant="ann", choices=4)
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster) == ["request_budget"]
 
 
 def test_prompts_and_answers_use_tokens() -> None:
-    it = world(TenantBudget(tokens=50))
-    _, start = it.streaming(9, prompt=40, answer=20, tenant="ann")  # prefill gives one token, decode nine
-    it.arrive(tenant="ann")
-    assert refusals(it) == ["token_budget"]
-    it.more(start, 5)
-    [told] = [action for action in report(it) if isinstance(action, TellActivity)]
+    cluster = world(TenantBudget(tokens=50))
+    _, start = cluster.streaming(9, prompt=40, answer=20, tenant="ann")  # prefill gives one token, decode nine
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster) == ["token_budget"]
+    cluster.more(start, 5)
+    [told] = [action for action in report(cluster) if isinstance(action, TellActivity)]
     assert [(row.requests, row.tokens, row.running) for row in told.tenants] == [(1, 55, 1)]
     assert told.tenants[0].tokens_owed == 55.0
 
 
 def test_a_resumed_request_is_neither_refused_nor_charged_again() -> None:
-    it = World(1, 1, replace(LIMITS, budgets={"*": TenantBudget(requests=1, concurrent=1)}))
-    it.arrive()
-    it.resume(tokens=3)
-    assert refusals(it) == []
-    [told] = [action for action in report(it) if isinstance(action, TellActivity)]
+    cluster = World(1, 1, replace(LIMITS, budgets={"*": TenantBudget(requests=1, concurrent=1)}))
+    cluster.arrive()
+    cluster.resume(tokens=3)
+    assert refusals(cluster) == []
+    [told] = [action for action in report(cluster) if isinstance(action, TellActivity)]
     assert [(row.requests, row.running) for row in told.tenants] == [(1, 2)]
 
 
 def test_what_is_used_at_another_conductor_is_refused_here() -> None:
-    it = world(TenantBudget(requests=60, concurrent=10))
-    report(it)
-    report(it, TenantActivity("ann", 1, requests=60))
-    it.arrive(tenant="ann")
-    assert refusals(it) == ["request_budget"]
-    it.sleep(4.0)
-    report(it, TenantActivity("ann", 2, requests=60, running=10))
-    it.arrive(tenant="ann")
-    assert refusals(it)[1:] == ["concurrent_budget"]
-    report(it, TenantActivity("ann", 3, requests=60, running=0))
-    it.arrive(tenant="ann")
-    assert len(refusals(it)) == 2
+    cluster = world(TenantBudget(requests=60, concurrent=10))
+    report(cluster)
+    report(cluster, TenantActivity("ann", 1, requests=60))
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster) == ["request_budget"]
+    cluster.sleep(4.0)
+    report(cluster, TenantActivity("ann", 2, requests=60, running=10))
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster)[1:] == ["concurrent_budget"]
+    report(cluster, TenantActivity("ann", 3, requests=60, running=0))
+    cluster.arrive(tenant="ann")
+    assert len(refusals(cluster)) == 2
 
 
 def test_an_ended_request_makes_place() -> None:
-    it = world(TenantBudget(concurrent=1))
-    number = it.arrive(tenant="ann")
-    it.arrive(tenant="ann")
-    assert refusals(it) == ["concurrent_budget"]
-    it.sleep(600.0)
-    assert number in it.ends
-    it.arrive(tenant="ann")
-    assert refusals(it).count("concurrent_budget") == 1
+    cluster = world(TenantBudget(concurrent=1))
+    number = cluster.arrive(tenant="ann")
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster) == ["concurrent_budget"]
+    cluster.sleep(600.0)
+    assert number in cluster.ends
+    cluster.arrive(tenant="ann")
+    assert refusals(cluster).count("concurrent_budget") == 1
 
 
 def waiting(world: World, tenant: str = "ann", count: int = 3) -> list[int]:
@@ -112,67 +112,67 @@ def waiting(world: World, tenant: str = "ann", count: int = 3) -> list[int]:
 
 
 def test_memory_is_left_to_a_tenant_that_is_behind_at_another_conductor() -> None:
-    it = world(TenantBudget())
-    waiting(it)
+    cluster = world(TenantBudget())
+    waiting(cluster)
     served = TenantActivity("ann", 1, work_s=100.0, running=8)
     bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
-    report(it, served, bob, free=0)
-    report(it, free=20)
-    assert it.open(CallReserve) == [], "bob's two requests take all"
-    report(it, free=34)
-    assert len(it.open(CallReserve)) == 1
+    report(cluster, served, bob, free=0)
+    report(cluster, free=20)
+    assert cluster.open(CallReserve) == [], "bob's two requests take all"
+    report(cluster, free=34)
+    assert len(cluster.open(CallReserve)) == 1
 
 
 def left_to_bob() -> tuple[World, TenantActivity]:
     """Ann's requests wait here, and memory for two is left to bob's, which wait at another conductor."""
-    it = world(TenantBudget())
-    waiting(it)
+    cluster = world(TenantBudget())
+    waiting(cluster)
     bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
-    report(it, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
-    report(it, free=20)
-    return it, bob
+    report(cluster, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
+    report(cluster, free=20)
+    return cluster, bob
 
 
 def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
-    it, _ = left_to_bob()
-    it.sleep(YIELD_S / 2)
-    report(it, free=20)
-    assert it.open(CallReserve) == []
-    it.sleep(YIELD_S / 2)
-    report(it, free=20)
-    assert len(it.open(CallReserve)) == 2
+    cluster, _ = left_to_bob()
+    cluster.sleep(YIELD_S / 2)
+    report(cluster, free=20)
+    assert cluster.open(CallReserve) == []
+    cluster.sleep(YIELD_S / 2)
+    report(cluster, free=20)
+    assert len(cluster.open(CallReserve)) == 2
 
 
 def test_the_time_for_others_begins_anew_when_memory_is_left_to_them_again() -> None:
-    it, bob = left_to_bob()
-    report(it, TenantActivity("bob", 3), free=0)  # bob has what he wanted
-    it.sleep(YIELD_S)
-    report(it, replace(bob, version=4), free=0)
-    report(it, free=20)
-    assert it.open(CallReserve) == []
+    cluster, bob = left_to_bob()
+    report(cluster, TenantActivity("bob", 3), free=0)  # bob has what he wanted
+    cluster.sleep(YIELD_S)
+    report(cluster, replace(bob, version=4), free=0)
+    report(cluster, free=20)
+    assert cluster.open(CallReserve) == []
 
 
 def test_a_tenant_that_is_behind_itself_leaves_nothing() -> None:
-    it = world(TenantBudget())
-    waiting(it, tenant="bob")
+    cluster = world(TenantBudget())
+    waiting(cluster, tenant="bob")
     ann = TenantActivity("ann", 2, work_s=100.0, waiting=2, waiting_blocks=20, waiting_s=1.0)
-    report(it, ann, free=0)
-    report(it, free=20)
-    assert len(it.open(CallReserve)) == 2
+    report(cluster, ann, free=0)
+    report(cluster, free=20)
+    assert len(cluster.open(CallReserve)) == 2
 
 
 def test_others_are_told_who_waits_and_what_was_placed() -> None:
-    it = world(TenantBudget())
-    waiting(it, count=2)
-    told = [action for action in report(it, free=0) if isinstance(action, TellActivity)]
+    cluster = world(TenantBudget())
+    waiting(cluster, count=2)
+    told = [action for action in report(cluster, free=0) if isinstance(action, TellActivity)]
     [ann] = told[-1].tenants
     assert (ann.running, ann.waiting, ann.waiting_blocks) == (2, 2, 20)
     assert ann.waiting_s > 0
     assert ann.work_s == 0
-    report(it, free=64)
-    for call in it.open(CallReserve):
-        it.promise(call)
-    told = [action for action in report(it) if isinstance(action, TellActivity)]
+    report(cluster, free=64)
+    for call in cluster.open(CallReserve):
+        cluster.promise(call)
+    told = [action for action in report(cluster) if isinstance(action, TellActivity)]
     [ann] = told[-1].tenants
     assert (ann.waiting, ann.waiting_blocks, ann.waiting_s) == (0, 0, 0.0)
     assert ann.work_s > 0
@@ -188,7 +188,7 @@ def test_a_journal_reruns_what_came_from_other_conductors(tmp_path: Path) -> Non
         InstanceFacts(name, 1, kind, 64, SHAPE, SPEEDS)
         for name, kind in (("prefill-0", InstanceKind.PREFILL), ("decode-0", InstanceKind.DECODE))
     ]
-    events: list[Event] = [InstanceJoined(it) for it in facts]
+    events: list[Event] = [InstanceJoined(fact) for fact in facts]
     for number in range(1, 40):
         row = TenantActivity("ann", number, requests=number, running=number % 4, waiting=1, waiting_blocks=9)
         uses = (ConductorActivity(OTHER, 1, 0.1, (row,)),)

@@ -58,17 +58,17 @@ async def test_a_recorded_conductor_is_simulated(tmp_path: Path) -> None:
     trace = Trace(path)
     requests = list(trace)
     assert trace.block_size == BLOCK_SIZE
-    assert [it.input_length for it in requests] == [40, 80, 16, 40, 40]
-    assert [it.output_length for it in requests] == [8] * 5
+    assert [request.input_length for request in requests] == [40, 80, 16, 40, 40]
+    assert [request.output_length for request in requests] == [8] * 5
     assert requests[0].timestamp == 0.0
-    first, longer, alone, again, others = (it.hash_ids for it in requests)
+    first, longer, alone, again, others = (request.hash_ids for request in requests)
     assert [len(ids) for ids in (first, longer, alone)] == [3, 5, 1]
     assert first == again
     assert first[:2] == longer[:2]
     assert first[2] != longer[2], "a block that is not full is another one than when it is"
     assert not set(alone) & {*first, *longer}
     assert not set(others) & set(first), "tenants share nothing"
-    *ours, theirs = (it.tenant for it in requests)
+    *ours, theirs = (request.tenant for request in requests)
     assert len(set(ours)) == 1
     assert theirs not in {*ours, "", "other"}
 
@@ -95,7 +95,7 @@ async def test_a_sequence_that_is_taken_back_is_one_request_and_ends_once(tmp_pa
         await again.read()
         for each in (first, second):
             await each.rest()
-    assert [it.output_length for it in Trace(path)] == [8]
+    assert [line.output_length for line in Trace(path)] == [8]
 
 
 async def test_requests_without_a_token_are_left_out(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_requests_without_a_token_are_left_out(tmp_path: Path) -> None:
         with pytest.raises(MoonpoolError):
             await s.client.generate(token_ids=FIRST, sampling=GREEDY)
         await asyncio.gather(*(s.client.generate(token_ids=[n] * 40, sampling=GREEDY) for n in range(20, 28)))
-    assert [it.output_length for it in Trace(path)] == [8] * 8
+    assert [line.output_length for line in Trace(path)] == [8] * 8
 
 
 def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> None:
@@ -113,17 +113,17 @@ def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> No
         *(opened(1, 5.0), opened(2, 4.999), opened(3, 5.5)),
         ends=[(3, 30), (2, 20), (1, 10)],
     )
-    assert [(it.timestamp, it.output_length) for it in found] == [(0.0, 10), (0.0, 20), (500.0, 30)]
+    assert [(line.timestamp, line.output_length) for line in found] == [(0.0, 10), (0.0, 20), (500.0, 30)]
 
 
 def test_what_has_not_ended_does_not_keep_others_back_at_the_end(tmp_path: Path) -> None:
     found = recorded(tmp_path / "t", opened(1, 0.0), opened(2, 1.0), ends=[(2, 20), (9, 9)])
-    assert [it.output_length for it in found] == [20]
+    assert [line.output_length for line in found] == [20]
 
 
 def test_the_numbers_are_of_one_recording_only(tmp_path: Path) -> None:
-    one, two = (recorded(tmp_path / name, opened(1, 0.0), ends=[(1, 1)]) for name in ("one", "two"))
-    assert not set(one[0].hash_ids) & set(two[0].hash_ids)
+    first, two = (recorded(tmp_path / name, opened(1, 0.0), ends=[(1, 1)]) for name in ("one", "two"))
+    assert not set(first[0].hash_ids) & set(two[0].hash_ids)
     text = (tmp_path / "one").read_text()
     assert set(json.loads(text.splitlines()[1])) == {"timestamp", "input_length", "output_length", "hash_ids"}
     assert not any(key.hex() in text for key in KEYS)
@@ -131,11 +131,11 @@ def test_the_numbers_are_of_one_recording_only(tmp_path: Path) -> None:
 
 def test_a_tenant_has_a_name_of_this_recording_only(tmp_path: Path) -> None:
     asked = [opened(at, float(at), tenant=tenant) for at, tenant in enumerate(("acme", "acme", "other", ""))]
-    one, two = (recorded(tmp_path / name, *asked, ends=[(at, 1) for at in range(4)]) for name in ("one", "two"))
-    first, again, other, none = (it.tenant for it in one)
+    earlier, later = (recorded(tmp_path / name, *asked, ends=[(at, 1) for at in range(4)]) for name in ("one", "two"))
+    first, again, other, none = (line.tenant for line in earlier)
     assert first == again != other
     assert none == ""
-    assert not {first, other} & {it.tenant for it in two}
+    assert not {first, other} & {line.tenant for line in later}
     text = (tmp_path / "one").read_text()
     assert "acme" not in text
     assert not any(blake3(name + b"acme").hexdigest(length=8) in text for name in (b"", b"tenant")), "without the key"
@@ -164,7 +164,7 @@ def test_the_oldest_is_left_out_when_too_many_blocks_wait(tmp_path: Path) -> Non
     recording.ended(1, 10)
     recording.ended(2, 20)
     recording.close()
-    assert [it.output_length for it in Trace(tmp_path / "t")] == [20]
+    assert [line.output_length for line in Trace(tmp_path / "t")] == [20]
     assert recording.left_out == 1
 
 
@@ -172,7 +172,7 @@ def test_an_earlier_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     recorded(path, opened(1, 0.0), ends=[(1, 1)])
     recorded(path, opened(1, 0.0), ends=[(1, 2)])
-    assert [next(iter(Trace(it))).output_length for it in (path, tmp_path / "trace.jsonl.old")] == [2, 1]
+    assert [next(iter(Trace(path))).output_length for path in (path, tmp_path / "trace.jsonl.old")] == [2, 1]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

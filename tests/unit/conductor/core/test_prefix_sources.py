@@ -21,7 +21,7 @@ def cluster(*others: str, **settings: object) -> World:
 
 
 def rows(plan: RoutingDecision) -> list[tuple[str, int, str]]:
-    return [(it.id, it.used_blocks, it.source) for it in plan.candidates]
+    return [(candidate.id, candidate.used_blocks, candidate.source) for candidate in plan.candidates]
 
 
 def claim(world: World, plan: RoutingDecision, now: float = 0.0) -> int:
@@ -71,9 +71,13 @@ def test_the_longest_prefix_first_and_others_if_it_fails() -> None:
         world.events(holder, KEYS[:blocks])
     world.report("prefill-1", drain_s=50.0)
     plan = world.plan(64, keys=KEYS[:4])
-    assert [(it.id, it.blocks) for it in plan.sources] == [("decode-0", 3), ("kvstore-0", 2), ("prefill-1", 2)]
+    assert [(source.id, source.blocks) for source in plan.sources] == [
+        ("decode-0", 3),
+        ("kvstore-0", 2),
+        ("prefill-1", 2),
+    ]
     world.events("kvstore-0", KEYS[2:3])
-    assert [it.id for it in world.plan(64, keys=KEYS[:4]).sources][:2] == ["kvstore-0", "decode-0"]
+    assert [source.id for source in world.plan(64, keys=KEYS[:4]).sources][:2] == ["kvstore-0", "decode-0"]
 
 
 def test_reads_count_at_once_and_the_freer_holder_is_asked() -> None:
@@ -135,8 +139,8 @@ def test_rates_are_learnt_of_reads_that_have_the_link_to_themselves() -> None:
     [source] = world.plan(64, keys=KEYS[:4], now=1.0).sources
     assert source.bytes_per_s == pytest.approx(1 / (0.8 / 100 + 0.2 / 50))
     assert world.plan(64, keys=KEYS[:4], now=1.0).prefill.read_s == pytest.approx(480 / source.bytes_per_s)
-    one, other = (claim(world, world.plan(64, keys=KEYS[:4], now=1.0), 1.0) for _ in range(2))
-    for number in (one, other):
+    first, other = (claim(world, world.plan(64, keys=KEYS[:4], now=1.0), 1.0) for _ in range(2))
+    for number in (first, other):
         world.cluster.read_measured(number, "decode-0", 3, 100.0, 2.0)
         world.cluster.release(number, 2.0)
     assert world.plan(64, keys=KEYS[:4], now=2.0).sources == (source,)

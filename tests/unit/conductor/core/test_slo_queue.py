@@ -136,7 +136,7 @@ def test_a_queue_is_bounded_in_bytes() -> None:
 def test_the_queue_is_served_in_fair_order() -> None:
     world, long = busy()
     flood = [world.arrive(prompt=250, slo=PATIENT, tenant="flood") for _ in range(4)]
-    calm, urgent = (world.arrive(prompt=250, slo=PATIENT, tenant="calm", priority=it) for it in (0, -1))
+    calm, urgent = (world.arrive(prompt=250, slo=PATIENT, tenant="calm", priority=priority) for priority in (0, -1))
     world.first_token(long)
     order = []
     for _ in range(200):
@@ -144,7 +144,7 @@ def test_the_queue_is_served_in_fair_order() -> None:
         for call in world.open(CallReserve):
             order.append(call.request)
             world.promise(call)
-            world.first_token(next(it for it in world.open(CallPrefill) if it.request == call.request))
+            world.first_token(next(other for other in world.open(CallPrefill) if other.request == call.request))
     assert order == [urgent, flood[0], flood[1], calm, *flood[2:]], "equals go by arrival"
 
 
@@ -164,12 +164,12 @@ def test_who_had_much_without_waiting_goes_behind_until_nobody_has_waited_for_as
     for tenant in ("flood", "flood", "other"):
         number = world.arrive(prompt=200, tenant=tenant)
         world.promise(world.one(CallReserve))
-        world.first_token(next(it for it in world.open(CallPrefill) if it.request == number))
+        world.first_token(next(call for call in world.open(CallPrefill) if call.request == number))
     world.sleep(rest_s)
     world.arrive(prompt=LONG, tenant="other")
     world.promise(world.one(CallReserve))
     flood = world.arrive(prompt=250, slo=PATIENT, tenant="flood")
     calm = world.arrive(prompt=250, slo=PATIENT, tenant="calm")
-    world.first_token(next(it for it in world.open(CallPrefill) if it.request == 4))
+    world.first_token(next(call for call in world.open(CallPrefill) if call.request == 4))
     world.sleep(MAX_RETRY_PAUSE_S)
     assert [call.request for call in world.open(CallReserve)] == ([flood, calm] if rest_s else [calm, flood])

@@ -120,12 +120,12 @@ class TestPipelines:
     def test_a_hundred_prompts_take_a_hundred_times_as_long_as_one(self) -> None:
         quadratic = Speeds(prefill_per_pair_s=1.0)
         world = World(DECODE, facts("prefill-0", speeds=quadratic, total_blocks=10_000))
-        one = world.plan(64).prefill.busy_s
+        busy_s = world.plan(64).prefill.busy_s
         for _ in range(100):
             world.serve()
-        assert world.plan(64).prefill.queue_s == pytest.approx(100 * one)
-        world.report("prefill-0", drain_s=100 * one)  # and reports are in seconds, not in tokens
-        assert world.plan(64).prefill.queue_s == pytest.approx(200 * one)  # it has not said that it knows ours
+        assert world.plan(64).prefill.queue_s == pytest.approx(100 * busy_s)
+        world.report("prefill-0", drain_s=100 * busy_s)  # and reports are in seconds, not in tokens
+        assert world.plan(64).prefill.queue_s == pytest.approx(200 * busy_s)  # it has not said that it knows ours
 
 
 class TestClaims:

@@ -70,7 +70,7 @@ def test_it_goes_elsewhere_and_decode_keeps_its_promise() -> None:
     assert (again.target, again.sequence) == (call.target, call.sequence)
     assert world.all(CancelReservation) == []
     assert world.open(CallReserve) == []
-    assert [it.plan.prefill.id for it in world.all(AnnouncePlacement)] == ["prefill-0", "prefill-1"]
+    assert [placed.plan.prefill.id for placed in world.all(AnnouncePlacement)] == ["prefill-0", "prefill-1"]
     assert world.core.scheduler.stale == 1
     world.first_token(again)
     world.finish_all()

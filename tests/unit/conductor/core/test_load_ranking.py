@@ -44,8 +44,8 @@ def test_the_least_loaded_comes_first_then_who_was_chosen_least_recently() -> No
     put(found, 1, 1.0, load=3.0, turn=2)
     put(found, 2, 1.0, load=3.0, turn=1)
     best = found.search(0b111, [], lambda _, blocks: 1.0, lambda load: load)
-    assert [(one.seconds, one.place.slot) for one in best] == [(4.0, 2), (4.0, 1), (6.0, 0)]
-    assert [one.place.slot for one in found.search(0b011, [], lambda _, blocks: 1.0, lambda load: load)] == [1, 0]
+    assert [(match.seconds, match.place.slot) for match in best] == [(4.0, 2), (4.0, 1), (6.0, 0)]
+    assert [match.place.slot for match in found.search(0b011, [], lambda _, blocks: 1.0, lambda load: load)] == [1, 0]
     found.check_invariants()
 
 
@@ -56,7 +56,11 @@ def test_a_longer_prefix_weighs_against_a_queue() -> None:
     put(found, 2, 1.0)
     prefixes = [(2, 0b011), (4, 0b001)]
     best = found.search(0b111, prefixes, lambda _, blocks: 10.0 - blocks, lambda load: load)
-    assert [(one.place.slot, one.blocks, one.seconds) for one in best] == [(1, 2, 8.0), (2, 0, 10.0), (0, 4, 11.0)]
+    assert [(match.place.slot, match.blocks, match.seconds) for match in best] == [
+        (1, 2, 8.0),
+        (2, 0, 10.0),
+        (0, 4, 11.0),
+    ]
 
 
 def test_a_class_keeps_a_member_whose_speed_is_at_its_border() -> None:
@@ -88,7 +92,7 @@ def test_what_leaves_is_not_found() -> None:
     put(found, 1, 2.0)
     found.remove(0)
     assert (found.mask, len(found)) == (0b10, 1)
-    assert [one.place.slot for one in found.search(-1, [], lambda _, blocks: 0.0, lambda load: load)] == [1]
+    assert [match.place.slot for match in found.search(-1, [], lambda _, blocks: 0.0, lambda load: load)] == [1]
     found.remove(1)
     assert found.search(-1, [], lambda _, blocks: 0.0, lambda load: load) == []
     found.check_invariants()
@@ -128,8 +132,8 @@ def test_a_search_equals_a_full_scan(
         put(found, slot, speed, load, turn)
     found.check_invariants()
 
-    def cost(one: SpeedClass, blocks: int) -> float:
-        return one.speeds.prefill_per_token_s * (10 - blocks)
+    def cost(found: SpeedClass, blocks: int) -> float:
+        return found.speeds.prefill_per_token_s * (10 - blocks)
 
     def wait(load: float) -> float:
         return max(load - now, 0.0)
@@ -184,8 +188,10 @@ def test_the_best_prefills_equal_a_full_scan(
     pool, now = PrefillPool(POLICIES["kvcache_centric"]), 0.05
     for slot, (base, factor, free_at, _, blocks) in enumerate(engines):
         speeds = base.slowed_prefill(factor)
-        one = facts(f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, max_num_batched_tokens=64)
-        pool.add(prefill_at(slot, one, free_at))
+        instance = facts(
+            f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, max_num_batched_tokens=64
+        )
+        pool.add(prefill_at(slot, instance, free_at))
     pool.check_invariants()
     demand = Demand(prompt_tokens=9 * 16 + 1, prompt_blocks=need, total_blocks=need, decode_tokens=1)
     model = PrefillLatencyModel(demand, SHAPE, sources, 1.0)
@@ -194,7 +200,7 @@ def test_the_best_prefills_equal_a_full_scan(
         queue_s = max(pool.by_slot[slot].free_at - now, 0.0)
         return model.cost(speeds, stages, 64, blocks_at(prefixes, slot)).alone_s + queue_s
 
-    large = [slot for slot, one in pool.by_slot.items() if one.facts.total_blocks >= need]
+    large = [slot for slot, instance in pool.by_slot.items() if instance.facts.total_blocks >= need]
     first = sorted((seconds(pool.ranks.class_speeds(slot), slot), pool.ranks.place(slot)) for slot in large)[:SHORTLIST]
     best = sorted((seconds(pool.by_slot[p.slot].learnt.speeds, p.slot), p) for _, p in first)
     choices = [choice for choice in pool.choose(demand, model, prefixes, now, 0, PROMPT) if not choice.excluded]
@@ -209,8 +215,8 @@ def test_the_best_decodes_are_those_of_a_full_scan(
 ) -> None:
     pool = DecodePool()
     for slot, (base, factor, _, sequences, room) in enumerate(engines):
-        one = facts(f"decode-{slot}", speeds=base.slowed_decode(factor), total_blocks=100)
-        pool.add(decode_at(slot, one, sequences, room=max(0, room - sequences)))
+        instance = facts(f"decode-{slot}", speeds=base.slowed_decode(factor), total_blocks=100)
+        pool.add(decode_at(slot, instance, sequences, room=max(0, room - sequences)))
     pool.check_invariants()
     demand = Demand(prompt_tokens=9 * 16, prompt_blocks=9, total_blocks=need, decode_tokens=100)
     model = DecodeLatencyModel(demand, SHAPE)
@@ -223,8 +229,8 @@ def test_the_best_decodes_are_those_of_a_full_scan(
 
     best = sorted(pool.by_slot, key=order)[:SHORTLIST]
     choices = [pool.get(choice.id) for choice in pool.choose(demand, model, prefixes, suspects, PROMPT.request, "")]
-    assert {one.slot for one in choices if one is not None} == set(best)
-    groups = [order(one.slot)[:2] for one in choices if one is not None]
+    assert {choice.slot for choice in choices if choice is not None} == set(best)
+    groups = [order(instance.slot)[:2] for instance in choices if instance is not None]
     assert groups == sorted(groups), "suspects last, crowded ones after those with room"
 
 

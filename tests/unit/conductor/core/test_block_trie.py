@@ -25,14 +25,14 @@ ABXY = chain("a", "b", "x", "y")
 
 def test_a_match_names_everyone_where_its_prefix_ends() -> None:
     forest = BlockTrie(100)
-    one, two, three = (forest.open_slot() for _ in range(3))
-    forest.store(one, ABCD, 1)
-    forest.store(two, ABCD[:2], 1)
-    forest.store(three, [ABCD[0], ABCD[2]], 1)
+    first, second, third = (forest.open_slot() for _ in range(3))
+    forest.store(first, ABCD, 1)
+    forest.store(second, ABCD[:2], 1)
+    forest.store(third, [ABCD[0], ABCD[2]], 1)
     assert forest.match(ABCD) == [(1, 0b111), (2, 0b011), (4, 0b001)]
     assert forest.match(ABXY) == [(1, 0b111), (2, 0b011)]
     assert forest.match([]) == forest.match(chain("z")) == []
-    forest.store(two, ABXY[2:], 1)
+    forest.store(second, ABXY[2:], 1)
     assert forest.match(ABXY) == [(1, 0b111), (2, 0b011), (4, 0b010)]
     forest.check_invariants()
 
@@ -67,11 +67,11 @@ def test_a_hole_hides_what_follows_until_it_is_filled() -> None:
 
 def test_a_closed_slot_counts_at_once_for_nothing_and_is_used_again_after_a_sweep() -> None:
     forest = BlockTrie(1000)
-    one, two = forest.open_slot(), forest.open_slot()
+    first, second = forest.open_slot(), forest.open_slot()
     keys = chain(*map(str, range(200)))
-    forest.store(one, keys, 1)
-    forest.store(two, keys[:50], 1)
-    forest.close_slot(one)
+    forest.store(first, keys, 1)
+    forest.store(second, keys[:50], 1)
+    forest.close_slot(first)
     assert forest.match(keys) == [(50, 0b10)]
     assert keys[100] not in forest
     assert forest.open_slot() == 2
@@ -82,7 +82,7 @@ def test_a_closed_slot_counts_at_once_for_nothing_and_is_used_again_after_a_swee
         forest.sweep(100)
         forest.check_invariants()
     assert len(forest) == 50
-    assert forest.open_slot() == one
+    assert forest.open_slot() == first
     assert forest.match(keys) == [(50, 0b10)]
 
 

@@ -47,17 +47,17 @@ def place(number: int, tenant: str = "ours") -> QueueKey:
 
 
 def slo_queue(waiting: int) -> SloQueue:
-    it = SloQueue(FairShares(), Timers(), most=2 * MANY, most_bytes=1 << 30)
+    queue = SloQueue(FairShares(), Timers(), most=2 * MANY, most_bytes=1 << 30)
     for number in range(waiting):
-        it.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
-    return it
+        queue.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
+    return queue
 
 
 def test_the_slo_queue_costs_the_same_however_many_wait_in_it() -> None:
-    def turn(it: SloQueue) -> None:
-        assert it.add(0.5, place(MANY), 4, 1.0, RETRY_PAUSE_S) == []
-        assert MANY in it.retrying(0.6)
-        it.remove(MANY)
+    def turn(queue: SloQueue) -> None:
+        assert queue.add(0.5, place(MANY), 4, 1.0, RETRY_PAUSE_S) == []
+        assert MANY in queue.retrying(0.6)
+        queue.remove(MANY)
 
     few, many = slo_queue(FEW), slo_queue(MANY)
     assert operations(lambda: turn(many)) <= 2 * operations(lambda: turn(few))  # places are found by halving
@@ -70,17 +70,17 @@ def test_the_slo_queue_costs_the_same_however_many_wait_in_it() -> None:
 
 def test_all_of_the_slo_queue_retry_in_their_turn() -> None:
     timers: Timers[TimerKey] = Timers()
-    it, seen, now = SloQueue(FairShares(), timers, most=FEW, most_bytes=1 << 30), set[int](), 0.0
+    queue, seen, now = SloQueue(FairShares(), timers, most=FEW, most_bytes=1 << 30), set[int](), 0.0
     for number in range(FEW):
-        it.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
+        queue.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
     while now < 2 * MAX_RETRY_PAUSE_S:
         at = timers.at(SLO_QUEUE_TIMER)
         assert at is not None
         now = at
-        found = it.retrying(now)
+        found = queue.retrying(now)
         assert len(found) <= MAX_RETRIES_AT_ONCE
         seen |= set(found)
-        it.check_invariants()
+        queue.check_invariants()
     assert seen == set(range(FEW))
 
 
@@ -133,15 +133,15 @@ def test_those_that_an_instance_is_too_small_for_use_up_no_looks() -> None:
 
 def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
     def tenant_counts(tenants: int) -> TenantCounts:
-        it = TenantCounts()
+        counts = TenantCounts()
         for number in range(tenants):
-            it.came(place(number, f"tenant-{number}"))
-        return it
+            counts.came(place(number, f"tenant-{number}"))
+        return counts
 
     few, many = tenant_counts(FEW), tenant_counts(MANY)
     flood, none = place(0, "tenant-0"), Elsewhere()
-    for it in (few, many):
-        it.came(flood)
+    for queue in (few, many):
+        queue.came(flood)
     assert operations(lambda: many.above_share(flood, none, 0.0)) == operations(
         lambda: few.above_share(flood, none, 0.0)
     )
@@ -150,23 +150,23 @@ def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
 
 
 def test_a_tenant_whose_answer_runs_for_long_is_not_forgotten() -> None:
-    it = TenantCounts()
-    it.came(place(1, "calm"))
+    counts = TenantCounts()
+    counts.came(place(1, "calm"))
     for number in range(10):
-        it.came(place(number, "flood"))
-    assert it.above_share(place(11, "flood"), Elsewhere(), 10 * TENANT_MEMORY_S)
-    it.left("calm", 10 * TENANT_MEMORY_S)
-    assert it.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S)
-    assert not it.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S + 1.0)
-    it.check_invariants({"flood": 10})
+        counts.came(place(number, "flood"))
+    assert counts.above_share(place(11, "flood"), Elsewhere(), 10 * TENANT_MEMORY_S)
+    counts.left("calm", 10 * TENANT_MEMORY_S)
+    assert counts.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S)
+    assert not counts.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S + 1.0)
+    counts.check_invariants({"flood": 10})
 
 
 def test_requests_at_other_conductors_count_for_a_share() -> None:
-    it = TenantCounts()
-    it.came(place(1, "calm"))
-    it.came(place(2, "flood"))
-    assert not it.above_share(place(3, "flood"), Elsewhere(), 0.0)
+    counts = TenantCounts()
+    counts.came(place(1, "calm"))
+    counts.came(place(2, "flood"))
+    assert not counts.above_share(place(3, "flood"), Elsewhere(), 0.0)
     flooded = Elsewhere(running={"flood": 5, "third": 1}, weights={"flood": 1.0, "third": 1.0})
-    assert it.above_share(place(3, "flood"), flooded, 0.0)
-    assert not it.above_share(place(3, "calm"), flooded, 0.0)
+    assert counts.above_share(place(3, "flood"), flooded, 0.0)
+    assert not counts.above_share(place(3, "calm"), flooded, 0.0)
     assert TenantCounts().above_share(place(3, "flood"), flooded, 0.0), "though it has none here"

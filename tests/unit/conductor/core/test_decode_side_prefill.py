@@ -57,9 +57,9 @@ def test_a_rest_is_computed_at_decode_where_all_together_gain(
     plan = world(decode_prompt_tokens, running=running).plan(tokens, keys=KEYS, at_decode=True)
     assert plan.at_decode == at_decode
     assert plan.prefill.id == ("decode-0" if at_decode else "prefill-0")
-    found = [(it.queue_s, it.prefill_s) for it in plan.candidates if it.id == "decode-0"]
+    found = [(candidate.queue_s, candidate.prefill_s) for candidate in plan.candidates if candidate.id == "decode-0"]
     assert found == ([predicted] if predicted is not None else [])
-    assert [it.id for it in plan.decodes] == ["decode-0"]
+    assert [decode.id for decode in plan.decodes] == ["decode-0"]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_a_rest_is_computed_at_decode_where_all_together_gain(
 )
 def test_explain_is_told_why_a_quicker_way_was_not_taken(running: int, why: str | None) -> None:
     plan = world(running=running).plan(64, keys=KEYS, at_decode=True)
-    told = [it.excluded for it in plan.candidates if it.id == "decode-0" and not plan.at_decode]
+    told = [candidate.excluded for candidate in plan.candidates if candidate.id == "decode-0" and not plan.at_decode]
     assert told == ([] if why is None else [why])
 
 
 def test_only_when_it_is_asked_for() -> None:
-    assert [it.id for it in world().plan(64, keys=KEYS).candidates] == ["prefill-0"]
+    assert [candidate.id for candidate in world().plan(64, keys=KEYS).candidates] == ["prefill-0"]
 
 
 @pytest.mark.parametrize("tokens", [64, 65])

@@ -55,67 +55,67 @@ def test_one_slow_prompt_is_not_believed_against_those_that_follow() -> None:
 
 def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() -> None:
     """However long the queue is."""
-    it = World(DECODE, facts("prefill-0", speeds=TOLD, max_num_batched_tokens=TOKENS))
-    assert it.plan(TOKENS).prefill.tail_s == 0.0, "it does not wait"
+    scene = World(DECODE, facts("prefill-0", speeds=TOLD, max_num_batched_tokens=TOKENS))
+    assert scene.plan(TOKENS).prefill.tail_s == 0.0, "it does not wait"
     for queue_s in (0.1, 0.5):
-        it.report("prefill-0", now=0.0, drain_s=queue_s)
-        choice = it.plan(TOKENS).prefill
+        scene.report("prefill-0", now=0.0, drain_s=queue_s)
+        choice = scene.plan(TOKENS).prefill
         assert choice.tail_s == pytest.approx(LATER_SHARE * 0.064)
         assert choice.ttft_s == pytest.approx(queue_s + 0.064 + choice.tail_s)
     for _ in range(60):
-        plan = it.plan(TOKENS)
-        it.cluster.first_token(plan, TOKENS, plan.prefill.ttft_s, 0.0, 0.0)
-        it.report("prefill-0", now=0.0, drain_s=0.5)
-    assert it.plan(TOKENS).prefill.prefill_s == pytest.approx(0.064), "what later prompts take teaches no speed"
+        plan = scene.plan(TOKENS)
+        scene.cluster.first_token(plan, TOKENS, plan.prefill.ttft_s, 0.0, 0.0)
+        scene.report("prefill-0", now=0.0, drain_s=0.5)
+    assert scene.plan(TOKENS).prefill.prefill_s == pytest.approx(0.064), "what later prompts take teaches no speed"
 
 
 def test_a_prompt_is_compared_with_what_the_instance_reported() -> None:
     """Not with the prediction, which has the factor in it."""
-    it = world()
+    scene = world()
     for _ in range(60):
-        plan = it.plan(TOKENS)
-        it.cluster.first_token(plan, TOKENS, 0.096, 0.0, 0.0)
-    assert it.plan(TOKENS).prefill.prefill_s == pytest.approx(0.096, rel=0.02)
-    assert it.plan(TOKENS).prefill.growing_s == pytest.approx(0.064)
+        plan = scene.plan(TOKENS)
+        scene.cluster.first_token(plan, TOKENS, 0.096, 0.0, 0.0)
+    assert scene.plan(TOKENS).prefill.prefill_s == pytest.approx(0.096, rel=0.02)
+    assert scene.plan(TOKENS).prefill.growing_s == pytest.approx(0.064)
 
 
 class TestPicture:
     def test_a_plan_has_the_overhead_in_its_sum(self) -> None:
-        it = world()
+        scene = world()
         for _ in range(30):
-            plan = it.plan(TOKENS)
-            it.cluster.first_token(plan, TOKENS, plan.prefill.prefill_s, 0.02, 0.0)
-        choice = it.plan(TOKENS).prefill
+            plan = scene.plan(TOKENS)
+            scene.cluster.first_token(plan, TOKENS, plan.prefill.prefill_s, 0.02, 0.0)
+        choice = scene.plan(TOKENS).prefill
         assert choice.overhead_s == pytest.approx(0.02, rel=0.05)
         assert choice.ttft_s == pytest.approx(choice.overhead_s + 0.064, rel=0.01)
 
     def test_a_prompt_that_was_not_what_was_foreseen_teaches_overhead_alone(self) -> None:
-        it = world()
-        it.cluster.first_token(it.plan(TOKENS), TOKENS // 2, 5.0, 0.02, 0.0)
-        choice = it.plan(TOKENS).prefill
+        scene = world()
+        scene.cluster.first_token(scene.plan(TOKENS), TOKENS // 2, 5.0, 0.02, 0.0)
+        choice = scene.plan(TOKENS).prefill
         assert choice.prefill_s == pytest.approx(0.064)
         assert choice.overhead_s > 0.01
 
     def test_what_is_left_begins_when_a_prompt_has_its_token(self) -> None:
         """A report said one second, three prompts are ours; the first takes longer than foreseen."""
-        it = world()
-        plan, claims = it.plan(TOKENS), list[int]()
+        scene = world()
+        plan, claims = scene.plan(TOKENS), list[int]()
         for number in range(1, 4):
-            claims.append(it.cluster.claim_prefill("prefill-0", 0.2, 0.0))
-            it.cluster.acknowledged(claims[-1], number)
-        it.report("prefill-0", now=0.0, drain_s=0.8, taken=3)  # 0.2 s of it are another conductor's
-        assert it.plan(TOKENS, now=0.0).prefill.queue_s == pytest.approx(0.8)
-        it.cluster.release(claims[0], 0.5)
-        it.cluster.first_token(plan, TOKENS, plan.prefill.alone_s, 0.0, 0.5)
-        assert it.plan(TOKENS, now=0.5).prefill.queue_s == pytest.approx(0.4), "two are left, and no others"
+            claims.append(scene.cluster.claim_prefill("prefill-0", 0.2, 0.0))
+            scene.cluster.acknowledged(claims[-1], number)
+        scene.report("prefill-0", now=0.0, drain_s=0.8, taken=3)  # 0.2 s of it are another conductor's
+        assert scene.plan(TOKENS, now=0.0).prefill.queue_s == pytest.approx(0.8)
+        scene.cluster.release(claims[0], 0.5)
+        scene.cluster.first_token(plan, TOKENS, plan.prefill.alone_s, 0.0, 0.5)
+        assert scene.plan(TOKENS, now=0.5).prefill.queue_s == pytest.approx(0.4), "two are left, and no others"
 
     def test_another_process_is_learnt_anew_and_unknown_ones_are_fine(self) -> None:
-        it = world()
-        plan = it.plan(TOKENS)
-        it.cluster.leave("prefill-0")
-        it.cluster.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
-        it.join(facts("prefill-0", epoch=2, speeds=TOLD))
-        assert it.plan(TOKENS).prefill.overhead_s == 0.0
+        scene = world()
+        plan = scene.plan(TOKENS)
+        scene.cluster.leave("prefill-0")
+        scene.cluster.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
+        scene.join(facts("prefill-0", epoch=2, speeds=TOLD))
+        assert scene.plan(TOKENS).prefill.overhead_s == 0.0
 
 
 def test_a_few_that_took_long_do_not_change_the_overhead() -> None:
