@@ -41,7 +41,7 @@ from moonpool.engine.decode.core.actions import (
     SwapIn,
     SwapOut,
 )
-from moonpool.engine.decode.core.batch import most_blocks
+from moonpool.engine.decode.core.block_budget import most_blocks
 from moonpool.engine.decode.core.events import (
     AbortRequest,
     AdoptRequest,

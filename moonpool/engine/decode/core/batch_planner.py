@@ -3,269 +3,39 @@
 Steps respect the promised time between tokens (TBT). One request's sequences are planned together.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import field
+from bisect import bisect_left, insort
 
-from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.base.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
-from moonpool.engine.decode.core import batch
-from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
-from moonpool.engine.decode.core.batch import BlockCopy, RunningBatch, pass_windows
-from moonpool.engine.decode.core.events import RunDone, RunProgress
+from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun
+from moonpool.engine.decode.core.batch import RunningBatch
+from moonpool.engine.decode.core.block_budget import most_blocks
+from moonpool.engine.decode.core.chunks import is_recomputed, plan_chunks, take_computed_chunk
+from moonpool.engine.decode.core.copy_on_write import (
+    BlockCopy,
+    check_block_writes,
+    copy_on_write,
+    count_lacking_blocks,
+    undo_copy_on_write,
+)
+from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
-from moonpool.engine.decode.core.preemption import PreemptedRequests, block_use, choose_victim
+from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_victim
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
+from moonpool.engine.decode.core.restoring import begin_prompt_here
+from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
 from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
 from moonpool.engine.decode.core.tenant_shares import (
     TenantUse,
+    block_use,
     by_tenant,
     leave_for_share,
     leave_for_turn,
     several_tenants,
     tenant_use,
 )
-
-LENGTH_WINDOW = 512
-"""Answers with remembered lengths."""
-FEW_LENGTHS = 16
-"""With fewer answers than this, the assumed length is used."""
-RESERVED_PERCENTILE = 75
-"""Percentage of answers expected to be no longer than forecast, for reserving blocks."""
-MEDIAN_PERCENTILE = 50
-"""The same, for forecasting how many answers are still running."""
-
-
-class OutputLengths:
-    """Running quantile over the last answers' lengths, in tokens.
-
-    Args:
-        assumed: expected length until enough answers have ended.
-    """
-
-    def __init__(self, assumed: int) -> None:
-        self._assumed = assumed
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-
-    def observe(self, tokens: int) -> None:
-        """Records the length after an answer ended normally."""
-        self._recent.append(tokens)
-        insort(self._sorted, tokens)
-        if len(self._recent) > LENGTH_WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-
-    def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
-        """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
-
-        Out of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
-        """
-        if len(self._sorted) < FEW_LENGTHS:
-            return max(self._assumed, 2 * so_far)
-        first = bisect_right(self._sorted, so_far)
-        longer = len(self._sorted) - first
-        return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
-
-    def digest(self) -> bytes:
-        """Hash input: the recent lengths, from which the sorted lengths follow."""
-        return b"".join(tokens.to_bytes(8, "little") for tokens in self._recent)
-
-
-class TbtLimiter:
-    """Keeps each step within the promised times between tokens.
-
-    A promise can be kept if a step with this request alone would keep the promise. Otherwise no batch is small enough,
-    so a request with a promise does not leave for such a request. A request without promise leaves for any promise.
-
-    Args:
-        state: shared state of the scheduler.
-        batch: takes the steps.
-    """
-
-    def __init__(self, state: DecodeState, batch: RunningBatch) -> None:
-        self._state = state
-        self._batch = batch
-
-    def step_s(self, sequences: int, context: int) -> float:
-        """A step's predicted seconds."""
-        return decode_step_seconds(self._state.tracker.speeds, sequences, context)
-
-    def chunk_s(self, recomputing: list[DecodeRequest], tokens: int = 1) -> float:
-        """Predicted seconds for `tokens` recomputed tokens; 0 if no request recomputes."""
-        longest = max((sequence.computed for request in recomputing for sequence in request.sequences), default=0)
-        return prefill_seconds(self._state.tracker.speeds, tokens, longest) if recomputing else 0.0
-
-    @property
-    def _now_s(self) -> float:
-        return self.step_s(len(self._batch), self._batch.context)
-
-    @property
-    def limit_s(self) -> float:
-        """The strictest promise in the batch that can be kept, seconds; 0 = none."""
-        strictest = self._batch.tbt_slo_s
-        if not strictest or self._now_s <= strictest:
-            return strictest
-        return self._strictest(self._batch.requests)
-
-    def _strictest(self, requests: list[DecodeRequest]) -> float:
-        return min((request.tbt_slo_s for request in requests if self._can_keep(request)), default=0.0)
-
-    def _can_keep(self, request: DecodeRequest) -> bool:
-        """Whether the request has a promise that a step with this request alone keeps."""
-        alone_s = self.step_s(len(request.sequences), self._batch.context_of(request))
-        return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
-
-    def next_to_leave(self) -> DecodeRequest | None:
-        """The request that leaves the batch because the step is too long; None if no request need leave.
-
-        Requests without promise leave first, then requests with a promise. Each time, the tenant whose requests take
-        most step time per weight gives up the last request.
-        """
-        strictest = self._batch.tbt_slo_s
-        if not strictest or self._now_s <= strictest:
-            return None
-        requests = self._batch.requests
-        free = [request for request in requests if not request.tbt_slo_s]
-        limit = self._strictest(requests)
-        leaving = free or (requests if limit and self._now_s > limit else [])
-        use = tenant_use(requests, self._own_s) if several_tenants(leaving) else TenantUse({})
-        return max(leaving, key=use.order, default=None)
-
-    def _own_s(self, request: DecodeRequest) -> float:
-        """Seconds that a request adds to a step."""
-        return self.step_s(len(request.sequences), self._batch.context_of(request)) - self.step_s(0, 0)
-
-    def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
-        """Whether one more request fits into the batch within the promised times.
-
-        A request with a promise may displace requests that would leave: later requests, and requests without a promise.
-        """
-        batch = self._batch
-        count, context, key = len(request.sequences), batch.context_of(request), request.order_key
-        if not request.tbt_slo_s:
-            step_s = self.step_s(len(batch) + count, batch.context + context) + self.chunk_s(recomputing)
-            return not batch.tbt_slo_s or step_s <= batch.tbt_slo_s
-        before = [it for it in batch.requests if it.tbt_slo_s and it.order_key < key] if batch.tbt_slo_s else []
-        limit = self._strictest([*before, request])
-        count += sum(len(it.sequences) for it in before)
-        return not limit or self.step_s(count, context + sum(map(batch.context_of, before))) <= limit
-
-    def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:
-        """Tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
-        tokens, strictest, step_s = self._state.settings.chunked_prefill_size, self._batch.tbt_slo_s, self._now_s
-        while strictest and tokens > 1 and step_s + self.chunk_s(recomputing, tokens) > strictest:
-            tokens //= 2
-        limit = self.limit_s
-        return 0 if limit and step_s + self.chunk_s(recomputing, tokens) > limit else tokens
-
-
-OVERDUE_RATIO = 2.0
-"""A step this many times longer than predicted lowers the engine's speed before the step ends."""
-
-
-@frozen
-class RunInFlight:
-    """The run that the engine executes.
-
-    Attributes:
-        context: the batch's tokens in the step being computed.
-        began: start of the step being computed, or report of the step before, seconds.
-        copies: block copies made before the run.
-        left: steps in the run that have not ended.
-        is_stopped: the run was told to end with this step.
-        is_hurried: the run was told not to yield to other work any more.
-    """
-
-    run: StartRun
-    context: int
-    began: float
-    copies: list[BlockCopy] = field(default_factory=list)
-    left: int = 1
-    is_stopped: bool = False
-    is_hurried: bool = False
-
-    def advanced(self, now: float, steps: int, context: int) -> "RunInFlight":
-        """The run after `steps` steps."""
-        return RunInFlight(self.run, context, now, self.copies, self.left - steps, self.is_stopped, self.is_hurried)
-
-    def overdue(self, now: float, speeds: Speeds) -> Speeds:
-        """The engine's speeds, lower if the step being computed takes too long."""
-        if self.run.chunks:
-            return speeds
-        expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
-        if self.run.patient:
-            expected_s += longest_wait_s(expected_s) + (REPORT_WITHIN_S if self.run.steps > 1 else 0.0)
-        late = (now - self.began) / expected_s if expected_s else 1.0
-        return speeds.slowed_decode(late) if late > OVERDUE_RATIO else speeds
-
-    def stopped(self, state: DecodeState, *waiting: list[DecodeRequest]) -> "RunInFlight":
-        """The run, told to end with the step being computed; hurried if a waiting request is not patient."""
-        hurried = self.run.patient and not all(it.patient for its in waiting for it in its)
-        if (self.left == 1 or self.is_stopped) and hurried <= self.is_hurried:
-            return self
-        state.act(StopRun(self.run.step, hurried))
-        return RunInFlight(self.run, self.context, self.began, self.copies, self.left, True, hurried)
-
-
-def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
-    """Steps that the batch can take before a decision other than about blocks is needed, if no event comes.
-
-    A decision is needed when the batch becomes too slow for a promise, and after each step of a search.
-
-    Args:
-        batch: the first step's batch.
-        most: upper limit.
-        tbt: the promised times.
-    """
-    if most == 1 or batch.has_search:
-        return 1
-    limit, count, context = tbt.limit_s, len(batch), batch.context
-    if not limit:
-        return most
-    return 1 + bisect_left(range(1, most), True, key=lambda n: tbt.step_s(count, context + n * count) > limit)
-
-
-def sequences_short_ahead(
-    batch: RunningBatch, state: DecodeState, steps: int
-) -> Iterator[tuple[DecodeRequest, RequestSequence]]:
-    """Sequences that need a block during the next run, soonest first; the caller gives the block now.
-
-    Only surplus blocks are given ahead, so requests that arrive or grow find as many blocks as without this.
-    """
-    settings, budget = state.settings, state.budget
-    ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, settings.ahead_steps)) else 0
-    while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
-        request, sequence = short
-        pass_windows(sequence, batch.tokens_of(sequence) - 1, settings, state.blocks)
-        if state.blocks.num_slots and budget.window_blocks_available < 1:
-            return
-        if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
-            return  # the answer ends in this block: the last token is never computed
-        ahead += 1
-        yield short
-
-
-def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
-    """Learns steps' speed, once per report, from their mean.
-
-    A step with chunks teaches the chunks' speed; the progress's batch counts with the predicted time.
-    """
-    if not event.seconds:
-        return
-    batch, seconds = len(flight.run.batch), event.seconds / event.steps
-    if flight.run.steps == 1:  # a token takes the way to the engine and back, not just the computation
-        seconds = max(seconds, now - flight.began - event.waited_s)
-    if flight.run.chunks:
-        batch_s = decode_step_seconds(tracker.speeds, batch, flight.context) if batch else 0.0
-        chunks = [(chunk.count, chunk.start, False) for chunk in flight.run.chunks]
-        tracker.observe_prefill(chunks, seconds, known_s=batch_s)
-        return
-    drafted = sum(draft.tokens for draft in event.drafts) if isinstance(event, RunDone) else 0
-    context = flight.context + batch * (event.steps - 1) // 2
-    tracker.observe_decode(batch + drafted, context + drafted * context // batch, seconds)
+from moonpool.engine.decode.core.windows import count_lacking_window_blocks, pass_windows
 
 
 class BatchPlanner:
@@ -445,7 +215,7 @@ class BatchPlanner:
         """The run was aborted, so the run's copies were not made."""
         self.run_in_flight = None
         for copied in flight.copies:
-            batch.undo_copy_on_write(self._state, copied)
+            undo_copy_on_write(self._state, copied)
             if copied.request in self.batch:
                 self.batch.forked(copied.request)
 
@@ -712,11 +482,11 @@ class BatchPlanner:
         blocks_for, blocks = self._settings.blocks_for, self._state.blocks
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
         for sequence in request.sequences:
-            batch.pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
+            pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
         kept = 0 if request is self.overdue.holder else self._blocks_due
         while True:
-            lacking = batch.count_lacking_blocks(writes, blocks)
-            windows = lacking + batch.count_lacking_window_blocks(writes, blocks) if blocks.num_slots else 0
+            lacking = count_lacking_blocks(writes, blocks)
+            windows = lacking + count_lacking_window_blocks(writes, blocks) if blocks.num_slots else 0
             if lacking <= self._budget.available - kept and windows <= self._budget.window_blocks_available:
                 break
             if kept:
@@ -736,7 +506,7 @@ class BatchPlanner:
                 continue
             if blocks.is_partial(sequence.table[index]):
                 blocks.give_slots([sequence.table[index]])
-            if (copied := batch.copy_on_write(self._state, request, sequence, index)) is not None:
+            if (copied := copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
         self.update_expected(request)
         return True
@@ -751,7 +521,7 @@ class BatchPlanner:
         """The request does not take part in the next step after all."""
         for copied in self.copies:
             if copied.request is request:
-                batch.undo_copy_on_write(self._state, copied)
+                undo_copy_on_write(self._state, copied)
         self.copies = [copied for copied in self.copies if copied.request is not request]
 
     def update_expected(self, request: DecodeRequest) -> None:
@@ -761,7 +531,7 @@ class BatchPlanner:
             tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
             answer = self._lengths.expected(max(0, tokens - request.spec.prompt_tokens))
             total = max(tokens, min(request.total_tokens, request.spec.prompt_tokens + answer))
-            needed = batch.most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
+            needed = most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
             request.expected_blocks = max(have, needed)
         self._budget.expect(request, request.expected_blocks - have)
 
@@ -784,7 +554,7 @@ class BatchPlanner:
             return False
         held = len(request.blocks)
         self._budget.bind(request)
-        batch.begin_prompt_here(request, held, settings, self._state.blocks)
+        begin_prompt_here(request, held, settings, self._state.blocks)
         self.restored(request)
         self.prompts += 1
         return True
@@ -792,7 +562,7 @@ class BatchPlanner:
     def _chunks(self) -> tuple[Chunk, ...]:
         """Chunks computed beside the batch. If only giving up can free a chunk's window blocks, requests give up."""
         while self.recomputing:
-            chunks = batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
+            chunks = plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
             stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed
             if not stuck or len(self.recomputing) == 1 or not self._state.blocks.num_slots:
                 return chunks
@@ -806,12 +576,12 @@ class BatchPlanner:
         all sequences are recomputed.
         """
         self.recomputed_tokens += 0 if request.prompt_here else chunk.count
-        sequence = batch.take_computed_chunk(request, chunk, self._settings, self._state.blocks)
+        sequence = take_computed_chunk(request, chunk, self._settings, self._state.blocks)
         if chunk.sample:
             self.recomputing.remove(request)
             sequence.tokens += 1
             self.join(request)
-        elif request.is_group and batch.is_recomputed(request):
+        elif request.is_group and is_recomputed(request):
             self.recomputing.remove(request)
             self.add(request)
 
@@ -842,7 +612,7 @@ class BatchPlanner:
                 assert len(sequence.table) >= self._settings.blocks_for(sequence.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
         if self.run_in_flight is not None:
-            batch.check_block_writes(self.batch, self._state, self.run_in_flight.copies)
+            check_block_writes(self.batch, self._state, self.run_in_flight.copies)
         apart = [r for r in requests if r.status not in (RequestStatus.RUNNING, RequestStatus.FINISHING)]
         kept = {r.id: r.num_seqs for r in apart if r.tbt_slo_s}
         assert self.slots_kept == kept

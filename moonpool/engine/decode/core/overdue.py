@@ -9,12 +9,12 @@ patience (`patience_steps`, longer if the request needs much), and for a turn of
 
 from collections import Counter
 
-from moonpool.engine.decode.core import batch
 from moonpool.engine.decode.core.batch import RunningBatch
-from moonpool.engine.decode.core.preemption import PreemptedRequests, block_use
+from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
+from moonpool.engine.decode.core.restoring import blocks_to_resume, window_blocks_to_resume
 from moonpool.engine.decode.core.state import DecodeState
-from moonpool.engine.decode.core.tenant_shares import TenantUse, by_tenant
+from moonpool.engine.decode.core.tenant_shares import TenantUse, block_use, by_tenant
 
 MOST_PATIENCE = 8.0
 """Factor by which a request that needs many times the tenant's block share waits longer than others, at most."""
@@ -71,7 +71,7 @@ class OverdueGrants:
         return self._preempted.steps - since if since is not None else -1
 
     def _is_overdue(self, request: DecodeRequest, use: TenantUse) -> bool:
-        shares = batch.blocks_to_resume(request, self._settings) / request.spec.weight / use.level
+        shares = blocks_to_resume(request, self._settings) / request.spec.weight / use.level
         return self._waited(request) >= self._settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
 
     def give(self, request: DecodeRequest | None) -> None:
@@ -104,7 +104,7 @@ class OverdueGrants:
         refs = Counter(block for request in giving for block in request.refs)
         freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
         soon = budget.available + self._preempted.blocks_being_freed + len(freed)
-        windows = batch.window_blocks_to_resume(holder, self._settings) - budget.window_blocks_available
+        windows = window_blocks_to_resume(holder, self._settings) - budget.window_blocks_available
         given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
         if soon < budget.cost(held, new) + len(freed.intersection(held)) or windows > given:
             return None

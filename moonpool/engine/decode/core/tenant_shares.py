@@ -60,6 +60,11 @@ def tenant_use(
     return TenantUse(taken, total / sum(weights.values()) if weights else 0.0)
 
 
+def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
+    """Blocks out of `total` that tenants have or were promised."""
+    return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
+
+
 def several_tenants(requests: Iterable[DecodeRequest]) -> bool:
     """Whether the requests have more than one tenant."""
     tenants = iter(requests)

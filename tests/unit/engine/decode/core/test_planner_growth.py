@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.engine.decode.core.actions import AppendBlock, ReservationGranted, StartRun, StoreBlock
-from moonpool.engine.decode.core.batch_planner import FEW_LENGTHS, OutputLengths
+from moonpool.engine.decode.core.output_lengths import FEW_LENGTHS, OutputLengths
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import World, config
 
