@@ -90,7 +90,7 @@ class DecodeAdmission:
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
         """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
-        taken, most = self._planner.num_running + self._planner.num_kept, self._state.settings.max_num_seqs
+        taken, most = self._planner.slots.num_running + self._planner.slots.num_kept, self._state.settings.max_num_seqs
         if taken + event.request.width > most:
             return "tbt_slo", f"{taken} of the {most} batch slots are taken, {event.request.width} are needed"
         limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])

@@ -108,7 +108,7 @@ class OrphanedRequests:
     def _park(self, request: DecodeRequest) -> None:
         """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
         self._planner.try_remove(request)
-        self._planner.slots_kept.pop(request.id, None)
+        self._planner.slots.kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
             request.preemption.sharing = block_sharing_of(request, self._state.settings)
         self._preempted.drop_swapped(request)

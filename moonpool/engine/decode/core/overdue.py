@@ -1,10 +1,10 @@
-"""Turns: a preempted request that waited long beside other tenants is restored at the cost of others, one at a time.
+"""Grants: a preempted request that waited long beside other tenants is restored at the cost of others, one at a time.
 
 Other rules say which request is restored first. No other rule bounds the wait, because a stream of other requests can
-take each block and each place that becomes free. A turn bounds the wait: the holder gets blocks and places from others,
-and keeps them for some steps. A turn makes tokens, which preemption does not lose, so each turn brings all requests
-nearer to their end. Tenants hold turns one after the other. So a tenant's first request waits for the request's
-patience (`patience_steps`, longer if the request needs much), and for a turn of each other tenant.
+take each block and each slot that becomes free. A grant bounds the wait: the holder gets blocks and slots from others,
+and keeps them for some steps. A grant makes tokens, which preemption does not lose, so each grant brings all requests
+nearer to their end. Tenants hold grants one after the other. So a tenant's first request waits for the request's
+patience (`patience_steps`, longer if the request needs much), and for a grant of each other tenant.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
 
 
 class OverdueGrants:
-    """Gives turns to preempted requests.
+    """Gives grants to preempted requests.
 
     Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant never give way,
     either.
@@ -33,22 +33,22 @@ class OverdueGrants:
         preempted: the preempted requests.
 
     Attributes:
-        holder: the request with the turn; None if no request is overdue, or none can be served.
+        holder: the request with the grant; None if no request is overdue, or none can be served.
     """
 
     def __init__(self, state: DecodeState, preempted: PreemptedRequests) -> None:
         self._state, self._settings = state, state.settings
         self._preempted = preempted
         self.holder: DecodeRequest | None = None
-        self._left = 0  # steps of the turn
-        self._last: dict[str, int] = {}  # by tenant, when its last turn began
+        self._left = 0  # steps of the grant
+        self._last: dict[str, int] = {}  # by tenant, when its last grant began
 
     def choose(self, active: list[DecodeRequest], waiting: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Requests that may hold the turn now, best first: the holder, or one for each tenant with overdue requests.
+        """Requests that may hold the grant now, best first: the holder, or one for each tenant with overdue requests.
 
         Args:
             active: requests that run or could run.
-            waiting: active requests that wait for a place.
+            waiting: active requests that wait for a batch slot.
         """
         if self.holder is not None and (self._left <= 0 or self.holder.status in _OVER):
             self.holder = None
@@ -75,7 +75,7 @@ class OverdueGrants:
         return self._waited(request) >= self._settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
 
     def give(self, request: DecodeRequest | None) -> None:
-        """Gives the turn to a request; None = no request has the turn."""
+        """Give the grant to a request; None = no request has the grant."""
         if request is not self.holder:
             self.holder, self._left = request, self._settings.grant_steps
 
@@ -111,7 +111,7 @@ class OverdueGrants:
         return max(0, budget.cost(held, new) - budget.available, windows)
 
     def digest(self) -> tuple[object, ...]:
-        """Hash input: the turn, and each tenant's last turn."""
+        """Hash input: the grant, and each tenant's last grant."""
         return self.holder.id if self.holder is not None else None, self._left, list(self._last.items())
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:

@@ -256,7 +256,7 @@ def choose_victim(
     Args:
         active: requests that run or could run.
         wanting: wants the block.
-        holder: has the turn (`OverdueGrants`): never chosen, in place of the first request.
+        holder: has the grant (`OverdueGrants`): never chosen, in place of the first request.
 
     Returns:
         A request, maybe `wanting`; None if no request may be preempted.

@@ -158,7 +158,7 @@ class DecodeScheduler:
             self._state.act(ReservationRefused(event.id, *refused, tbt_s))
             return
         self._table.add(request)
-        self.planner.keep_slots(request)
+        self.planner.slots.keep(request)
         self._leases.set(event.id, now + self._promise_s(event.conductor))
         self._state.act(ReservationGranted(event.id, len(request.blocks), tbt_s))
 
@@ -293,7 +293,7 @@ class DecodeScheduler:
                 self.write_back.write_window(request, sequence)
         in_use = request.status in COPYING or self._stop_receiving(request)
         quiet = not in_use and self.planner.try_remove(request)
-        self.planner.slots_kept.pop(request.id, None)
+        self.planner.slots.kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
         if quiet:
             self._free(request)
@@ -416,7 +416,7 @@ class DecodeScheduler:
         if pin.request.status is RequestStatus.FINISHING:
             self._free(pin.request)
         else:
-            self.planner.restored(pin.request)
+            self.planner.add_restored(pin.request)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
