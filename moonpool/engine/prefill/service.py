@@ -33,8 +33,8 @@ from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.core.events import CancelPrefill, Drain
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.prefill.executor import PrefillExecutor
 from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
 from moonpool.engine.prefill.live_requests import LivePrefill, check_prefill

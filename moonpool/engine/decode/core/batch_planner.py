@@ -280,14 +280,12 @@ class BatchPlanner:
         use: TenantUse | None = None
         preempted: DecodeRequest | None = None
         while queues:
-            if (
-                use is None
-            ):  # counted anew only when slots or blocks have changed hands: it costs a look at all requests
+            if use is None:  # slots or blocks have changed hands: else not, as it costs a look at all requests
                 use, preempted = self._slot_use(), self._preempted.next_to_restore(self._active)
             request = self._first(queues, use)
             # A group would starve if later requests took the slots that it needs to be restored.
-            is_first = preempted is not None and use.order(preempted) < use.order(request)
-            if preempted is not None and is_first and not self.slots.has_room(preempted):
+            is_later = preempted is not None and use.order(preempted) < use.order(request)
+            if preempted is not None and is_later and not self.slots.has_room(preempted):
                 break
             if not self.slots.has_room(request):
                 if not self._make_way(request, use):
@@ -297,7 +295,7 @@ class BatchPlanner:
                     continue
                 use = None
             _drop_first(queues, request.spec.tenant)
-            # Making way for a request may have preempted a later one.
+            # Blocks given to an earlier request may have preempted this one.
             if request.status is RequestStatus.WAITING and self._may_join(request):
                 use = None
                 if self._give_blocks(request):

@@ -16,7 +16,7 @@ from moonpool.engine.prefill.core.events import (
     StopAllRequests,
     StopReplicating,
 )
-from moonpool.engine.prefill.core.loads import MAX_ORDERS
+from moonpool.engine.prefill.core.replication import MAX_ORDERS
 from moonpool.v1 import conductor_pb2
 from tests.unit.engine.prefill.calls import begin
 from tests.unit.engine.prefill.world import BT, World, keys

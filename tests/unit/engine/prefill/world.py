@@ -15,8 +15,8 @@ from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 
 BT = 16
 LAYERS = 3
