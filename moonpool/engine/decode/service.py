@@ -52,6 +52,9 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 
 log = get_logger(__name__)
 PREEMPTED = (RequestStatus.PREEMPTED, *COPYING)
+MAX_STORES = 16
+SECRET_BYTES = (16, 64)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeInstance:
@@ -350,11 +353,6 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     if config.speculative in ("ngram", "draft") and why_not:
         raise ConfigError("speculative", why_not)
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
-
-
-MAX_STORES = 16
-SECRET_BYTES = (16, 64)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:

@@ -15,7 +15,7 @@ from moonpool.base.scheduling.steps import Step, StepResult
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine.decode.core.actions import StartRun
 from moonpool.engine.decode.core.events import AbortRequest
-from moonpool.engine.decode.executor import RunLoop
+from moonpool.engine.decode.run_loop import RunLoop
 from moonpool.engine.decode.speculation import DraftPlanner
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.subscriber import Subscriber

@@ -9,7 +9,7 @@ import pytest
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, tokens_digest
 from moonpool.base.logprobs import Logprobs
-from moonpool.engine.decode.live_requests import AnswerOutput, RequestOutput
+from moonpool.engine.decode.output import AnswerOutput, RequestOutput
 from moonpool.engine.subscriber import Subscriber
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.base.transport.fakes import ROOT
