@@ -297,7 +297,7 @@ class DecodeExecutor:
         """Lets a conductor take a request over, or read the retained output."""
         self._driver.settle()  # so that the scheduler knows all that the executor knows
         if self.log.knows(message):
-            positions = message.from_position, *(it.from_position for it in message.further)
+            positions = message.from_position, *(position.from_position for position in message.further)
             self._order(AdoptRequest(message.transfer_id, self._streams[subscriber], message.fence, positions))
         else:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")

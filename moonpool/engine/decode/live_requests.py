@@ -166,8 +166,8 @@ class LiveSequence:
         for token in guess:
             last = parts[-1]
             assert last.sample is not None
-            its = token.to_bytes(TOKEN_BYTES, "little")
-            parts.append(replace(last, token_ids=its, start=last.start + 1, sample=last.sample.after(token)))
+            encoded = token.to_bytes(TOKEN_BYTES, "little")
+            parts.append(replace(last, token_ids=encoded, start=last.start + 1, sample=last.sample.after(token)))
         return parts
 
     def send_new(self) -> None:
@@ -202,7 +202,7 @@ class LiveSearch:
     def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
         """Takes a sequence's candidates; returns what the scheduler needs to know."""
         sequence, self._following[index] = self.sequences[index], found.tokens
-        ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
+        ends = (sequence.sampling.ends_with(token, len(sequence.tokens) + 1, max_tokens) for token in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
 
     def select(self, chosen: ForkSequences) -> None:
@@ -286,7 +286,7 @@ class LiveRequest:
         if any(known):
             size = self.transfer.layout.block_size
             self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
-        return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
+        return tuple(other.sampling.finish(other.tokens, max_tokens) for other in self.sequences), ()
 
     def compute(self) -> None:
         """Begins with the prompt alone; the missing part is computed here."""

@@ -41,8 +41,11 @@ class RequestOutput:
             return False
         if len(asked.further) != len(self.answers) - 1:
             return False
-        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
-        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
+        had = [
+            (asked.from_position, asked.digest),
+            *((position.from_position, position.digest) for position in asked.further),
+        ]
+        return all(self._knows(answer, *known) for answer, known in zip(self.answers, had, strict=True))
 
     def _knows(self, answer: "AnswerOutput", position: int, digest: bytes) -> bool:
         if answer.logprobs is not None and position < answer.scored_from:
@@ -94,9 +97,9 @@ class AnswerOutput:
 
     def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
         """Queues the output from a position on for a conductor; sent at the next `flush`."""
-        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        logprobs = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
         tokens = self.tokens[self.prompt_tokens + position :].tolist()
-        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
+        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, logprobs)
 
     def without_prompt(self) -> Self:
         """The same output, without the tokens of the prompt."""

@@ -102,9 +102,11 @@ class RunLoop:
             return
         if self._model is not None and run.drafts and await self._draft_by_model(self._model, run, sequences):
             return
-        steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
+        steps = (
+            1 if run.steps == 1 else min(run.steps, *(sequence.most_steps(self._max_tokens) for sequence in sequences))
+        )
         size = self._block_size
-        parts = [self._next_token(it, steps) for it in sequences]
+        parts = [self._next_token(sequence, steps) for sequence in sequences]
         for chunk in run.chunks:
             sequences.append(self._live.sequences[chunk.id])
             parts.append(
@@ -130,7 +132,7 @@ class RunLoop:
 
     def _guesses(self, run: StartRun, sequences: list[LiveSequence]) -> list[list[int]]:
         """For each sequence the guesses that the next step checks."""
-        if not run.drafts or not self._drafts.may_pay(len(sequences), sum(len(it.tokens) for it in sequences)):
+        if not run.drafts or not self._drafts.may_pay(len(sequences), sum(len(other.tokens) for other in sequences)):
             return []
         each = []
         for sequence in sequences:
@@ -143,26 +145,26 @@ class RunLoop:
 
     async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
         """Executes a run that checks a small model's guesses; returns whether there were any."""
-        context = sum(len(it.tokens) for it in sequences)
+        context = sum(len(sequence.tokens) for sequence in sequences)
         most = self._drafts.model_guesses(len(sequences), context, model.speeds)
         most = min(most, run.drafts // len(sequences))
-        rooms = [min(most, it.room_for_guesses(self._block_size, self._max_tokens)) for it in sequences]
+        rooms = [min(most, sequence.room_for_guesses(self._block_size, self._max_tokens)) for sequence in sequences]
         wanted = [
-            DraftRequest(it.id, it.tokens, it.sampling.at(it.tokens, it.choice), room)
-            for it, room in zip(sequences, rooms, strict=True)
+            DraftRequest(sequence.id, sequence.tokens, sequence.sampling.at(sequence.tokens, sequence.choice), room)
+            for sequence, room in zip(sequences, rooms, strict=True)
             if room > 0
         ]
         if not wanted:
             return False
         began = self._clock()
         try:
-            found = dict(zip((it.id for it in wanted), await model.guess(wanted), strict=True))
+            found = dict(zip((asked.id for asked in wanted), await model.guess(wanted), strict=True))
         except Unavailable as error:
             log.error("the draft model is gone: answers go on without its guesses", error=str(error))
             self._model = None
             return False
         seconds = self._clock() - began
-        guesses = [found.get(it.id, []) for it in sequences]
+        guesses = [found.get(sequence.id, []) for sequence in sequences]
         if not any(guesses):
             return False
         expected_s = most * decode_step_seconds(model.speeds, len(sequences), context)

@@ -436,8 +436,11 @@ class SimulatedDecode:
             case actions.RequestAdopted(number, stream, positions):
                 members = self._members(number) if number in self._sequences else self._logged[number]
                 now, pairs = self._world.now, zip(members, positions, strict=True)
-                news = [SequenceReport(it.number, it.again(at, stream, now), not it.left) for it, at in pairs]
-                self._ears.tokens(stream, [it for it in news if it.made is not None or it.over])
+                news = [
+                    SequenceReport(member.number, member.again(at, stream, now), not member.left)
+                    for member, at in pairs
+                ]
+                self._ears.tokens(stream, [report for report in news if report.made is not None or report.over])
                 if members[0].why:
                     self._ears.failed(stream, number, Failure(FailureKind.STREAM, members[0].why))
 

@@ -155,7 +155,7 @@ class DecodeAdmission:
         if others:
             most = request.num_seqs * (settings.window_blocks + 1) - (blocks - whole_from)
             needed += max(0, min(request.expected_growth, most))
-            needed += sum(expected_window_blocks(it, settings) for it in others)
+            needed += sum(expected_window_blocks(other, settings) for other in others)
         return needed - budget.window_blocks_available
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
@@ -169,12 +169,12 @@ class DecodeAdmission:
         if not several_tenants(requests):
             return budget.expected
         use = block_use(requests, self._state.settings.num_blocks)
-        growth = tenant_use(requests, lambda it: it.expected_growth)
+        growth = tenant_use(requests, lambda other: other.expected_growth)
         if use.of(request) + growth.of(request) > use.level:
             return budget.expected
         counted = 0.0
         for tenant, queue in by_tenant(requests).items():
-            growths = [it.expected_growth for it in queue]
+            growths = [other.expected_growth for other in queue]
             wanted, left = sum(growths), max(0.0, use.level - use.taken[tenant]) * queue[-1].spec.weight
             if not use.taken[tenant]:
                 left = max(left, max(growths))

@@ -25,7 +25,7 @@ def advance_search(state: DecodeState, request: DecodeRequest, candidates: Seque
 
 def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], parents: list[int]) -> None:
     """Each sequence takes the parent's blocks."""
-    before = [(it.table, it.keys, it.stored, it.borders, it.past) for it in sequences]
+    before = [(other.table, other.keys, other.stored, other.borders, other.past) for other in sequences]
     pairs = zip(sequences, (before[parent] for parent in parents), strict=True)
     moved = [(sequence, taken) for sequence, taken in pairs if taken[0] != sequence.table]
     for _, (table, *_, past) in moved:

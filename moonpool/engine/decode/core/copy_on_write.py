@@ -88,7 +88,7 @@ def check_block_writes(batch: RunningBatch, state: DecodeState, copies: list[Blo
             written = state.settings.blocks_for(batch.tokens_of(sequence))
             assert len(sequence.table) >= written
             assert state.blocks.ref_count(sequence.table[written - 1]) == 1, "two sequences write to one block"
-    sources, blocks = [it.source for it in copies], [it.block for it in copies]
+    sources, blocks = [copied.source for copied in copies], [copied.block for copied in copies]
     assert len(set(blocks)) == len(blocks), "two copies to one block"
     assert not set(blocks) & set(sources), "a copy of a copy"
     assert all(map(state.blocks.ref_count, [*sources, *blocks])), "a copy from or to a free block"

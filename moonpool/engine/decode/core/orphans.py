@@ -68,7 +68,9 @@ class OrphanedRequests:
         if not conductor or not len(self):
             return []
         orphans = (
-            it for it in self._requests.values() if it.stream == NO_STREAM and it.status is not RequestStatus.FINISHING
+            other
+            for other in self._requests.values()
+            if other.stream == NO_STREAM and other.status is not RequestStatus.FINISHING
         )
         return [request for request in orphans if request.conductor == conductor]
 

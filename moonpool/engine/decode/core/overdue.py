@@ -54,7 +54,11 @@ class OverdueGrants:
             self.holder = None
         if self.holder is not None:
             return [self.holder]
-        late = [it for it in (*self._preempted.queue, *waiting) if self._waited(it) >= self._settings.patience_steps]
+        late = [
+            other
+            for other in (*self._preempted.queue, *waiting)
+            if self._waited(other) >= self._settings.patience_steps
+        ]
         everyone = [*active, *self._preempted.queue] if late else []
         tenants = {request.spec.tenant for request in everyone}
         self._last = {tenant: at for tenant, at in self._last.items() if tenant in tenants}
@@ -62,8 +66,10 @@ class OverdueGrants:
             return []
         use = block_use(everyone, self._settings.num_blocks)
         overdue = by_tenant(request for request in late if self._is_overdue(request, use))
-        firsts = [min(queue, key=lambda it: it.order_key) for queue in overdue.values()]
-        return sorted(firsts, key=lambda it: (self._last.get(it.spec.tenant, -1), it.preemption.since, it.order_key))
+        firsts = [min(queue, key=lambda other: other.order_key) for queue in overdue.values()]
+        return sorted(
+            firsts, key=lambda first: (self._last.get(first.spec.tenant, -1), first.preemption.since, first.order_key)
+        )
 
     def _waited(self, request: DecodeRequest) -> int:
         """Steps since a request was preempted; -1 if the request was never preempted, or has run since."""

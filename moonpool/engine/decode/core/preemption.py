@@ -149,7 +149,7 @@ class PreemptedRequests:
         left = self._budget.available - kept - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
         windows = self._budget.window_blocks_available - window_blocks_to_resume(request, self._settings)
-        if windows < sum(expected_window_blocks(it, self._settings) for it in active):
+        if windows < sum(expected_window_blocks(other, self._settings) for other in active):
             return False
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked

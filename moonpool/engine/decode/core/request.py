@@ -331,7 +331,7 @@ class DecodeRequest:
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
         assert len(self.sequences) == len(search.scores) == self.spec.width
-        assert len({(it.tokens, len(it.table), len(it.keys)) for it in self.sequences}) == 1
+        assert len({(sequence.tokens, len(sequence.table), len(sequence.keys)) for sequence in self.sequences}) == 1
         search.check_invariants()
 
 

@@ -57,7 +57,7 @@ class RunInFlight:
 
     def stopped(self, state: DecodeState, *waiting: list[DecodeRequest]) -> "RunInFlight":
         """The run, told to end with the step being computed; hurried if a waiting request is not patient."""
-        hurried = self.run.patient and not all(it.patient for its in waiting for it in its)
+        hurried = self.run.patient and not all(request.patient for queue in waiting for request in queue)
         if (self.left == 1 or self.is_stopped) and hurried <= self.is_hurried:
             return self
         state.act(StopRun(self.run.step, hurried))

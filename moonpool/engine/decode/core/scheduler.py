@@ -230,8 +230,9 @@ class DecodeScheduler:
         self._leases.clear(request.id)
         fork_sequences(request, self.blocks)
         behind_first = request.take_known_tokens()
-        self._state.out += [SetBlockTable(it.id, tuple(it.table)) for it in request.sequences[1:]]
-        ended = [(it, reason) for it, reason in zip(request.sequences, request.finishes, strict=False) if reason]
+        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences[1:]]
+        reasons = zip(request.sequences, request.finishes, strict=False)
+        ended = [(sequence, reason) for sequence, reason in reasons if reason]
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
         search = request.search
         over = search is not None and advance_search(self._state, request, [search.first_candidates])
@@ -335,7 +336,7 @@ class DecodeScheduler:
     def _delete_kv(self, event: DeleteKV) -> None:
         """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
         requests = [*self.requests.values(), *self.orphans.retained.parked]
-        keys = ((it.owner, [key for sequence in it.sequences for key in sequence.keys]) for it in requests)
+        keys = ((other.owner, [key for sequence in other.sequences for key in sequence.keys]) for other in requests)
         self._state.act(delete_kv(self.blocks, event, keys))
         for request in requests:
             if request.owner.transient:

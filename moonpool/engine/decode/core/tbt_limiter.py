@@ -81,9 +81,10 @@ class TbtLimiter:
         if not request.tbt_slo_s:
             step_s = self.step_s(len(batch) + count, batch.context + context) + self.chunk_s(recomputing)
             return not batch.tbt_slo_s or step_s <= batch.tbt_slo_s
-        before = [it for it in batch.requests if it.tbt_slo_s and it.order_key < key] if batch.tbt_slo_s else []
+        earlier = (other for other in batch.requests if other.tbt_slo_s and other.order_key < key)
+        before = list(earlier) if batch.tbt_slo_s else []
         limit = self._strictest([*before, request])
-        count += sum(len(it.sequences) for it in before)
+        count += sum(len(other.sequences) for other in before)
         return not limit or self.step_s(count, context + sum(map(batch.context_of, before))) <= limit
 
     def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:

@@ -154,9 +154,9 @@ def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
             return
 
 
-def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+def common_prefix(keys: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
     """Leading keys that two chains share; equal keys follow equal keys only."""
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
+    return bisect_left(range(min(len(keys), len(other))), True, key=lambda at: keys[at] != other[at])
 
 
 def _done_tokens(request: PrefillRequest) -> int:

@@ -27,7 +27,9 @@ def _check_block_pins(state: PrefillState) -> None:
     tables: dict[int, BlockTable] = {}
     refs: Counter[int] = Counter(state.lending)
     owned = [request.table for request in state.requests.values() if request.table is not None]
-    owned += [it.table for request in state.requests.values() if (it := request.prefix.overtaken) is not None]
+    owned += [
+        overtaken.table for request in state.requests.values() if (overtaken := request.prefix.overtaken) is not None
+    ]
     for _, flight in state.ios:
         owned += flight.tables
         if isinstance(flight, WriteBackFlight | ReplicaFlight):

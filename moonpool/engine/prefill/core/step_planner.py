@@ -83,7 +83,7 @@ class StepPlanner:
     def _has_window_blocks(self, request: PrefillRequest) -> bool:
         """Whether all started requests and this request leave enough window blocks for the steps in flight."""
         settings = self._state.settings
-        tokens = [it.spec.tokens for it in self._state.started.values() if it.table is not None]
+        tokens = [other.spec.tokens for other in self._state.started.values() if other.table is not None]
         if not settings.window_blocks or not tokens:
             return True
         held = sum(map(settings.held_window_blocks, [*tokens, request.spec.tokens]))

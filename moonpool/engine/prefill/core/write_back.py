@@ -46,7 +46,9 @@ class PromptWriteBack:
         window = self._state.settings.window_blocks
         if not window:
             return ()
-        written = sum(len(it.blocks) - it.past for _, it in self._state.ios if isinstance(it, WriteBackFlight))
+        written = sum(
+            len(flight.blocks) - flight.past for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)
+        )
         if written * WRITTEN_PART > self._state.settings.window_slots:
             return ()
         tokens, size = request.spec.tokens, self._state.settings.block_size
