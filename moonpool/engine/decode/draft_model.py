@@ -82,24 +82,24 @@ class DraftModel:
         Raises:
             Unavailable: the engine has failed.
         """
-        steps, kept = max(it.most for it in wanted), {it.id for it in wanted}
+        steps, kept = max(asked.most for asked in wanted), {asked.id for asked in wanted}
         # An answer may end meanwhile. An ended answer's blocks are free, and given away by the next call.
-        held = [(it, answer) for it in wanted if (answer := self._hold(it, steps, kept)) is not None]
+        held = [(asked, answer) for asked in wanted if (answer := self._hold(asked, steps, kept)) is not None]
         if not held:
             return [[] for _ in wanted]
         for request, answer in held:
             await self._catch_up(request.tokens, answer)
         results = list[StepResult]()
-        step = Step(next(self._numbers), tuple(_part(*its) for its in held), steps=steps)
+        step = Step(next(self._numbers), tuple(_part(request, answer) for request, answer in held), steps=steps)
         last = await self._engine.run(step, on_step=results.append)
-        rounds = [its.sampled for result in (*results, last) for its in (*result.earlier, result)]
+        rounds = [step_result.sampled for result in (*results, last) for step_result in (*result.earlier, result)]
         found = {}
         for index, (request, answer) in enumerate(held):
-            guesses = [token for its in rounds if its and (token := its[index]) is not None]
+            guesses = [token for sampled in rounds if sampled and (token := sampled[index]) is not None]
             answer.computed = request.tokens + array("i", guesses[:-1])  # the last guess has no KV
             answer.agreed = len(request.tokens)
             found[request.id] = guesses[: request.most]
-        return [found.get(it.id, []) for it in wanted]
+        return [found.get(asked.id, []) for asked in wanted]
 
     def _hold(self, request: DraftRequest, steps: int, kept: set[int]) -> _Drafted | None:
         """Gives an answer blocks for tokens and guesses, or drops the answer; answers that are not `kept` make room."""
@@ -107,7 +107,7 @@ class DraftModel:
         answer = self._answers.pop(request.id, None) or _Drafted()
         self._answers[request.id] = answer
         missing = -(-(count + steps) // self._size) - len(answer.table)
-        for number in [it for it in self._answers if it not in kept]:
+        for number in [other for other in self._answers if other not in kept]:
             if len(self._free) >= missing:
                 break
             self.forget(number)
@@ -131,12 +131,12 @@ class DraftModel:
 
 
 def _part(request: DraftRequest, answer: _Drafted) -> SequenceStep:
-    its = tokens_to_bytes(request.tokens[answer.agreed :])
-    return SequenceStep(its, answer.agreed, tuple(answer.table), sample=_plainly(request.sample))
+    tokens = tokens_to_bytes(request.tokens[answer.agreed :])
+    return SequenceStep(tokens, answer.agreed, tuple(answer.table), sample=_plainly(request.sample))
 
 
 def _plainly(sample: SampleSpec) -> SampleSpec:
     """The same draw without penalties, bans, format and log probabilities, which guesses do without."""
-    its = sample.params
-    params = SamplingParams(temperature=its.temperature, top_p=its.top_p, top_k=its.top_k, min_p=its.min_p)
+    asked = sample.params
+    params = SamplingParams(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, min_p=asked.min_p)
     return SampleSpec(params, seed=sample.seed, position=sample.position)

@@ -1,123 +1,27 @@
-"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors and the output log."""
+"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors."""
 
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hmac import compare_digest
-from typing import Self
 
 from moonpool.base.contracts import logprobs_from_proto
-from moonpool.base.kv.keys import BlockKey, block_keys, tokens_digest, tokens_to_bytes
+from moonpool.base.kv.keys import BlockKey, block_keys, tokens_to_bytes
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
 from moonpool.engine.decode.core.actions import (
     AnswersRanked,
-    DropOutputLog,
-    FenceConductor,
     ForkSequences,
-    RequestAdopted,
-    RequestParked,
 )
 from moonpool.engine.decode.core.events import Candidates, ReserveBlocks, SearchRules
+from moonpool.engine.decode.output import AnswerOutput, RequestOutput
 from moonpool.engine.decode.speculation import NgramDrafter
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import decode_pb2, kv_pb2
 
 TOKEN_BYTES = 4
-
-
-@dataclass(slots=True, eq=False)
-class AnswerOutput:
-    """One answer's output so far.
-
-    Attributes:
-        tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
-        prompt_tokens: number of prompt tokens in `tokens`.
-        finish: why the answer has ended normally; unspecified while the answer continues.
-        score: the score, if the answer is a search hypothesis.
-        logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
-    """
-
-    tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    prompt_tokens: int = 0
-    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
-    score: float | None = None
-    logprobs: Logprobs | None = None
-    scored_from: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.prompt_tokens
-
-    def up_to(self, position: int) -> "array[int]":
-        """The answer's tokens before a position."""
-        return self.tokens[self.prompt_tokens : self.prompt_tokens + position]
-
-    def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
-        """Queues the output from a position on for a conductor; sent at the next `flush`."""
-        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-        tokens = self.tokens[self.prompt_tokens + position :].tolist()
-        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
-
-    def without_prompt(self) -> Self:
-        """The same output, without the tokens of the prompt."""
-        return replace(self, tokens=self.tokens[self.prompt_tokens :], prompt_tokens=0)
-
-
-@dataclass(slots=True, eq=False)
-class RequestOutput:
-    """A request's output, and what a takeover must show. The log keeps this record after the request's end.
-
-    Attributes:
-        request_id: id at the conductor.
-        generation: the transfer's generation.
-        secret: a conductor that knows the secret may take the request over; b"" = no conductor may.
-        chain_root: root of the tenant's keys.
-        answers: each answer's output. A search has no output before the end.
-        why: why the request has ended early; "" = not failed.
-    """
-
-    request_id: str
-    generation: int
-    secret: bytes
-    chain_root: BlockKey
-    answers: list[AnswerOutput]
-    why: str = ""
-
-    def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether the conductor knows the request, the secret, and each answer up to the given position."""
-        named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
-        if not named or not self.secret or not compare_digest(asked.secret, self.secret):
-            return False
-        if len(asked.further) != len(self.answers) - 1:
-            return False
-        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
-        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
-
-    def _knows(self, answer: AnswerOutput, position: int, digest: bytes) -> bool:
-        if answer.logprobs is not None and position < answer.scored_from:
-            return False  # log probabilities not known here are computed again
-        known = answer.up_to(position)
-        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
-
-    def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
-        """Sends each answer from the given position on."""
-        subscriber.drop(self.request_id)
-        for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
-            answer.send(subscriber, self.request_id, choice, position)
-        if self.why:
-            subscriber.failed(self.request_id, self.why)
-        subscriber.flush()
-
-    def without_prompt(self) -> Self:
-        """The same output, without the tokens of the prompt."""
-        return replace(self, answers=[answer.without_prompt() for answer in self.answers])
-
-
 GATHERED_TOKENS = 16
 """Tokens sent together if the client does not wait for single tokens."""
 
@@ -262,8 +166,8 @@ class LiveSequence:
         for token in guess:
             last = parts[-1]
             assert last.sample is not None
-            its = token.to_bytes(TOKEN_BYTES, "little")
-            parts.append(replace(last, token_ids=its, start=last.start + 1, sample=last.sample.after(token)))
+            encoded = token.to_bytes(TOKEN_BYTES, "little")
+            parts.append(replace(last, token_ids=encoded, start=last.start + 1, sample=last.sample.after(token)))
         return parts
 
     def send_new(self) -> None:
@@ -298,7 +202,7 @@ class LiveSearch:
     def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
         """Takes a sequence's candidates; returns what the scheduler needs to know."""
         sequence, self._following[index] = self.sequences[index], found.tokens
-        ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
+        ends = (sequence.sampling.ends_with(token, len(sequence.tokens) + 1, max_tokens) for token in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
 
     def select(self, chosen: ForkSequences) -> None:
@@ -382,7 +286,7 @@ class LiveRequest:
         if any(known):
             size = self.transfer.layout.block_size
             self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
-        return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
+        return tuple(other.sampling.finish(other.tokens, max_tokens) for other in self.sequences), ()
 
     def compute(self) -> None:
         """Begins with the prompt alone; the missing part is computed here."""
@@ -518,70 +422,3 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
         return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
     enough = wanted <= tokens == scores
     return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"
-
-
-class OutputLog:
-    """Output of ended and parked requests. The scheduler decides how long the output is kept.
-
-    Args:
-        live: running requests; the executor's table.
-        streams: the conductors' streams, with the core's numbers; the executor's.
-    """
-
-    def __init__(self, live: LiveRequestTable, streams: dict[Subscriber, int]) -> None:
-        self._live = live
-        self._streams = streams
-        self._parked: dict[int, LiveRequest] = {}
-        self._ended: dict[int, RequestOutput] = {}
-        self.adopted = 0
-        """Requests taken over, and answers read again, so far."""
-
-    def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether there is such a request that the conductor may take over."""
-        output = self._output(asked.transfer_id)
-        return output is not None and output.matches(asked)
-
-    def ended(self, live: LiveRequest) -> None:
-        """Keeps an ended request's output."""
-        self._ended[live.id] = live.output.without_prompt()
-
-    def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
-        """Carries out a decision about retained output."""
-        match action:
-            case RequestParked(number):
-                live = self._parked[number] = self._live.take(number)
-                for sequence in live.sequences:
-                    sequence.table = ()
-            case DropOutputLog(number):
-                self._parked.pop(number, None)
-                self._ended.pop(number, None)
-            case RequestAdopted(number, stream, positions):
-                self._adopt(number, self._subscriber(stream), positions)
-            case FenceConductor(number, stream):
-                self._fence(number, self._subscriber(stream))
-
-    def _adopt(self, number: int, subscriber: Subscriber | None, positions: Sequence[int]) -> None:
-        self.adopted += 1
-        if number in self._parked:
-            self._live.add(self._parked.pop(number))
-        if (live := self._live.requests.get(number)) is not None:
-            live.subscriber = subscriber
-            for sequence in live.sequences:
-                sequence.sent_tokens = sequence.output.length
-        output = self._output(number)
-        if subscriber is not None and output is not None:
-            output.send(subscriber, positions)
-
-    def _fence(self, number: int, subscriber: Subscriber | None) -> None:
-        output = self._output(number)
-        if subscriber is not None and output is not None:
-            subscriber.fenced(output.request_id)
-
-    def _output(self, number: int) -> RequestOutput | None:
-        live = self._live.requests.get(number) or self._parked.get(number)
-        if live is None:
-            return self._ended.get(number)
-        return live.output if live.output.secret and live.started and not live.ending else None
-
-    def _subscriber(self, stream: int) -> Subscriber | None:
-        return next((subscriber for subscriber, number in self._streams.items() if number == stream), None)

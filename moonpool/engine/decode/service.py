@@ -52,6 +52,9 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 
 log = get_logger(__name__)
 PREEMPTED = (RequestStatus.PREEMPTED, *COPYING)
+MAX_STORES = 16
+SECRET_BYTES = (16, 64)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeInstance:
@@ -203,102 +206,131 @@ class DecodeInstance:
 
 
 DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
-    Metric("sequences_running", "Sequences in the batch.", lambda it: len(it.core.planner.batch), 0),
+    Metric("sequences_running", "Sequences in the batch.", lambda instance: len(instance.core.planner.batch), 0),
     Metric(
-        "sequences_waiting", "Requests that wait for a slot in the batch.", lambda it: len(it.core.planner.waiting), 0
+        "sequences_waiting",
+        "Requests that wait for a slot in the batch.",
+        lambda instance: len(instance.core.planner.waiting),
+        0,
     ),
-    Metric("sequences_preempted", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
+    Metric("sequences_preempted", "Preempted requests.", lambda instance: instance.core.count(*PREEMPTED), 0),
     Metric(
         "sequences_catching_up",
         "Sequences whose KV is recomputed after preemption.",
-        lambda it: len(it.core.planner.recomputing),
+        lambda instance: len(instance.core.planner.recomputing),
         0,
     ),
-    Metric("requests", "Requests that are promised, waiting, running or preempted.", lambda it: len(it.executor), 0),
-    Metric("sequences_orphaned", "Sequences without a conductor.", lambda it: len(it.core.orphans), 0),
-    Metric("logs", "Ended requests with output kept for a conductor.", lambda it: len(it.core.orphans.retained)),
-    Metric("log_bytes", "Bytes of output of ended requests.", lambda it: it.core.orphans.retained.bytes),
+    Metric(
+        "requests",
+        "Requests that are promised, waiting, running or preempted.",
+        lambda instance: len(instance.executor),
+        0,
+    ),
+    Metric("sequences_orphaned", "Sequences without a conductor.", lambda instance: len(instance.core.orphans), 0),
+    Metric(
+        "logs", "Ended requests with output kept for a conductor.", lambda instance: len(instance.core.orphans.retained)
+    ),
+    Metric("log_bytes", "Bytes of output of ended requests.", lambda instance: instance.core.orphans.retained.bytes),
     Metric(
         "steps_in_flight",
         "1 while the engine computes a step or a run of steps.",
-        lambda it: it.executor.step_in_flight,
+        lambda instance: instance.executor.step_in_flight,
         0,
     ),
     Metric(
         "transfers_promised",
         "Requests with reserved blocks and no transfer begun.",
-        lambda it: it.executor.count(TransferState.PROMISED),
+        lambda instance: instance.executor.count(TransferState.PROMISED),
         0,
     ),
     Metric(
         "transfers_receiving",
         "Requests with arriving KV.",
-        lambda it: it.executor.count(TransferState.RECEIVING),
+        lambda instance: instance.executor.count(TransferState.RECEIVING),
         0,
     ),
     Metric(
         "transfers_complete",
         "Requests with all KV that have not started.",
-        lambda it: it.executor.count(TransferState.COMPLETE),
+        lambda instance: instance.executor.count(TransferState.COMPLETE),
         0,
     ),
     Metric(
-        "promised_blocks", "Blocks promised to requests and not allocated yet.", lambda it: it.core.budget.promised, 0
+        "promised_blocks",
+        "Blocks promised to requests and not allocated yet.",
+        lambda instance: instance.core.budget.promised,
+        0,
     ),
     Metric(
         "expected_blocks",
         "Further blocks that running answers will likely need.",
-        lambda it: it.core.budget.expected,
+        lambda instance: instance.core.budget.expected,
         0,
     ),
     Metric(
-        "swapped_blocks", "Blocks of preempted requests in swap memory.", lambda it: it.core.preempted.swapped_blocks, 0
+        "swapped_blocks",
+        "Blocks of preempted requests in swap memory.",
+        lambda instance: instance.core.preempted.swapped_blocks,
+        0,
     ),
-    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
-    Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
+    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda instance: instance.manager.num_blocks),
+    Metric("blocks_used", "Pool blocks that requests hold.", lambda instance: instance.manager.num_used, 0),
     Metric(
         "blocks_cached",
         "Pool blocks that no request holds and later prompts may hit.",
-        lambda it: it.manager.num_cached,
+        lambda instance: instance.manager.num_cached,
     ),
-    Metric("blocks_free", "Pool blocks without KV.", lambda it: it.manager.num_free),
-    Metric("context_tokens", "Tokens of all started sequences.", lambda it: it.core.context_tokens, 0),
+    Metric("blocks_free", "Pool blocks without KV.", lambda instance: instance.manager.num_free),
+    Metric("context_tokens", "Tokens of all started sequences.", lambda instance: instance.core.context_tokens, 0),
     Metric(
         "tokens_unsent",
         "Outputs that wait to be sent to conductors.",
-        lambda it: sum(subscriber.waiting for subscriber in it.subscribers),
+        lambda instance: sum(subscriber.waiting for subscriber in instance.subscribers),
         0,
     ),
     Metric(
         "credits_kept_bytes",
         "Bytes from prefill instances with credits not yet handed back.",
-        lambda it: sum(receiver.credits_kept for receiver in it.receivers),
+        lambda instance: sum(receiver.credits_kept for receiver in instance.receivers),
         0,
     ),
-    Metric("messages_unsent", "Messages on KV streams that wait to be written.", lambda it: it.messages_unsent, 0),
-    Metric("conductor_streams", "Open streams of conductors.", lambda it: len(it.subscribers)),
-    Metric("prefill_streams", "Open streams of prefill instances.", lambda it: len(it.receivers)),
-    counter(
-        "sequences_adopted_total", "Sequences that another conductor took over.", lambda it: it.executor.log.adopted
+    Metric(
+        "messages_unsent",
+        "Messages on KV streams that wait to be written.",
+        lambda instance: instance.messages_unsent,
+        0,
     ),
-    counter("preemptions_total", "Requests preempted.", lambda it: it.core.preempted.preemptions),
-    counter("swaps_total", "Preempted requests swapped out.", lambda it: it.core.preempted.swaps),
+    Metric("conductor_streams", "Open streams of conductors.", lambda instance: len(instance.subscribers)),
+    Metric("prefill_streams", "Open streams of prefill instances.", lambda instance: len(instance.receivers)),
+    counter(
+        "sequences_adopted_total",
+        "Sequences that another conductor took over.",
+        lambda instance: instance.executor.log.adopted,
+    ),
+    counter("preemptions_total", "Requests preempted.", lambda instance: instance.core.preempted.preemptions),
+    counter("swaps_total", "Preempted requests swapped out.", lambda instance: instance.core.preempted.swaps),
     counter(
         "recomputed_tokens_total",
         "Tokens computed again after preemption.",
-        lambda it: it.core.planner.recomputed_tokens,
+        lambda instance: instance.core.planner.recomputed_tokens,
     ),
     counter(
-        "prompts_computed_total", "Prompts with their remainder computed here.", lambda it: it.core.planner.prompts
+        "prompts_computed_total",
+        "Prompts with their remainder computed here.",
+        lambda instance: instance.core.planner.prompts,
     ),
-    counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda it: it.received_bytes),
-    counter("stray_frames_total", "Frames that belonged to no transfer.", lambda it: it.stray_frames),
-    counter("steps_total", "Steps computed.", lambda it: it.executor.running.steps),
-    counter("draft_tokens_total", "Guessed tokens that steps checked.", lambda it: it.core.planner.drafted_tokens),
+    counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda instance: instance.received_bytes),
+    counter("stray_frames_total", "Frames that belonged to no transfer.", lambda instance: instance.stray_frames),
+    counter("steps_total", "Steps computed.", lambda instance: instance.executor.running.steps),
+    counter(
+        "draft_tokens_total",
+        "Guessed tokens that steps checked.",
+        lambda instance: instance.core.planner.drafted_tokens,
+    ),
     counter(
         "accepted_tokens_total",
         "Tokens that answers got beside one for each step, because guesses were right.",
-        lambda it: it.core.planner.accepted_tokens,
+        lambda instance: instance.core.planner.accepted_tokens,
     ),
 )
 
@@ -350,11 +382,6 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     if config.speculative in ("ngram", "draft") and why_not:
         raise ConfigError("speculative", why_not)
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
-
-
-MAX_STORES = 16
-SECRET_BYTES = (16, 64)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:

@@ -266,21 +266,24 @@ class DraftPlanner:
     def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
         """The guesses to check for each sequence in the next step; `most`: limit for all sequences together."""
         speeds = self._speeds()
-        costs = [decode_step_seconds(speeds, 1, it.context) - speeds.decode_base_s for it in sequences]
+        costs = [decode_step_seconds(speeds, 1, sequence.context) - speeds.decode_base_s for sequence in sequences]
         plain_s = speeds.decode_base_s + sum(costs)
         guesses = [
-            [] if it.drafter is None or it.most < 1 else it.drafter.guess(min(it.most, self._most)) for it in sequences
+            []
+            if sequence.drafter is None or sequence.most < 1
+            else sequence.drafter.guess(min(sequence.most, self._most))
+            for sequence in sequences
         ]
         counts = self._counts(guesses, costs, plain_s, most)
-        return [[token for token, _ in its[:count]] for its, count in zip(guesses, counts, strict=True)]
+        return [[token for token, _ in guess[:count]] for guess, count in zip(guesses, counts, strict=True)]
 
     def _counts(
         self, guesses: Sequence[Sequence[tuple[int, float]]], costs: Sequence[float], plain_s: float, most: int
     ) -> list[int]:
         """How many guesses are checked for each sequence."""
         tokens, seconds, counts = float(len(guesses)), plain_s + self._overhead_s, [0] * len(guesses)
-        each = [(likely, index) for index, its in enumerate(guesses) for _, likely in its]
-        each.sort(key=lambda it: -it[0] / costs[it[1]] if costs[it[1]] else -it[0])
+        each = [(likely, index) for index, guess in enumerate(guesses) for _, likely in guess]
+        each.sort(key=lambda guess: -guess[0] / costs[guess[1]] if costs[guess[1]] else -guess[0])
         for likely, index in each[:most]:
             if not self._always and likely * seconds <= tokens * costs[index]:
                 break

@@ -34,6 +34,8 @@ from moonpool.engine.prefill.live_requests import SOURCE_KINDS, LivePrefill, kv_
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 log = get_logger(__name__)
+MAX_REPLICA_BLOCKS = 1 << 15
+"""Most keys in one order."""
 READ_METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
     kv_pb2.INSTANCE_KIND_KVSTORE: FROM_STORE,
     kv_pb2.INSTANCE_KIND_PREFILL: FROM_PREFILL,
@@ -314,10 +316,6 @@ class KVSender:
         for (layer, step), count in blocks.items():
             size = count * self._layout.slice_bytes(layer)
             self._spans.add("kv.send", start_ns, end_ns, request=request.request_id, step=step, layer=layer, bytes=size)
-
-
-MAX_REPLICA_BLOCKS = 1 << 15
-"""Most keys in one order."""
 
 
 class ReplicationOrders:

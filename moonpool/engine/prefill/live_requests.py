@@ -150,12 +150,12 @@ class LivePrefill:
             chunks=self.chunks,
             transport=self.transport,
             misses=[
-                prefill_pb2.StoreMiss(store=sources[it.source], block=it.block, windowed=it.windowed)
-                for it in told.misses
+                prefill_pb2.StoreMiss(store=sources[miss.source], block=miss.block, windowed=miss.windowed)
+                for miss in told.misses
             ],
             reads=[
-                prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)
-                for it in told.loads
+                prefill_pb2.LoadedPrefix(source=sources[load.source], blocks=load.blocks, seconds=load.seconds)
+                for load in told.loads
             ],
         )
         return prefill_pb2.PrefillResponse(first_token=first)

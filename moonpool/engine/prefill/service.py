@@ -33,8 +33,8 @@ from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.core.events import CancelPrefill, Drain
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.prefill.executor import PrefillExecutor
 from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
 from moonpool.engine.prefill.live_requests import LivePrefill, check_prefill
@@ -167,7 +167,7 @@ class PrefillInstance:
     @property
     def messages_unsent(self) -> int:
         """Messages on KV streams that wait to be written."""
-        return sum(it.traffic.unsent for it in (self.sending, self.loading, self.write_back, self.reads))
+        return sum(streams.traffic.unsent for streams in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
         return TransferSender(self._context.endpoint(address, CONNECT_TIMEOUT_S))
@@ -182,58 +182,81 @@ class PrefillInstance:
 
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
-    Metric("requests", "Prompts that wait, are computed or are sent.", lambda it: len(it.core.state.requests), 0),
-    Metric("sequences_waiting", "Prompts that wait for their first step.", lambda it: len(it.core.state.waiting), 0),
-    Metric("sequences_started", "Prompts that are being computed.", lambda it: len(it.core.state.started), 0),
-    Metric("queued_tokens", "Prompt tokens that have no KV yet.", lambda it: it.core.queued_tokens, 0),
+    Metric(
+        "requests",
+        "Prompts that wait, are computed or are sent.",
+        lambda instance: len(instance.core.state.requests),
+        0,
+    ),
+    Metric(
+        "sequences_waiting",
+        "Prompts that wait for their first step.",
+        lambda instance: len(instance.core.state.waiting),
+        0,
+    ),
+    Metric(
+        "sequences_started", "Prompts that are being computed.", lambda instance: len(instance.core.state.started), 0
+    ),
+    Metric("queued_tokens", "Prompt tokens that have no KV yet.", lambda instance: instance.core.queued_tokens, 0),
     Metric(
         "drain_seconds",
         "Predicted seconds until all prompts queued now are computed.",
-        lambda it: it.core.drain_seconds(),
+        lambda instance: instance.core.drain_seconds(),
         0,
     ),
-    Metric("steps_in_flight", "Steps that the engine computes.", lambda it: len(it.core.steps.in_flight), 0),
-    Metric("io_in_flight", "Loads, sends and copies under way.", lambda it: len(it.core.state.ios), 0),
-    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
-    Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
+    Metric(
+        "steps_in_flight", "Steps that the engine computes.", lambda instance: len(instance.core.steps.in_flight), 0
+    ),
+    Metric("io_in_flight", "Loads, sends and copies under way.", lambda instance: len(instance.core.state.ios), 0),
+    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda instance: instance.manager.num_blocks),
+    Metric("blocks_used", "Pool blocks that requests hold.", lambda instance: instance.manager.num_used, 0),
     Metric(
         "blocks_cached",
         "Pool blocks that no request holds and later prompts may hit.",
-        lambda it: it.manager.num_cached,
+        lambda instance: instance.manager.num_cached,
     ),
-    Metric("blocks_free", "Pool blocks without KV.", lambda it: it.manager.num_free),
-    Metric("transfers", "Open transfers to decode instances.", lambda it: it.sending.sessions, 0),
-    Metric("loads", "Open reads at kvstores and peers.", lambda it: it.loading.sessions, 0),
+    Metric("blocks_free", "Pool blocks without KV.", lambda instance: instance.manager.num_free),
+    Metric("transfers", "Open transfers to decode instances.", lambda instance: instance.sending.sessions, 0),
+    Metric("loads", "Open reads at kvstores and peers.", lambda instance: instance.loading.sessions, 0),
     Metric(
         "transfer_credits_out_bytes",
         "Bytes sent to decode instances with credits not yet returned.",
-        lambda it: it.sending.traffic.credits_out,
+        lambda instance: instance.sending.traffic.credits_out,
         0,
     ),
     Metric(
         "load_credits_kept_bytes",
         "Bytes read with credits not yet handed back.",
-        lambda it: it.loading.traffic.credits_kept,
+        lambda instance: instance.loading.traffic.credits_kept,
         0,
     ),
-    Metric("messages_unsent", "Messages on KV streams that wait to be written.", lambda it: it.messages_unsent, 0),
+    Metric(
+        "messages_unsent",
+        "Messages on KV streams that wait to be written.",
+        lambda instance: instance.messages_unsent,
+        0,
+    ),
     counter(
         "loaded_blocks_total",
         "Blocks loaded from kvstores and peers for prompts.",
-        lambda it: it.core.loads.loaded_blocks,
+        lambda instance: instance.core.loads.loaded_blocks,
     ),
     counter(
         "copied_blocks_total",
         "Blocks copied from peers by order of the conductor.",
-        lambda it: it.core.copies.copied_blocks,
+        lambda instance: instance.core.copies.copied_blocks,
     ),
-    counter("load_failures_total", "Loads that failed; the blocks were computed.", lambda it: it.core.loads.failures),
+    counter(
+        "load_failures_total",
+        "Loads that failed; the blocks were computed.",
+        lambda instance: instance.core.loads.failures,
+    ),
     counter(
         "overtaken_loads_total",
         "Loads whose blocks were computed meanwhile, as the loads took longer.",
-        lambda it: it.core.loads.overtaken,
+        lambda instance: instance.core.loads.overtaken,
     ),
-    counter("steps_total", "Steps computed.", lambda it: it.core.steps.done),
+    counter("steps_total", "Steps computed.", lambda instance: instance.core.steps.done),
 )
 
 
@@ -293,10 +316,10 @@ class PrefillServicer:
         read = self._instance.request_reader.cancel(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else kv_pb2.CANCEL_OUTCOME_UNKNOWN
         if found:
-            started = any(self._instance.core.started(one.id) for one in found)
+            started = any(self._instance.core.started(taken.id) for taken in found)
             outcome = kv_pb2.CANCEL_OUTCOME_IN_FLIGHT if started else kv_pb2.CANCEL_OUTCOME_BEFORE_START
-        for one in found:
-            self._instance.cancel(one)
+        for taken in found:
+            self._instance.cancel(taken)
         return prefill_pb2.CancelResponse(outcome=outcome)
 
     async def Forget(  # noqa: N802

@@ -10,7 +10,7 @@ from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY
 from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
 from moonpool.engine.emulated.profile import Profile
-from moonpool.engine.prefill.core.request import PrefillSettings
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.simulator.network import CallDelays
 from moonpool.simulator.traces.mooncake import BLOCK_SIZE
 

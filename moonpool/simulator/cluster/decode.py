@@ -438,8 +438,11 @@ class SimulatedDecode:
             case actions.RequestAdopted(number, stream, positions):
                 members = self._members(number) if number in self._sequences else self._logged[number]
                 now, pairs = self._world.now, zip(members, positions, strict=True)
-                news = [SequenceReport(each.number, each.again(at, stream, now), not each.left) for each, at in pairs]
-                self._ears.tokens(stream, [new for new in news if new.made is not None or new.over])
+                news = [
+                    SequenceReport(member.number, member.again(at, stream, now), not member.left)
+                    for member, at in pairs
+                ]
+                self._ears.tokens(stream, [report for report in news if report.made is not None or report.over])
                 if members[0].why:
                     self._ears.failed(stream, number, Failure(FailureKind.STREAM, members[0].why))
 

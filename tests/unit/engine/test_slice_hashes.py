@@ -15,8 +15,8 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from tests.unit.base.scheduling.helpers import BT, keys_of, tokens
 from tests.unit.engine.stages import BLOCKS, Stages, stages
 

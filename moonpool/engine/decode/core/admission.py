@@ -6,46 +6,13 @@ from typing import NamedTuple
 
 from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.base.scheduling.state_machine import thin_out
-from moonpool.engine.decode.core import batch
-from moonpool.engine.decode.core.batch_planner import MEDIAN_PERCENTILE, BatchPlanner, OutputLengths
+from moonpool.engine.decode.core.batch_planner import BatchPlanner
 from moonpool.engine.decode.core.events import ReserveBlocks
-from moonpool.engine.decode.core.preemption import block_use
+from moonpool.engine.decode.core.output_lengths import MEDIAN_PERCENTILE, OutputLengths
 from moonpool.engine.decode.core.request import DecodeRequest, RequestStatus
 from moonpool.engine.decode.core.state import DecodeState
-from moonpool.engine.decode.core.tenant_shares import by_tenant, several_tenants, tenant_use
-
-
-class RequestForecast(NamedTuple):
-    """What a request is expected to add to the batch.
-
-    Attributes:
-        begins: first step, counted from now.
-        ends: last step.
-        sequences: number of sequences.
-        context: tokens in all sequences at the first step; each further step adds a token to each sequence.
-    """
-
-    begins: float
-    ends: float
-    sequences: int
-    context: int
-
-
-def peak_steps(forecasts: list[RequestForecast], watched: RequestForecast) -> Iterator[tuple[int, int]]:
-    """Sequences and tokens of the steps in which a request ends, while `watched` is in the batch.
-
-    The longest step is among these: between two ends every request grows and others only come.
-    """
-    incoming, sequences, at_zero = sorted(forecasts, reverse=True), 0, 0.0
-    for forecast in sorted(forecasts, key=lambda forecast: forecast.ends):
-        while incoming and incoming[-1].begins <= forecast.ends:
-            come = incoming.pop()
-            sequences, at_zero = sequences + come.sequences, at_zero + come.context - come.begins * come.sequences
-        if watched.begins <= forecast.ends <= watched.ends:
-            yield sequences, math.ceil(at_zero + forecast.ends * sequences)
-        sequences -= forecast.sequences
-        at_zero = at_zero - forecast.context + forecast.begins * forecast.sequences
-
+from moonpool.engine.decode.core.tenant_shares import block_use, by_tenant, several_tenants, tenant_use
+from moonpool.engine.decode.core.windows import expected_window_blocks
 
 MAX_FORECAST_TIMES = 8
 """Most times that a forecast looks at, besides the start of the new request."""
@@ -123,7 +90,7 @@ class DecodeAdmission:
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
         """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
-        taken, most = self._planner.num_running + self._planner.num_kept, self._state.settings.max_num_seqs
+        taken, most = self._planner.slots.num_running + self._planner.slots.num_kept, self._state.settings.max_num_seqs
         if taken + event.request.width > most:
             return "tbt_slo", f"{taken} of the {most} batch slots are taken, {event.request.width} are needed"
         limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])
@@ -188,7 +155,7 @@ class DecodeAdmission:
         if others:
             most = request.num_seqs * (settings.window_blocks + 1) - (blocks - whole_from)
             needed += max(0, min(request.expected_growth, most))
-            needed += sum(batch.expected_window_blocks(it, settings) for it in others)
+            needed += sum(expected_window_blocks(other, settings) for other in others)
         return needed - budget.window_blocks_available
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
@@ -202,14 +169,46 @@ class DecodeAdmission:
         if not several_tenants(requests):
             return budget.expected
         use = block_use(requests, self._state.settings.num_blocks)
-        growth = tenant_use(requests, lambda it: it.expected_growth)
+        growth = tenant_use(requests, lambda other: other.expected_growth)
         if use.of(request) + growth.of(request) > use.level:
             return budget.expected
         counted = 0.0
         for tenant, queue in by_tenant(requests).items():
-            growths = [it.expected_growth for it in queue]
+            growths = [other.expected_growth for other in queue]
             wanted, left = sum(growths), max(0.0, use.level - use.taken[tenant]) * queue[-1].spec.weight
             if not use.taken[tenant]:
                 left = max(left, max(growths))
             counted += wanted if tenant == request.spec.tenant else min(wanted, left)
         return math.ceil(counted)
+
+
+class RequestForecast(NamedTuple):
+    """What a request is expected to add to the batch.
+
+    Attributes:
+        begins: first step, counted from now.
+        ends: last step.
+        sequences: number of sequences.
+        context: tokens in all sequences at the first step; each further step adds a token to each sequence.
+    """
+
+    begins: float
+    ends: float
+    sequences: int
+    context: int
+
+
+def peak_steps(forecasts: list[RequestForecast], watched: RequestForecast) -> Iterator[tuple[int, int]]:
+    """Sequences and tokens of the steps in which a request ends, while `watched` is in the batch.
+
+    The longest step is among these: between two ends every request grows and others only come.
+    """
+    incoming, sequences, at_zero = sorted(forecasts, reverse=True), 0, 0.0
+    for forecast in sorted(forecasts, key=lambda forecast: forecast.ends):
+        while incoming and incoming[-1].begins <= forecast.ends:
+            come = incoming.pop()
+            sequences, at_zero = sequences + come.sequences, at_zero + come.context - come.begins * come.sequences
+        if watched.begins <= forecast.ends <= watched.ends:
+            yield sequences, math.ceil(at_zero + forecast.ends * sequences)
+        sequences -= forecast.sequences
+        at_zero = at_zero - forecast.context + forecast.begins * forecast.sequences

@@ -3,273 +3,54 @@
 Steps respect the promised time between tokens (TBT). One request's sequences are planned together.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import field
+from bisect import bisect_left, insort
 
-from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds, prefill_seconds
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.base.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
-from moonpool.engine.decode.core import batch
-from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
-from moonpool.engine.decode.core.batch import BlockCopy, RunningBatch, pass_windows
-from moonpool.engine.decode.core.events import RunDone, RunProgress
+from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun
+from moonpool.engine.decode.core.batch import RunningBatch
+from moonpool.engine.decode.core.batch_slots import BatchSlots
+from moonpool.engine.decode.core.block_budget import most_blocks
+from moonpool.engine.decode.core.chunks import is_recomputed, plan_chunks, take_computed_chunk
+from moonpool.engine.decode.core.copy_on_write import (
+    BlockCopy,
+    check_block_writes,
+    copy_on_write,
+    count_lacking_blocks,
+    undo_copy_on_write,
+)
+from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
-from moonpool.engine.decode.core.preemption import PreemptedRequests, block_use, choose_victim
+from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_victim
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
+from moonpool.engine.decode.core.restoring import begin_prompt_here
+from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
 from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
+from moonpool.engine.decode.core.tenant_rotation import TenantRotation
 from moonpool.engine.decode.core.tenant_shares import (
     TenantUse,
+    block_use,
     by_tenant,
     leave_for_share,
-    leave_for_turn,
     several_tenants,
     tenant_use,
 )
-
-LENGTH_WINDOW = 512
-"""Answers with remembered lengths."""
-FEW_LENGTHS = 16
-"""With fewer answers than this, the assumed length is used."""
-RESERVED_PERCENTILE = 75
-"""Percentage of answers expected to be no longer than forecast, for reserving blocks."""
-MEDIAN_PERCENTILE = 50
-"""The same, for forecasting how many answers are still running."""
-
-
-class OutputLengths:
-    """Running quantile over the last answers' lengths, in tokens.
-
-    Args:
-        assumed: expected length until enough answers have ended.
-    """
-
-    def __init__(self, assumed: int) -> None:
-        self._assumed = assumed
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-
-    def observe(self, tokens: int) -> None:
-        """Records the length after an answer ended normally."""
-        self._recent.append(tokens)
-        insort(self._sorted, tokens)
-        if len(self._recent) > LENGTH_WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-
-    def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
-        """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
-
-        Out of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
-        """
-        if len(self._sorted) < FEW_LENGTHS:
-            return max(self._assumed, 2 * so_far)
-        first = bisect_right(self._sorted, so_far)
-        longer = len(self._sorted) - first
-        return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
-
-    def digest(self) -> bytes:
-        """Hash input: the recent lengths, from which the sorted lengths follow."""
-        return b"".join(tokens.to_bytes(8, "little") for tokens in self._recent)
-
-
-class TbtLimiter:
-    """Keeps each step within the promised times between tokens.
-
-    A promise can be kept if a step with this request alone would keep the promise. Otherwise no batch is small enough,
-    so a request with a promise does not leave for such a request. A request without promise leaves for any promise.
-
-    Args:
-        state: shared state of the scheduler.
-        batch: takes the steps.
-    """
-
-    def __init__(self, state: DecodeState, batch: RunningBatch) -> None:
-        self._state = state
-        self._batch = batch
-
-    def step_s(self, sequences: int, context: int) -> float:
-        """A step's predicted seconds."""
-        return decode_step_seconds(self._state.tracker.speeds, sequences, context)
-
-    def chunk_s(self, recomputing: list[DecodeRequest], tokens: int = 1) -> float:
-        """Predicted seconds for `tokens` recomputed tokens; 0 if no request recomputes."""
-        longest = max((sequence.computed for request in recomputing for sequence in request.sequences), default=0)
-        return prefill_seconds(self._state.tracker.speeds, tokens, longest) if recomputing else 0.0
-
-    @property
-    def _now_s(self) -> float:
-        return self.step_s(len(self._batch), self._batch.context)
-
-    @property
-    def limit_s(self) -> float:
-        """The strictest promise in the batch that can be kept, seconds; 0 = none."""
-        strictest = self._batch.tbt_slo_s
-        if not strictest or self._now_s <= strictest:
-            return strictest
-        return self._strictest(self._batch.requests)
-
-    def _strictest(self, requests: list[DecodeRequest]) -> float:
-        return min((request.tbt_slo_s for request in requests if self._can_keep(request)), default=0.0)
-
-    def _can_keep(self, request: DecodeRequest) -> bool:
-        """Whether the request has a promise that a step with this request alone keeps."""
-        alone_s = self.step_s(len(request.sequences), self._batch.context_of(request))
-        return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
-
-    def next_to_leave(self) -> DecodeRequest | None:
-        """The request that leaves the batch because the step is too long; None if no request need leave.
-
-        Requests without promise leave first, then requests with a promise. Each time, the tenant whose requests take
-        most step time per weight gives up the last request.
-        """
-        strictest = self._batch.tbt_slo_s
-        if not strictest or self._now_s <= strictest:
-            return None
-        requests = self._batch.requests
-        free = [request for request in requests if not request.tbt_slo_s]
-        limit = self._strictest(requests)
-        leaving = free or (requests if limit and self._now_s > limit else [])
-        use = tenant_use(requests, self._own_s) if several_tenants(leaving) else TenantUse({})
-        return max(leaving, key=use.order, default=None)
-
-    def _own_s(self, request: DecodeRequest) -> float:
-        """Seconds that a request adds to a step."""
-        return self.step_s(len(request.sequences), self._batch.context_of(request)) - self.step_s(0, 0)
-
-    def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
-        """Whether one more request fits into the batch within the promised times.
-
-        A request with a promise may displace requests that would leave: later requests, and requests without a promise.
-        """
-        batch = self._batch
-        count, context, key = len(request.sequences), batch.context_of(request), request.order_key
-        if not request.tbt_slo_s:
-            step_s = self.step_s(len(batch) + count, batch.context + context) + self.chunk_s(recomputing)
-            return not batch.tbt_slo_s or step_s <= batch.tbt_slo_s
-        before = [it for it in batch.requests if it.tbt_slo_s and it.order_key < key] if batch.tbt_slo_s else []
-        limit = self._strictest([*before, request])
-        count += sum(len(it.sequences) for it in before)
-        return not limit or self.step_s(count, context + sum(map(batch.context_of, before))) <= limit
-
-    def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:
-        """Tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
-        tokens, strictest, step_s = self._state.settings.chunked_prefill_size, self._batch.tbt_slo_s, self._now_s
-        while strictest and tokens > 1 and step_s + self.chunk_s(recomputing, tokens) > strictest:
-            tokens //= 2
-        limit = self.limit_s
-        return 0 if limit and step_s + self.chunk_s(recomputing, tokens) > limit else tokens
-
-
-OVERDUE_RATIO = 2.0
-"""A step this many times longer than predicted lowers the engine's speed before the step ends."""
-
-
-@frozen
-class RunInFlight:
-    """The run that the engine executes.
-
-    Attributes:
-        context: the batch's tokens in the step being computed.
-        began: start of the step being computed, or report of the step before, seconds.
-        copies: block copies made before the run.
-        left: steps in the run that have not ended.
-        is_stopped: the run was told to end with this step.
-        is_hurried: the run was told not to yield to other work any more.
-    """
-
-    run: StartRun
-    context: int
-    began: float
-    copies: list[BlockCopy] = field(default_factory=list)
-    left: int = 1
-    is_stopped: bool = False
-    is_hurried: bool = False
-
-    def advanced(self, now: float, steps: int, context: int) -> "RunInFlight":
-        """The run after `steps` steps."""
-        return RunInFlight(self.run, context, now, self.copies, self.left - steps, self.is_stopped, self.is_hurried)
-
-    def overdue(self, now: float, speeds: Speeds) -> Speeds:
-        """The engine's speeds, lower if the step being computed takes too long."""
-        if self.run.chunks:
-            return speeds
-        expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
-        if self.run.patient:
-            expected_s += longest_wait_s(expected_s) + (REPORT_WITHIN_S if self.run.steps > 1 else 0.0)
-        late = (now - self.began) / expected_s if expected_s else 1.0
-        return speeds.slowed_decode(late) if late > OVERDUE_RATIO else speeds
-
-    def stopped(self, state: DecodeState, *waiting: list[DecodeRequest]) -> "RunInFlight":
-        """The run, told to end with the step being computed; hurried if a waiting request is not patient."""
-        hurried = self.run.patient and not all(it.patient for its in waiting for it in its)
-        if (self.left == 1 or self.is_stopped) and hurried <= self.is_hurried:
-            return self
-        state.act(StopRun(self.run.step, hurried))
-        return RunInFlight(self.run, self.context, self.began, self.copies, self.left, True, hurried)
-
-
-def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
-    """Steps that the batch can take before a decision other than about blocks is needed, if no event comes.
-
-    A decision is needed when the batch becomes too slow for a promise, and after each step of a search.
-
-    Args:
-        batch: the first step's batch.
-        most: upper limit.
-        tbt: the promised times.
-    """
-    if most == 1 or batch.has_search:
-        return 1
-    limit, count, context = tbt.limit_s, len(batch), batch.context
-    if not limit:
-        return most
-    return 1 + bisect_left(range(1, most), True, key=lambda n: tbt.step_s(count, context + n * count) > limit)
-
-
-def sequences_short_ahead(
-    batch: RunningBatch, state: DecodeState, steps: int
-) -> Iterator[tuple[DecodeRequest, RequestSequence]]:
-    """Sequences that need a block during the next run, soonest first; the caller gives the block now.
-
-    Only surplus blocks are given ahead, so requests that arrive or grow find as many blocks as without this.
-    """
-    settings, budget = state.settings, state.budget
-    ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, settings.ahead_steps)) else 0
-    while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
-        request, sequence = short
-        pass_windows(sequence, batch.tokens_of(sequence) - 1, settings, state.blocks)
-        if state.blocks.num_slots and budget.window_blocks_available < 1:
-            return
-        if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
-            return  # the answer ends in this block: the last token is never computed
-        ahead += 1
-        yield short
-
-
-def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
-    """Learns steps' speed, once per report, from their mean.
-
-    A step with chunks teaches the chunks' speed; the progress's batch counts with the predicted time.
-    """
-    if not event.seconds:
-        return
-    batch, seconds = len(flight.run.batch), event.seconds / event.steps
-    if flight.run.steps == 1:  # a token takes the way to the engine and back, not just the computation
-        seconds = max(seconds, now - flight.began - event.waited_s)
-    if flight.run.chunks:
-        batch_s = decode_step_seconds(tracker.speeds, batch, flight.context) if batch else 0.0
-        chunks = [(chunk.count, chunk.start, False) for chunk in flight.run.chunks]
-        tracker.observe_prefill(chunks, seconds, known_s=batch_s)
-        return
-    drafted = sum(draft.tokens for draft in event.drafts) if isinstance(event, RunDone) else 0
-    context = flight.context + batch * (event.steps - 1) // 2
-    tracker.observe_decode(batch + drafted, context + drafted * context // batch, seconds)
+from moonpool.engine.decode.core.windows import count_lacking_window_blocks, pass_windows
 
 
 class BatchPlanner:
     """Plans requests that have started, or that compute their prompt here.
+
+    As in vLLM, requests are `waiting` or in the running batch, and one function, `plan`, says what the next step
+    computes. Nobody waits for ever, by five rules:
+
+    - **Kept slots** (`BatchSlots.kept`): who was promised a time between tokens finds a batch slot.
+    - **Promised times** (`TbtLimiter`): others leave, or do not join, before a step breaks a promise.
+    - **Shares** (`tenant_shares`): tenants above their share give up slots and blocks for tenants below.
+    - **Rotation** (`TenantRotation`): a tenant whose share is less than one request runs in turn with the others.
+    - **Overdue grants** (`OverdueGrants`): who was preempted long ago gets blocks and slots from others for some steps.
+      What is free but not enough yet stays due to the holder.
 
     Args:
         state: shared state of the scheduler.
@@ -279,12 +60,12 @@ class BatchPlanner:
     Attributes:
         batch: the running sequences.
         tbt: promised times between tokens.
-        waiting: requests that wait for a slot or a block, in order.
+        waiting: requests that wait for a batch slot or a block, in order.
         recomputing: requests that compute missing KV, in order.
+        slots: batch slots taken, kept and due.
         run_in_flight: the run that the engine executes.
         copies: block copies to be made before the next step.
-        overdue: turns for preempted requests that waited long.
-        slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
+        overdue: grants for preempted requests that waited long.
         steps: runs so far.
         recomputed_tokens: tokens recomputed so far.
         drafted_tokens: guessed tokens that were checked so far.
@@ -300,31 +81,46 @@ class BatchPlanner:
         self.tbt = TbtLimiter(state, self.batch)
         self.waiting: list[DecodeRequest] = []
         self.recomputing: list[DecodeRequest] = []
+        self.slots = BatchSlots(state.settings.max_num_seqs, self.batch, self.recomputing)
         self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
         self.overdue = OverdueGrants(state, preempted)
-        self._slots_due = 0  # for the holder of the turn, of places and blocks that are free
-        self._blocks_due = 0
-        self.slots_kept: dict[int, int] = {}
+        self._rotation = TenantRotation()
+        self._blocks_due = 0  # available blocks that stay free for the holder of the grant
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
         self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.prompts = 0
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
-        self._turns: dict[str, float] = {}  # while a tenant waits without a place: steps of each, over its weight
 
     # --- the lists -------------------------------------------------------------------------------------------------
 
     def add(self, request: DecodeRequest) -> None:
-        """Adds a request with all KV and the first token."""
+        """Add a request with all KV and the first token."""
         request.set_status(RequestStatus.WAITING)
         insort(self.waiting, request, key=_queue_order)
 
+    def add_restored(self, request: DecodeRequest) -> None:
+        """Add a request with restored blocks to the list for the request's status."""
+        if request.status is RequestStatus.WAITING:
+            insort(self.waiting, request, key=_queue_order)
+        elif request.status is RequestStatus.RECOMPUTING:
+            insort(self.recomputing, request, key=_queue_order)
+
+    def in_flight(self, request: DecodeRequest) -> bool:
+        """Return whether the run in flight computes the request."""
+        if self.run_in_flight is None:
+            return False
+        if request.status is RequestStatus.RUNNING:
+            return True
+        chunks = self.run_in_flight.run.chunks if request.status is RequestStatus.RECOMPUTING else ()
+        return any(request.find(chunk.id) is not None for chunk in chunks)
+
     def try_remove(self, request: DecodeRequest) -> bool:
-        """Takes a request out of the batch or the waiting list.
+        """Remove a request from the list for the request's status.
 
         Returns:
-            False if a step in flight computes the request: the request stays until the step ends.
+            False if the run in flight computes the request: it stays until `finish_step`.
         """
         if self.in_flight(request):
             return False
@@ -338,56 +134,54 @@ class BatchPlanner:
             self._preempted.queue.remove(request)
         return True
 
-    def in_flight(self, request: DecodeRequest) -> bool:
-        """Whether the run in flight computes the request."""
-        if self.run_in_flight is None:
-            return False
-        if request.status is RequestStatus.RUNNING:
-            return True
-        chunks = self.run_in_flight.run.chunks if request.status is RequestStatus.RECOMPUTING else ()
-        return any(request.find(chunk.id) is not None for chunk in chunks)
-
     def finish_step(self, request: DecodeRequest) -> None:
-        """Takes out a request that `try_remove` left in the step."""
+        """Remove a request that has ended, and that `try_remove` left in the step."""
         if request in self.batch:
             self.batch.leave(request)
         else:
             self.recomputing.remove(request)
 
-    def restored(self, request: DecodeRequest) -> None:
-        """Adds a request with restored blocks to the list for the request's status."""
-        if request.status is RequestStatus.WAITING:
-            insort(self.waiting, request, key=_queue_order)
-        elif request.status is RequestStatus.RECOMPUTING:
-            insort(self.recomputing, request, key=_queue_order)
+    def _leave(self, request: DecodeRequest) -> None:
+        """Take a request out of the batch; a promised slot is kept for it."""
+        self.batch.leave(request)
+        self.slots.keep(request)
+
+    def _requeue(self, request: DecodeRequest) -> None:
+        """Let a running request wait again, with its blocks."""
+        self._batch_changed = True
+        self._undo_copies(request)
+        self._leave(request)
+        self.add(request)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds at `now`: a step that takes too long counts before the step ends."""
+        """Return the engine's speeds at `now`: a step that takes too long counts before the step ends."""
         speeds = self._state.tracker.speeds
         return speeds if self.run_in_flight is None else self.run_in_flight.overdue(now, speeds)
 
     # --- the next step ---------------------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Starts the next run if none is in flight and there is something to compute."""
+        """Start the next run if none is in flight and there is something to compute."""
         if self.run_in_flight is not None:
             return
         self._blocks_awaited, self._batch_changed = 0, False
         self._preempt_for_diagnosis()
-        self._keep_tbt()
-        self._serve_overdue()
+        self._keep_tbt()  # contexts have grown since the last step
+        self._serve_overdue()  # before others: any free block or slot would go to a stream of newcomers
         self._fill_slots()
         self._grow()
+        # If all have given way, waiting requests may fit now; without them no step and no further event would come.
         gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
         if self._restore() or gave_way:
             self._fill_slots()
-        self._note_turns()
+        self._rotation.note((*self.batch.requests, *self.recomputing), self.waiting)
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
         steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
-        patient, copies = self.batch.patient and not chunks, tuple((it.source, it.block) for it in self.copies)
+        patient = self.batch.patient and not chunks
+        copies = tuple((copied.source, copied.block) for copied in self.copies)
         drafts = 0 if chunks else self._draft_tokens()
         run = StartRun(self.steps, self.batch.ids, chunks, copies, steps, patient, drafts)
         self.run_in_flight = RunInFlight(run, self.batch.context, self._state.now, self.copies, steps)
@@ -395,8 +189,9 @@ class BatchPlanner:
         self._state.act(run)
 
     def _run_steps(self) -> int:
-        """Number of steps in the next run."""
+        """Return the number of steps in the next run, after giving blocks ahead."""
         steps = uninterrupted_steps(self.batch, self._settings.run_steps, self.tbt)
+        # While running requests wait for blocks, no block is given ahead.
         for request, sequence in () if self._blocks_awaited else sequences_short_ahead(self.batch, self._state, steps):
             self._add_block(sequence)
             self.batch.grew(sequence)
@@ -404,13 +199,13 @@ class BatchPlanner:
         return self.batch.covered(steps)
 
     def _draft_tokens(self) -> int:
-        """Guessed tokens that the next step may check: as many as keep the promised times."""
+        """Return how many guessed tokens the next step may check: as many as keep the promised times."""
         count, context = len(self.batch), self.batch.context
         most = min(self._settings.draft_tokens * count, self._settings.chunked_prefill_size)
         limit = self.tbt.limit_s if most else 0.0
         if not limit:
             return most
-        each = context // count  # a guess costs as much as one more sequence
+        each = context // count  # a guess costs as much as one more sequence (ADR 66)
 
         def is_late(drafts: int) -> bool:
             return self.tbt.step_s(count + drafts, context + drafts * each) > limit
@@ -419,33 +214,33 @@ class BatchPlanner:
 
     @property
     def _must_ask_after_step(self) -> bool:
-        waiting = self.copies or self.recomputing or self._turns
-        return bool(self._batch_changed or waiting or self._settings.preempt_every)
+        """Whether a decision follows the next step: who fits now, copies made once, the next chunks, the rotation."""
+        follows = self._batch_changed or self.copies or self.recomputing or self._rotation
+        return bool(follows or self._settings.preempt_every)
 
     def advance(self, steps: int, *, over: bool) -> None:
-        """Counts steps in the run in flight; `over`: the run has ended."""
+        """Count steps in the run in flight; `over`: the run has ended."""
         flight = self.run_in_flight
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
         self._preempted.steps += steps
         self.overdue.advance(steps, self.batch)
-        if self._turns:
-            weights = {request.spec.tenant: request.spec.weight for request in self.batch.requests}
-            self._turns |= {tenant: self._turns.get(tenant, 0.0) + steps / weights[tenant] for tenant in weights}
+        if self._rotation:
+            self._rotation.advance(steps, self.batch.requests)
         self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
     def stop_run(self, *, leaving: bool) -> None:
-        """Ends the run in flight after the current step if a request waits for the end; `leaving`: one waits."""
+        """End the run in flight after the current step if a request waits for the end; `leaving`: an ended one does."""
         queues = self.waiting, self.recomputing, self._preempted.queue
         if self.run_in_flight is not None and (leaving or any(queues)):
             self.run_in_flight = self.run_in_flight.stopped(self._state, *queues)
 
     def not_computed(self, flight: RunInFlight) -> None:
-        """The run was aborted, so the run's copies were not made."""
+        """Undo what an aborted run was to do: its copies were not made."""
         self.run_in_flight = None
         for copied in flight.copies:
-            batch.undo_copy_on_write(self._state, copied)
+            undo_copy_on_write(self._state, copied)
             if copied.request in self.batch:
                 self.batch.forked(copied.request)
 
@@ -456,72 +251,63 @@ class BatchPlanner:
             self._preempt(requests[self.steps // every % len(requests)])
 
     def _restore(self) -> int:
-        """Restores preempted requests, but not before requests that wait for a block; returns how many."""
+        """Restore preempted requests; return how many.
+
+        Not before running requests that wait for a block: a restored request would take that block, and be preempted
+        for it again, without end.
+        """
         count = 0
         while self._preempted.queue and not self._blocks_awaited:
             active = self._active
             request = self._preempted.next_to_restore(active)
-            if request is None or not self._has_slots(request):
+            if request is None or not self.slots.has_room(request):
                 break
             if not self._preempted.restore(request, active, self._blocks_due):
                 break
-            self.restored(request)
+            self.add_restored(request)
             count += 1
         return count
 
-    # --- slots -----------------------------------------------------------------------------------------------------
-
-    def _has_slots(self, request: DecodeRequest) -> bool:
-        return self.num_running + self._slots_due + len(request.sequences) <= self._settings.max_num_seqs
-
-    @property
-    def num_running(self) -> int:
-        """Slots taken, also by requests that recompute and run then."""
-        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing)
-
-    @property
-    def num_kept(self) -> int:
-        """Batch slots kept for requests with a promised time between tokens."""
-        return sum(self.slots_kept.values())
-
-    def keep_slots(self, request: DecodeRequest) -> None:
-        """Keeps slots for a request that was promised a time between tokens."""
-        if request.tbt_slo_s:
-            self.slots_kept[request.id] = request.num_seqs
+    # --- joining the batch -----------------------------------------------------------------------------------------
 
     def _fill_slots(self) -> None:
-        """Lets waiting requests join: each time the first request of the tenant with fewest places per weight.
+        """Let waiting requests join: each time the first request of the tenant with fewest slots per weight.
 
-        A request that does not fit, preempted or not, blocks later requests. If the request's tenant has no place,
-        other tenants take the free places, and `_make_way` gives this tenant a turn.
+        A request that does not fit, preempted or not, blocks later requests: others would take each slot that becomes
+        free. If its tenant has no slot at all, only this tenant is passed over: the rotation serves it.
         """
-        queues = by_tenant(it for it in self.waiting if it is not self.overdue.holder)
-        use, first, changed = TenantUse({}), None, True
+        queues = by_tenant(request for request in self.waiting if request is not self.overdue.holder)
+        use: TenantUse | None = None
+        preempted: DecodeRequest | None = None
         while queues:
-            if changed:
-                use, first, changed = self._slot_use(), self._preempted.next_to_restore(self._active), False
-            heads = [queue[0] for queue in queues.values()]
-            request = min(heads, key=lambda it: (use.of(it), self._turn_of(it), it.order_key))
-            if first is not None and not self._has_slots(first) and use.order(first) < use.order(request):
+            if use is None:  # slots or blocks have changed hands: else not, as it costs a look at all requests
+                use, preempted = self._slot_use(), self._preempted.next_to_restore(self._active)
+            request = self._first(queues, use)
+            # A group would starve if later requests took the slots that it needs to be restored.
+            is_later = preempted is not None and use.order(preempted) < use.order(request)
+            if preempted is not None and is_later and not self.slots.has_room(preempted):
                 break
-            if not self._has_slots(request):
+            if not self.slots.has_room(request):
                 if not self._make_way(request, use):
                     if use.of(request) or not use.taken:
                         break
                     del queues[request.spec.tenant]
                     continue
-                changed = True
-            queue = queues[request.spec.tenant]
-            del queue[0]
-            if not queue:
-                del queues[request.spec.tenant]
+                use = None
+            _drop_first(queues, request.spec.tenant)
+            # Blocks given to an earlier request may have preempted this one.
             if request.status is RequestStatus.WAITING and self._may_join(request):
-                changed = True  # also blocks that are given can cost others theirs
+                use = None
                 if self._give_blocks(request):
                     self.waiting.remove(request)
                     self.join(request)
                     self._batch_changed |= bool(self._preempted.queue)
         self._keep_tbt()  # a request with a promise joins first; others then leave for that request
+
+    def _first(self, queues: dict[str, list[DecodeRequest]], use: TenantUse) -> DecodeRequest:
+        """Return the request that joins first; tenants with equal use go by the rotation."""
+        heads = [queue[0] for queue in queues.values()]
+        return min(heads, key=lambda head: (use.of(head), self._rotation.steps_of(head), head.order_key))
 
     @property
     def _active(self) -> list[DecodeRequest]:
@@ -529,144 +315,116 @@ class BatchPlanner:
         return [*self.batch.requests, *self.waiting, *self.recomputing]
 
     def _slot_use(self) -> TenantUse:
-        """Places that tenants take; empty if all requests have one tenant."""
+        """Return the slots that tenants take; empty if all requests have one tenant."""
         taking = [*self.batch.requests, *self.recomputing]
         others = [*self.waiting, *self._preempted.queue]
         if not several_tenants([*taking, *others]):
             return TenantUse({})
-        return tenant_use(taking, lambda it: len(it.sequences), total=self._settings.max_num_seqs, others=others)
+        most = self._settings.max_num_seqs
+        return tenant_use(taking, lambda request: len(request.sequences), total=most, others=others)
 
     def _make_way(self, request: DecodeRequest, use: TenantUse) -> bool:
-        """Lets other tenants' requests wait, so that the request has the places due to the request's tenant.
-
-        A tenant without a place takes turns with the others, even if the request needs more than the tenant's share.
-        Tenants that had as many steps per weight, or more, leave.
+        """Let other tenants' requests wait, so that a request has the slots due to its tenant.
 
         Returns:
-            Whether the request has all places now.
+            Whether the request has all slots now.
         """
-        is_waiting = request.status is RequestStatus.WAITING  # not preempted for a request that joined before
+        # Nobody leaves for a request that was just preempted for an earlier one.
+        is_waiting = request.status is RequestStatus.WAITING
         if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
-        kept = 0 if request.tbt_slo_s else self.num_kept
-        lacking = self.num_running + self._slots_due + kept + len(request.sequences) - self._settings.max_num_seqs
-        running = [it for it in self.batch.requests if it is not self.overdue.holder]
+        lacking = self.slots.lacking(request) + self.slots.due
+        running = [other for other in self.batch.requests if other is not self.overdue.holder]
         leaving = leave_for_share(running, request, lacking, use)
-        if not leaving and not use.of(request) and request.spec.tenant in self._turns:
-            leaving = leave_for_turn(running, request, lacking, self._turns)
+        if not leaving and not use.of(request):
+            leaving = self._rotation.leaving(running, request, lacking)
         for victim in leaving:
             self._requeue(victim)
         return bool(leaving)
 
-    def _turn_of(self, request: DecodeRequest) -> float:
-        return self._turns.get(request.spec.tenant, 0.0)
-
-    def _note_turns(self) -> None:
-        """Begins to count steps when a tenant waits without a place, and ends when no tenant does."""
-        if not self.waiting:
-            self._turns = {}
-            return
-        placed = [request.spec.tenant for request in (*self.batch.requests, *self.recomputing)]
-        waiting = [request.spec.tenant for request in self.waiting]
-        least = min(self._turns.values(), default=0.0)
-        contend = dict.fromkeys([*placed, *waiting]) if not set(waiting) <= set(placed) else {}
-        self._turns = {tenant: self._turns.get(tenant, least) for tenant in contend}
-
     def _may_join(self, request: DecodeRequest) -> bool:
-        """Whether a request leaves the others their promised times and slots."""
-        if not self.num_running:
+        """Return whether a request leaves the others their promised times and slots."""
+        if not self.slots.num_running:
             return True  # one must run, or requests with kept slots would never get blocks
-        if not request.tbt_slo_s:
-            taken = self.num_running + self._slots_due + self.num_kept
-            if taken + len(request.sequences) > self._settings.max_num_seqs:
-                return False
+        if not request.tbt_slo_s and not self.slots.has_room_beside_kept(request):
+            return False
         return self.tbt.may_join(request, self.recomputing)
 
     def join(self, request: DecodeRequest) -> None:
-        """Takes a request into the batch."""
+        """Take a request into the batch."""
         request.set_status(RequestStatus.RUNNING)
         self.batch.join(request)
         request.preemption.since = None
-        self.slots_kept.pop(request.id, None)
+        self.slots.kept.pop(request.id, None)
 
     def end(self, request: DecodeRequest, sequence: RequestSequence) -> None:
-        """A request's sequence has ended between two steps; others continue."""
+        """End a request's sequence between two steps; others continue."""
         if request in self.batch:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
         request.ended_tokens += sequence.tokens - request.spec.prompt_tokens
         self._state.blocks.release(sequence.table, sequence.past)
-        if request.id in self.slots_kept:
-            self.keep_slots(request)
-        request.expected_blocks = 0
+        if request.id in self.slots.kept:
+            self.slots.keep(request)
+        request.expected_blocks = 0  # of fewer sequences: forecast anew
         self.update_expected(request)
-
-    def _leave(self, request: DecodeRequest) -> None:
-        self.batch.leave(request)
-        self.keep_slots(request)
-
-    def _requeue(self, request: DecodeRequest) -> None:
-        self._batch_changed = True
-        self._undo_copies(request)
-        self._leave(request)
-        self.add(request)
 
     # --- overdue requests ------------------------------------------------------------------------------------------
 
     def _serve_overdue(self) -> None:
-        """Restores the request with the turn, and lets it join, at the cost of others.
+        """Restore the request with the grant, and let it join, at the cost of others.
 
         If others can give enough, what the request still lacks is kept for the request; if not, another request gets
-        the turn.
+        the grant.
         """
-        self._slots_due = self._blocks_due = 0
+        self.slots.due = self._blocks_due = 0
         candidates = self.overdue.choose(self._active, self.waiting)
-        self.overdue.give(next((it for it in candidates if self._can_serve(it)), None))
+        self.overdue.give(next((request for request in candidates if self._can_serve(request)), None))
         holder = self.overdue.holder
         if holder is None:
             return
         if holder.status is RequestStatus.PREEMPTED:
             self._free_slots(holder)
             self._restore_overdue(holder)
-        if holder.status is RequestStatus.WAITING:
+        if holder.status is RequestStatus.WAITING:  # maybe just restored: its blocks may all have been cached
             self._free_slots(holder)
             if self._give_blocks(holder):
                 self.waiting.remove(holder)
                 self.join(holder)
                 self._batch_changed = True
         if holder.status in (RequestStatus.WAITING, RequestStatus.SWAPPING_IN):
-            self._slots_due = len(holder.sequences)
+            self.slots.due = len(holder.sequences)
 
     def _can_serve(self, holder: DecodeRequest) -> bool:
-        """Whether the request with the turn can get what is missing, from others or soon from copies under way."""
+        """Return whether a request can get what is missing, from others or soon from copies under way."""
         if holder.status not in (RequestStatus.PREEMPTED, RequestStatus.WAITING):
             return True
         giving = self.overdue.giving_way(holder, self.batch.requests)
-        if sum(len(it.sequences) for it in giving) < self._lacking_slots(holder):
+        if sum(len(request.sequences) for request in giving) < self._lacking_slots(holder):
             return False
         if holder.status is RequestStatus.WAITING:
             return self.tbt.may_join(holder, self.recomputing)
         return self.overdue.lacking_blocks(holder, self.overdue.giving_way(holder, self._active)) is not None
 
     def _restore_overdue(self, holder: DecodeRequest) -> None:
+        """Preempt others until the holder is restored, or until the copies under way free enough blocks."""
         giving = self.overdue.giving_way(holder, self._active)
-        while not self._preempted.restore(holder, []):
+        while not self._preempted.restore(holder, []):  # as if alone: others' growth does not matter
             lacking = self.overdue.lacking_blocks(holder, giving)
             if not giving or lacking is None or lacking <= self._preempted.blocks_being_freed:
-                self._slots_due, self._blocks_due = len(holder.sequences), self._budget.available
+                self.slots.due, self._blocks_due = len(holder.sequences), self._budget.available
                 return
             victim = max(giving, key=block_use(self._active).order)
             giving.remove(victim)
             self._preempt(victim)
-        self.restored(holder)
+        self.add_restored(holder)
 
     def _lacking_slots(self, holder: DecodeRequest) -> int:
-        kept = 0 if holder.tbt_slo_s else self.num_kept
-        lacking = self.num_running + kept + len(holder.sequences) - self._settings.max_num_seqs
-        return min(lacking, self.num_running)  # one must run, whatever is kept for others
+        # Not more than are taken: one must run, whatever is kept for others.
+        return min(self.slots.lacking(holder), self.slots.num_running)
 
     def _free_slots(self, holder: DecodeRequest) -> None:
-        """Lets others wait until the request with the turn has all places."""
+        """Let others wait until the request with the grant has all slots."""
         lacking, use = self._lacking_slots(holder), self._slot_use()
         for victim in sorted(self.overdue.giving_way(holder, self.batch.requests), key=use.order, reverse=True):
             if lacking > 0:
@@ -685,16 +443,17 @@ class BatchPlanner:
         return self.tbt.chunk_s(self.recomputing or self._preempted.queue)
 
     def _keep_tbt(self) -> None:
-        """Moves requests back to waiting while the step is too long for a promise."""
+        """Move requests back to waiting while the step is too long for a promise."""
         while (request := self.tbt.next_to_leave()) is not None:
             self._requeue(request)
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
+        """Give blocks to the running requests that need one for the next step."""
         for request in self.batch.due():
             if request.status is not RequestStatus.RUNNING:
-                continue
+                continue  # preempted for an earlier request of this list
             if self._give_blocks(request):
                 for sequence in request.sequences:
                     self.batch.grew(sequence)
@@ -708,19 +467,20 @@ class BatchPlanner:
         self._state.act(AppendBlock(sequence.id, block))
 
     def _give_blocks(self, request: DecodeRequest) -> bool:
-        """Gives each sequence an unshared block for the last token; preempts others, or the request, if needed."""
+        """Give each sequence an unshared block for the last token; preempt others, or the request, if needed."""
         blocks_for, blocks = self._settings.blocks_for, self._state.blocks
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
         for sequence in request.sequences:
-            batch.pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
-        kept = 0 if request is self.overdue.holder else self._blocks_due
+            pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
+        due = 0 if request is self.overdue.holder else self._blocks_due
         while True:
-            lacking = batch.count_lacking_blocks(writes, blocks)
-            windows = lacking + batch.count_lacking_window_blocks(writes, blocks) if blocks.num_slots else 0
-            if lacking <= self._budget.available - kept and windows <= self._budget.window_blocks_available:
+            lacking = count_lacking_blocks(writes, blocks)
+            windows = lacking + count_lacking_window_blocks(writes, blocks) if blocks.num_slots else 0
+            if lacking <= self._budget.available - due and windows <= self._budget.window_blocks_available:
                 break
-            if kept:
-                return False  # until the holder of the turn has them
+            if due:
+                return False  # until the holder of the grant has them
+            # Blocks come free when the copies of preempted requests end: preempting more would free too many.
             if self._preempted.blocks_being_freed > self._blocks_awaited:
                 self._blocks_awaited += lacking
                 return False
@@ -736,7 +496,7 @@ class BatchPlanner:
                 continue
             if blocks.is_partial(sequence.table[index]):
                 blocks.give_slots([sequence.table[index]])
-            if (copied := batch.copy_on_write(self._state, request, sequence, index)) is not None:
+            if (copied := copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
         self.update_expected(request)
         return True
@@ -748,51 +508,53 @@ class BatchPlanner:
         self._preempted.preempt(victim)
 
     def _undo_copies(self, request: DecodeRequest) -> None:
-        """The request does not take part in the next step after all."""
+        """Undo a request's copies: it does not take part in the next step after all."""
         for copied in self.copies:
             if copied.request is request:
-                batch.undo_copy_on_write(self._state, copied)
+                undo_copy_on_write(self._state, copied)
         self.copies = [copied for copied in self.copies if copied.request is not request]
 
     def update_expected(self, request: DecodeRequest) -> None:
-        """Updates the blocks that a request is expected to need; forecasts anew if the forecast was exceeded."""
+        """Update the blocks that a request is expected to need; forecast anew if the forecast was exceeded."""
         have = len(request.blocks) + request.promised
         if have > request.expected_blocks or not request.expected_blocks:
             tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
             answer = self._lengths.expected(max(0, tokens - request.spec.prompt_tokens))
             total = max(tokens, min(request.total_tokens, request.spec.prompt_tokens + answer))
-            needed = batch.most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
+            needed = most_blocks(self._settings, request.spec.prompt_tokens, total, request.num_seqs)
             request.expected_blocks = max(have, needed)
         self._budget.expect(request, request.expected_blocks - have)
 
     # --- recomputing -----------------------------------------------------------------------------------------------
 
     def compute_prompt(self, request: DecodeRequest) -> bool:
-        """Binds the promised blocks and computes the prompt behind the cached prefix, as after preemption.
+        """Bind the promised blocks and compute the prompt behind the cached prefix, as after preemption.
 
         Returns:
             False if that is not possible: no slot is free, preempted requests wait for blocks, or cached blocks
             lack slices and the pool has none to compute these blocks anew.
         """
-        kept = self.num_kept - self.slots_kept.get(request.id, 0)
-        is_full = self.num_running + kept >= self._settings.max_num_seqs
-        if request.is_group or self._preempted.queue or is_full:
+        if request.is_group or self._preempted.queue or not self.slots.has_room_for_prompt(request):
             return False
         settings = self._settings
+        # With a recurrent state, the last token cannot be computed behind its own state.
         most = (request.spec.tokens - settings.recurrent) // settings.block_size
         if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)
         self._budget.bind(request)
-        batch.begin_prompt_here(request, held, settings, self._state.blocks)
-        self.restored(request)
+        begin_prompt_here(request, held, settings, self._state.blocks)
+        self.add_restored(request)
         self.prompts += 1
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Chunks computed beside the batch. If only giving up can free a chunk's window blocks, requests give up."""
+        """Plan the chunks computed beside the batch.
+
+        If no chunk gets window blocks, and no other event can free any, requests that recompute give up theirs.
+        """
         while self.recomputing:
-            chunks = batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
+            chunks = plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
             stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed
             if not stuck or len(self.recomputing) == 1 or not self._state.blocks.num_slots:
                 return chunks
@@ -800,18 +562,18 @@ class BatchPlanner:
         return ()
 
     def chunk_computed(self, chunk: Chunk, request: DecodeRequest) -> None:
-        """Counts a computed chunk.
+        """Count a computed chunk.
 
-        With the last chunk, a single sequence has sampled a token and joins the batch. A group waits for a slot once
+        With the last chunk, a single sequence has sampled a token and joins the batch. A group waits for slots once
         all sequences are recomputed.
         """
         self.recomputed_tokens += 0 if request.prompt_here else chunk.count
-        sequence = batch.take_computed_chunk(request, chunk, self._settings, self._state.blocks)
+        sequence = take_computed_chunk(request, chunk, self._settings, self._state.blocks)
         if chunk.sample:
             self.recomputing.remove(request)
             sequence.tokens += 1
             self.join(request)
-        elif request.is_group and batch.is_recomputed(request):
+        elif request.is_group and is_recomputed(request):
             self.recomputing.remove(request)
             self.add(request)
 
@@ -819,14 +581,13 @@ class BatchPlanner:
 
     def digest(self) -> bytes:
         """Hash of the lists and counters; requests have their own."""
-        lists = [[request.id for request in it] for it in (self.waiting, self.recomputing)]
+        lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
-        turns = list(self._turns.items())
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        return digest_of(counts, run, lists, list(self.slots_kept), turns, self.overdue.digest())
+        return digest_of(counts, run, lists, list(self.slots.kept), self._rotation.digest(), self.overdue.digest())
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that every request is where the status says, with blocks for all tokens."""
+        """Assert that every request is where the status says, with blocks for all tokens."""
         self.batch.check_invariants()
         self.overdue.check_invariants(requests)
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
@@ -835,18 +596,22 @@ class BatchPlanner:
             (RequestStatus.WAITING, self.waiting),
             (RequestStatus.RECOMPUTING, self.recomputing),
         ):
-            expected = sorted((r for r in requests if r.status is status), key=_queue_order)
+            expected = sorted((request for request in requests if request.status is status), key=_queue_order)
             assert expected == [request for request in found if request not in finishing]
         for request in self.waiting:
             for sequence in request.sequences:
                 assert len(sequence.table) >= self._settings.blocks_for(sequence.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
         if self.run_in_flight is not None:
-            batch.check_block_writes(self.batch, self._state, self.run_in_flight.copies)
-        apart = [r for r in requests if r.status not in (RequestStatus.RUNNING, RequestStatus.FINISHING)]
-        kept = {r.id: r.num_seqs for r in apart if r.tbt_slo_s}
-        assert self.slots_kept == kept
-        assert self.num_running <= self._settings.max_num_seqs
+            check_block_writes(self.batch, self._state, self.run_in_flight.copies)
+        there = (RequestStatus.RUNNING, RequestStatus.FINISHING)
+        self.slots.check_invariants([request for request in requests if request.status not in there])
+
+
+def _drop_first(queues: dict[str, list[DecodeRequest]], tenant: str) -> None:
+    del queues[tenant][0]
+    if not queues[tenant]:
+        del queues[tenant]
 
 
 def _queue_order(request: DecodeRequest) -> tuple[float, int]:

@@ -63,9 +63,11 @@ class BeamSearch:
             Each continuing beam's parent, best first; empty if the search is over. And the actions.
         """
         beams, ended = self.step(candidates)
-        selected = ForkSequences(request, tuple(beams), tuple(ended), tuple(it.number for it in self.kept))
+        kept = tuple(hypothesis.number for hypothesis in self.kept)
+        selected = ForkSequences(request, tuple(beams), tuple(ended), kept)
         if self.over:
-            return [], [selected, AnswersRanked(request, tuple((it.number, it.score) for it in self.kept))]
+            ranked = tuple((hypothesis.number, hypothesis.score) for hypothesis in self.kept)
+            return [], [selected, AnswersRanked(request, ranked)]
         return [parent for parent, _ in beams], [selected]
 
     def step(self, candidates: Sequence[Candidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
@@ -81,8 +83,8 @@ class BeamSearch:
             for beam, found in enumerate(candidates)
             for index, (log_probability, ends) in enumerate(found)
         )
-        live = [it for it in order if not it[3]][: self.width]
-        ended = self._end([it for it in order[: self.width] if it[3]])
+        live = [candidate for candidate in order if not candidate[3]][: self.width]
+        ended = self._end([candidate for candidate in order[: self.width] if candidate[3]])
         self.over = len(live) < self.width or self._is_decided(-live[0][0])
         if self.over:
             return [], ended
@@ -96,8 +98,8 @@ class BeamSearch:
             self.kept.append(Hypothesis(self.ended, self._score(-negative, self.length)))
             new[self.ended] = (self.ended, beam, index)
             self.ended += 1
-        self.kept = sorted(self.kept, key=lambda it: -it.score)[: self.width]
-        return [new[it.number] for it in self.kept if it.number in new]
+        self.kept = sorted(self.kept, key=lambda hypothesis: -hypothesis.score)[: self.width]
+        return [new[hypothesis.number] for hypothesis in self.kept if hypothesis.number in new]
 
     def _score(self, total: float, length: int) -> float:
         return float(total / length**self.rules.length_penalty)
@@ -114,7 +116,7 @@ class BeamSearch:
     def check_invariants(self) -> None:
         """Asserts that beams and hypotheses are in order and at most `width`."""
         assert self.scores == sorted(self.scores, reverse=True)
-        scores = [it.score for it in self.kept]
+        scores = [hypothesis.score for hypothesis in self.kept]
         assert scores == sorted(scores, reverse=True)
         assert len(scores) <= min(self.width, self.ended)
         assert 0 <= self.length < self.longest or self.over

@@ -1,28 +1,12 @@
-"""The decode pool's block budget: available, promised and expected blocks, and blocks pinned by I/O."""
+"""The decode pool's block budget: available, promised and expected blocks."""
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 
-from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.block_manager import BlockManager
-from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
-
-
-def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
-    """Most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
-
-    The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
-
-    Args:
-        ends: for each sequence, blocks that the sequence will still take, and blocks freed at the end.
-    """
-    most = freed = 0
-    in_order = sorted(ends)
-    for index, (growth, exclusive) in enumerate(in_order):
-        most = max(most, (len(in_order) - index) * growth - freed)
-        freed += exclusive
-    return most
+from moonpool.engine.decode.core.request import DecodeRequest
+from moonpool.engine.decode.core.settings import DecodeSettings
 
 
 class BlockBudget:
@@ -158,36 +142,23 @@ class BlockBudget:
         assert all(request.expected_growth >= 0 for request in requests)
 
 
-@frozen
-class SwapPin:
-    """Pins a request's blocks while they are swapped out or in."""
+def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
+    """Most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
 
-    request: DecodeRequest
-    out: bool
-    blocks: tuple[int, ...]
+    The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
 
-
-@frozen
-class StorePin:
-    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended.
-
-    Attributes:
-        windowed: the slices of layers with a window are written, too.
+    Args:
+        ends: for each sequence, blocks that the sequence will still take, and blocks freed at the end.
     """
-
-    request: DecodeRequest
-    sequence: RequestSequence
-    index: int
-    block: int
-    store: int
-    windowed: bool
-
-
-@frozen
-class ReceivePin:
-    """Pins an ended request's blocks while a transfer may still write into these blocks."""
-
-    request: DecodeRequest
+    most = freed = 0
+    in_order = sorted(ends)
+    for index, (growth, exclusive) in enumerate(in_order):
+        most = max(most, (len(in_order) - index) * growth - freed)
+        freed += exclusive
+    return most
 
 
-BlockPin = SwapPin | StorePin | ReceivePin
+def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -> int:
+    """Blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
+    shared = prompt // settings.block_size
+    return shared + width * (settings.blocks_for(total) - shared)

@@ -1,17 +1,26 @@
 """Preemption: which request gives up blocks, how (swap or recompute), and how the request is restored."""
 
-from collections.abc import Iterable
-
 from moonpool.base.scheduling.latency import prefill_seconds, steps_of
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.decode.core import batch
 from moonpool.engine.decode.core.actions import SetBlockTable, SwapDrop, SwapIn, SwapOut
-from moonpool.engine.decode.core.block_budget import SwapPin, peak_blocks
+from moonpool.engine.decode.core.block_budget import peak_blocks
 from moonpool.engine.decode.core.events import SwapEnd
+from moonpool.engine.decode.core.in_flight import SwapPin
 from moonpool.engine.decode.core.request import PREEMPTIBLE, DecodeRequest, RequestStatus
+from moonpool.engine.decode.core.restoring import (
+    block_sharing_behind_prompt,
+    block_sharing_of,
+    blocks_to_resume,
+    find_cached_blocks,
+    rebuild_tables,
+    resume_with_blocks,
+    tokens_to_recompute,
+    window_blocks_to_resume,
+)
 from moonpool.engine.decode.core.settings import Preemption
 from moonpool.engine.decode.core.state import DecodeState
-from moonpool.engine.decode.core.tenant_shares import TenantUse, several_tenants, tenant_use
+from moonpool.engine.decode.core.tenant_shares import TenantUse, block_use, several_tenants
+from moonpool.engine.decode.core.windows import expected_window_blocks, pass_windows
 
 PROTECTED_AFTER_PREEMPTIONS = 2
 """A request preempted this often is spared if another request can be preempted."""
@@ -19,37 +28,6 @@ SWAP_BYTES_PER_S = 4e9
 """Assumed rate for copies to DRAM and back before the first measurement."""
 SWAP_WEIGHT = 0.2
 """One measured copy's weight."""
-
-
-def choose_victim(
-    active: list[DecodeRequest], wanting: DecodeRequest, holder: DecodeRequest | None = None
-) -> DecodeRequest | None:
-    """Chooses the request to preempt so that `wanting` gets a block.
-
-    The tenant with most blocks per weight gives up its last request in order. The tenant with fewest blocks never gives
-    up its first request, so this request can always finish. Requests preempted twice are spared if possible.
-
-    Args:
-        active: requests that run or could run.
-        wanting: wants the block.
-        holder: has the turn (`OverdueGrants`): never chosen, in place of the first request.
-
-    Returns:
-        A request, maybe `wanting`; None if no request may be preempted.
-    """
-    everyone = [*active, *(() if wanting in active else (wanting,))]
-    use = block_use(everyone) if several_tenants(everyone) else TenantUse({})
-    first = holder if holder is not None and holder in everyone else min(everyone, key=use.order)
-    free = [request for request in active if request is not first]
-    most = max(map(use.of, free), default=0.0)
-    giving = [request for request in free if use.of(request) == most]
-    spared = [request for request in giving if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
-    return max(spared or giving, key=use.order, default=None)
-
-
-def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
-    """Blocks out of `total` that tenants have or were promised."""
-    return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
 
 
 class PreemptedRequests:
@@ -83,7 +61,7 @@ class PreemptedRequests:
         request.preemption.count += 1
         self.preemptions += 1
         self._note_wait(request)
-        sharing = request.preemption.sharing = batch.block_sharing_of(request, self._settings)
+        sharing = request.preemption.sharing = block_sharing_of(request, self._settings)
         is_whole = request.status is not RequestStatus.RECOMPUTING
         blocks = tuple(request.blocks_of(sharing)) if is_whole else ()
         if blocks and self._choose_mode(request, len(blocks)) is Preemption.SWAP:
@@ -94,7 +72,7 @@ class PreemptedRequests:
 
     def predicted_s(self, request: DecodeRequest, blocks: int) -> dict[Preemption, float]:
         """Predicted seconds until a request is restored, by mode; cached blocks may be gone by then."""
-        tokens = batch.tokens_to_recompute(request, self._settings)
+        tokens = tokens_to_recompute(request, self._settings)
         steps = steps_of(tokens, self._settings.chunked_prefill_size)
         return {
             Preemption.SWAP: 2 * self._settings.moved_bytes(blocks) / self.swap_bytes_per_s,
@@ -122,7 +100,7 @@ class PreemptedRequests:
         """Lets a request without blocks wait until restored."""
         request.set_status(RequestStatus.PREEMPTED)
         self._note_wait(request)
-        needed = batch.blocks_to_resume(request, self._settings)
+        needed = blocks_to_resume(request, self._settings)
         self._budget.expect(request, max(request.expected_blocks, needed))
         self.queue.append(request)
 
@@ -133,7 +111,7 @@ class PreemptedRequests:
     def recompute_known(self, request: DecodeRequest) -> None:
         """Lets a request begin behind known tokens, with KV computed as after preemption."""
         request.prompt_here = True
-        request.preemption.sharing = batch.block_sharing_behind_prompt(request, self._settings)
+        request.preemption.sharing = block_sharing_behind_prompt(request, self._settings)
         self._budget.release(request)  # full blocks stay in the pool as cache until they are needed
         self.enqueue(request)
 
@@ -147,8 +125,8 @@ class PreemptedRequests:
 
     def blocks_to_restore(self, request: DecodeRequest) -> tuple[list[int], int]:
         """A queued request's cached blocks, and how many new blocks the request needs to be restored."""
-        held = list(batch.find_cached_blocks(request, self._state.blocks).values())
-        return held, batch.blocks_to_resume(request, self._settings) - len(held)
+        held = list(find_cached_blocks(request, self._state.blocks).values())
+        return held, blocks_to_resume(request, self._settings) - len(held)
 
     def restore(self, request: DecodeRequest, active: list[DecodeRequest], kept: int = 0) -> bool:
         """Restores a queued request if the request's blocks fit now, and all blocks fit as requests grow and end.
@@ -166,18 +144,18 @@ class PreemptedRequests:
         asked = request.id, self._budget.available - kept - self._budget.expected, len(self.queue), len(active)
         if active and asked == self._refused:
             return False
-        held = batch.find_cached_blocks(request, self._state.blocks)
-        new = batch.blocks_to_resume(request, self._settings) - len(held)
+        held = find_cached_blocks(request, self._state.blocks)
+        new = blocks_to_resume(request, self._settings) - len(held)
         left = self._budget.available - kept - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
-        windows = self._budget.window_blocks_available - batch.window_blocks_to_resume(request, self._settings)
-        if windows < sum(batch.expected_window_blocks(it, self._settings) for it in active):
+        windows = self._budget.window_blocks_available - window_blocks_to_resume(request, self._settings)
+        if windows < sum(expected_window_blocks(other, self._settings) for other in active):
             return False
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked
             return False
         self.queue.remove(request)
-        blocks = batch.rebuild_tables(request, held, self._settings, self._state.blocks)
+        blocks = rebuild_tables(request, held, self._settings, self._state.blocks)
         self._budget.expect(request, growth)
         self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences]
         self._fill(request, held, blocks)
@@ -194,7 +172,7 @@ class PreemptedRequests:
         if request.preemption.swapped_blocks > len(held):
             copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
             for sequence in request.sequences:
-                batch.pass_windows(sequence, sequence.tokens - 1, self._settings, self._state.blocks)
+                pass_windows(sequence, sequence.tokens - 1, self._settings, self._state.blocks)
             needed = {block for sequence in request.sequences for block in sequence.table[sequence.past :]}
             self._state.blocks.give_slots(block for block in copied if block in needed)
             request.set_status(RequestStatus.SWAPPING_IN)
@@ -202,7 +180,7 @@ class PreemptedRequests:
             self._state.act(SwapIn(io, request.id, len(held), copied))
             return
         self.drop_swapped(request)
-        batch.resume_with_blocks(request, held, self._settings, self._state.blocks)
+        resume_with_blocks(request, held, self._settings, self._state.blocks)
 
     def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
         """A copy has ended. The caller handles a request that has ended meanwhile."""
@@ -265,3 +243,29 @@ class PreemptedRequests:
         out = [pin.request for _, pin in self._state.ios if isinstance(pin, SwapPin) and pin.out]
         assert self.blocks_being_freed == sum(len(request.blocks) for request in out)
         assert not any(r.preemption.swapped_blocks for r in requests if r.status in PREEMPTIBLE)
+
+
+def choose_victim(
+    active: list[DecodeRequest], wanting: DecodeRequest, holder: DecodeRequest | None = None
+) -> DecodeRequest | None:
+    """Chooses the request to preempt so that `wanting` gets a block.
+
+    The tenant with most blocks per weight gives up its last request in order. The tenant with fewest blocks never gives
+    up its first request, so this request can always finish. Requests preempted twice are spared if possible.
+
+    Args:
+        active: requests that run or could run.
+        wanting: wants the block.
+        holder: has the grant (`OverdueGrants`): never chosen, in place of the first request.
+
+    Returns:
+        A request, maybe `wanting`; None if no request may be preempted.
+    """
+    everyone = [*active, *(() if wanting in active else (wanting,))]
+    use = block_use(everyone) if several_tenants(everyone) else TenantUse({})
+    first = holder if holder is not None and holder in everyone else min(everyone, key=use.order)
+    free = [request for request in active if request is not first]
+    most = max(map(use.of, free), default=0.0)
+    giving = [request for request in free if use.of(request) == most]
+    spared = [request for request in giving if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
+    return max(spared or giving, key=use.order, default=None)

@@ -272,6 +272,15 @@ class DecodeRequest:
         """The sequence with this id; None after the sequence's end."""
         return next((sequence for sequence in self.sequences if sequence.id == number), None)
 
+    def take_known_tokens(self) -> bool:
+        """Adds the tokens known behind the first tokens to the sequences; returns whether there are any."""
+        known = self.takeover
+        for sequence, tokens, keys in zip(self.sequences, known.known_tokens, known.known_keys, strict=False):
+            sequence.tokens += tokens
+            sequence.keys += keys
+        has_known, known.known_tokens, known.known_keys = any(known.known_tokens), (), ()
+        return has_known
+
     @property
     def blocks(self) -> list[int]:
         """The request's blocks, each once: the first sequence's in order, then blocks of further sequences only."""
@@ -322,7 +331,7 @@ class DecodeRequest:
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
         assert len(self.sequences) == len(search.scores) == self.spec.width
-        assert len({(it.tokens, len(it.table), len(it.keys)) for it in self.sequences}) == 1
+        assert len({(sequence.tokens, len(sequence.table), len(sequence.keys)) for sequence in self.sequences}) == 1
         search.check_invariants()
 
 

@@ -6,22 +6,12 @@ A request that loses the conductor continues for a grace period and is then park
 request over. docs/adr/0012-resuming.md has the rules; docs/states.md draws a request's statuses.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-
-from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.block_manager import BlockLending, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
 from moonpool.base.scheduling.state_machine import IoEnded, Tick, Timers, digest_of, earliest
-from moonpool.engine.decode.core import batch
 from moonpool.engine.decode.core.actions import (
     Action,
-    DropOutputLog,
-    FenceConductor,
     FinishSequence,
     RequestAborted,
-    RequestAdopted,
-    RequestFreed,
-    RequestParked,
     ReservationGranted,
     ReservationRefused,
     SetBlockTable,
@@ -29,8 +19,9 @@ from moonpool.engine.decode.core.actions import (
     StopReceiving,
 )
 from moonpool.engine.decode.core.admission import DecodeAdmission
-from moonpool.engine.decode.core.batch_planner import BatchPlanner, OutputLengths, observe_run
-from moonpool.engine.decode.core.block_budget import ReceivePin, StorePin, SwapPin
+from moonpool.engine.decode.core.batch_planner import BatchPlanner
+from moonpool.engine.decode.core.beam_forks import advance_search, group_by_search
+from moonpool.engine.decode.core.copy_on_write import fork_sequences
 from moonpool.engine.decode.core.events import (
     AbortRequest,
     AdoptRequest,
@@ -49,301 +40,20 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
+from moonpool.engine.decode.core.in_flight import ReceivePin, StorePin, SwapPin
+from moonpool.engine.decode.core.orphans import OrphanedRequests
+from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
 from moonpool.engine.decode.core.request import (
     COPYING,
-    NO_STREAM,
-    PREEMPTIBLE,
     DecodeRequest,
     RequestStatus,
     RequestTable,
 )
+from moonpool.engine.decode.core.runs import observe_run
 from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
-
-RETAINED_BYTES = 512
-"""Bytes that retained output counts for beside the tokens and keys."""
-TOKEN_BYTES = 4
-KEY_BYTES = 32
-
-
-@frozen
-class RetainedOutput:
-    """One request's output after the request has ended, or was parked.
-
-    Attributes:
-        until: time at which the output is dropped, seconds.
-        bytes: size that counts in `log_bytes`.
-        fence: fence of the last conductor that had the request.
-        request: the parked request; None if the request has ended.
-    """
-
-    until: float
-    bytes: int
-    fence: int
-    request: DecodeRequest | None = None
-
-
-class OutputRetention:
-    """Output of ended and parked requests, kept for takeovers; oldest first.
-
-    Attributes:
-        bytes: size of all output; beyond `DecodeSettings.log_bytes`, the oldest output is dropped.
-    """
-
-    def __init__(self, state: DecodeState) -> None:
-        self._state = state
-        self._outputs: dict[int, RetainedOutput] = {}
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def __iter__(self) -> Iterator[tuple[int, RetainedOutput]]:
-        return iter(self._outputs.items())
-
-    def get(self, number: int) -> RetainedOutput | None:
-        """A request's output."""
-        return self._outputs.get(number)
-
-    def due(self) -> float | None:
-        """When the oldest output is dropped."""
-        return next(iter(self._outputs.values())).until if self._outputs else None
-
-    @property
-    def parked(self) -> list[DecodeRequest]:
-        """The parked requests."""
-        return [output.request for output in self._outputs.values() if output.request is not None]
-
-    def keep_ended(self, request: DecodeRequest) -> None:
-        """Keeps an ended request's answers."""
-        self._keep(request, RETAINED_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request), None)
-
-    def keep_parked(self, request: DecodeRequest) -> None:
-        """Keeps a parked request: tokens (as received, and as int32), log probabilities and keys."""
-        size = RETAINED_BYTES + TOKEN_BYTES * _retained_tokens(request) + _logprob_bytes(request)
-        size += KEY_BYTES * sum(len(sequence.keys) for sequence in request.sequences)
-        self._keep(request, size, request)
-
-    def set_fence(self, number: int, fence: int) -> None:
-        """A conductor with a higher fence reads an ended request's output. The output is not kept longer."""
-        self._outputs[number] = replace(self._outputs[number], fence=fence)
-
-    def take(self, number: int) -> DecodeRequest:
-        """Takes a parked request out."""
-        output = self._remove(number)
-        assert output.request is not None, "the request has ended"
-        return output.request
-
-    def expire(self) -> None:
-        """Drops output that is too old."""
-        while self._outputs and (first := next(iter(self._outputs.items())))[1].until <= self._state.now:
-            self._drop(first[0])
-
-    def _keep(self, request: DecodeRequest, size: int, parked: DecodeRequest | None) -> None:
-        until = self._state.now + self._state.settings.log_ttl_s
-        self._outputs[request.id] = RetainedOutput(until, size, request.takeover.fence, parked)
-        self.bytes += size
-        while self.bytes > self._state.settings.log_bytes:
-            self._drop(next(iter(self._outputs)))
-
-    def _drop(self, number: int) -> None:
-        self._remove(number)
-        self._state.act(DropOutputLog(number))
-
-    def _remove(self, number: int) -> RetainedOutput:
-        output = self._outputs.pop(number)
-        self.bytes -= output.bytes
-        return output
-
-    def check_invariants(self) -> None:
-        """Asserts that the bytes are right and within the limit, and that the oldest output is dropped first."""
-        assert self.bytes == sum(output.bytes for output in self._outputs.values()) <= self._state.settings.log_bytes
-        ends = [output.until for output in self._outputs.values()]
-        assert ends == sorted(ends)
-
-    def digest(self) -> bytes:
-        """Hash of the outputs."""
-        return digest_of(self._outputs)
-
-
-def _retained_tokens(request: DecodeRequest) -> int:
-    """Tokens kept from a parked request: from each sequence, running or ended, with the prompt's."""
-    tokens = sum(2 * sequence.tokens for sequence in request.sequences)
-    if request.search is not None:
-        search = request.search
-        return tokens + len(search.kept) * (request.spec.prompt_tokens + search.length)
-    return tokens + (request.spec.width - len(request.sequences)) * request.spec.prompt_tokens + request.ended_tokens
-
-
-def _logprob_bytes(request: DecodeRequest) -> int:
-    """Bytes for the answers' log probabilities."""
-    return request.spec.logprob_bytes * request.answer_tokens
-
-
-class OrphanedRequests:
-    """Requests without a conductor, and the output kept for takeovers.
-
-    Args:
-        state: shared state of the scheduler.
-        table: all requests except parked requests.
-        planner: the batch and the waiting requests.
-        preempted: the preempted requests.
-
-    Attributes:
-        retained: output of ended and parked requests.
-    """
-
-    def __init__(
-        self, state: DecodeState, table: RequestTable, planner: BatchPlanner, preempted: PreemptedRequests
-    ) -> None:
-        self._state = state
-        self._table = table
-        self._requests = table.requests
-        self._planner = planner
-        self._preempted = preempted
-        self._graces: Timers[int] = Timers()
-        self._late: list[DecodeRequest] = []  # their grace period is over; a step or a copy still uses their blocks
-        self.retained = OutputRetention(state)
-
-    def __len__(self) -> int:
-        """Number of requests that run without a conductor."""
-        return len(self._graces) + len(self._late)
-
-    @property
-    def waits_for_run(self) -> bool:
-        """Whether a request after the grace period waits for the run in flight to end."""
-        return any(self._planner.in_flight(request) for request in self._late)
-
-    def due(self) -> float | None:
-        """When the next grace period ends, or output is dropped."""
-        return earliest(self._graces.next(), self.retained.due())
-
-    # --- losing a conductor ----------------------------------------------------------------------------------------
-
-    def orphan(self, request: DecodeRequest) -> None:
-        """A started request has lost the conductor."""
-        request.stream = NO_STREAM
-        self._graces.set(request.id, self._state.now + self._state.settings.grace_s)
-
-    def of(self, conductor: str) -> list[DecodeRequest]:
-        """A conductor's orphans, by the conductor's identity."""
-        if not conductor or not len(self):
-            return []
-        orphans = (
-            it for it in self._requests.values() if it.stream == NO_STREAM and it.status is not RequestStatus.FINISHING
-        )
-        return [request for request in orphans if request.conductor == conductor]
-
-    def request_ended(self, request: DecodeRequest) -> None:
-        """A request has ended: the output is kept if a conductor may ask."""
-        self._clear_grace(request)
-        retained = request.asked.resumable and request.is_started
-        self._state.act(RequestFreed(request.id, retained))
-        if retained:
-            self.retained.keep_ended(request)
-
-    def tick(self) -> None:
-        """Time has passed."""
-        while (number := self._graces.pop_due(self._state.now)) is not None:
-            self._late.append(self._requests[number])
-        self.retained.expire()
-
-    def park_late(self) -> list[DecodeRequest]:
-        """Parks requests after the grace period, unless a step or copy uses their blocks.
-
-        Returns:
-            Requests to be aborted instead: their KV has not arrived whole.
-        """
-        if not self._late:
-            return []
-        still_late, aborted = [], []
-        for request in self._late:
-            if request.status in COPYING or self._planner.in_flight(request):
-                still_late.append(request)
-            elif request.status in PREEMPTIBLE or request.status is RequestStatus.PREEMPTED:
-                self._park(request)
-            elif request.status is not RequestStatus.FINISHING:
-                aborted.append(request)
-        self._late = still_late
-        return aborted
-
-    def _park(self, request: DecodeRequest) -> None:
-        """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
-        self._planner.try_remove(request)
-        self._planner.slots_kept.pop(request.id, None)
-        if request.status is not RequestStatus.PREEMPTED:
-            request.preemption.sharing = batch.block_sharing_of(request, self._state.settings)
-        self._preempted.drop_swapped(request)
-        self._state.budget.expect(request, 0)
-        self._state.budget.release(request)
-        request.set_status(RequestStatus.PARKED)
-        request.tbt_slo_s = 0.0  # no slot is kept for the request any more
-        self._table.remove(request)
-        self._state.act(RequestParked(request.id))
-        self.retained.keep_parked(request)
-
-    # --- takeover --------------------------------------------------------------------------------------------------
-
-    def adopt(self, event: AdoptRequest, conductor: str) -> None:
-        """Gives a request, or the retained output, to a conductor with a higher fence than the last conductor's."""
-        request, output = self._requests.get(event.id), self.retained.get(event.id)
-        if output is not None:
-            fence = output.fence
-        elif request is not None and _may_be_adopted(request):
-            fence = request.takeover.fence
-        else:
-            return
-        if event.fence <= fence:
-            self._state.act(FenceConductor(event.id, event.stream))
-        elif output is not None and output.request is None:
-            self.retained.set_fence(event.id, event.fence)
-            self._state.act(RequestAdopted(event.id, event.stream, event.positions))
-        else:
-            self._hand_over(request or self.retained.take(event.id), event, conductor)
-
-    def _hand_over(self, request: DecodeRequest, event: AdoptRequest, conductor: str) -> None:
-        assert request.stream is not None
-        if request.stream != NO_STREAM:
-            self._state.act(FenceConductor(request.id, request.stream))
-        self._clear_grace(request)
-        request.stream, request.conductor, request.takeover.fence = event.stream, conductor, event.fence
-        if request.status is RequestStatus.PARKED:
-            self._table.add(request)
-            self._preempted.enqueue(request)
-        self._state.act(RequestAdopted(request.id, event.stream, event.positions))
-
-    def _clear_grace(self, request: DecodeRequest) -> None:
-        self._graces.clear(request.id)
-        self._late = [late for late in self._late if late is not request]
-
-    # --- checks ----------------------------------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        """Asserts that each orphan's grace period ends, and that parked requests hold no blocks."""
-        self.retained.check_invariants()
-        for request in self._requests.values():
-            waits = self._graces.at(request.id) is not None or request in self._late
-            assert waits <= (request.stream == NO_STREAM)
-            assert waits or request.stream != NO_STREAM or request.status is RequestStatus.FINISHING, "it never ends"
-            assert request.status is not RequestStatus.PARKED
-        for number, output in self.retained:
-            assert number not in self._requests
-            if (kept := output.request) is not None:
-                assert kept.status is RequestStatus.PARKED
-                held = kept.blocks, kept.expected_growth, kept.promised, kept.preemption.swapped_blocks
-                assert held == ([], 0, 0, 0), "it holds something"
-
-    def digest(self) -> bytes:
-        """Hash of the grace periods and the retained output."""
-        graces = [(number, at) for number in self._requests if (at := self._graces.at(number)) is not None]
-        return digest_of(graces, [request.id for request in self._late], self.retained)
-
-
-def _may_be_adopted(request: DecodeRequest) -> bool:
-    return request.asked.resumable and request.is_started and request.status is not RequestStatus.FINISHING
-
 
 _RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
 _PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
@@ -448,7 +158,7 @@ class DecodeScheduler:
             self._state.act(ReservationRefused(event.id, *refused, tbt_s))
             return
         self._table.add(request)
-        self.planner.keep_slots(request)
+        self.planner.slots.keep(request)
         self._leases.set(event.id, now + self._promise_s(event.conductor))
         self._state.act(ReservationGranted(event.id, len(request.blocks), tbt_s))
 
@@ -518,13 +228,14 @@ class DecodeScheduler:
         if request.status is not RequestStatus.RECEIVED or not request.is_started:
             return
         self._leases.clear(request.id)
-        batch.fork_sequences(request, self.blocks)
-        behind_first = batch.take_known_tokens(request)
-        self._state.out += [SetBlockTable(it.id, tuple(it.table)) for it in request.sequences[1:]]
-        ended = [(it, reason) for it, reason in zip(request.sequences, request.finishes, strict=False) if reason]
+        fork_sequences(request, self.blocks)
+        behind_first = request.take_known_tokens()
+        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences[1:]]
+        reasons = zip(request.sequences, request.finishes, strict=False)
+        ended = [(sequence, reason) for sequence, reason in reasons if reason]
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
         search = request.search
-        over = search is not None and batch.advance_search(self._state, request, [search.first_candidates])
+        over = search is not None and advance_search(self._state, request, [search.first_candidates])
         if over or len(ended) == request.spec.width:
             self._finish(request)
             return
@@ -583,7 +294,7 @@ class DecodeScheduler:
                 self.write_back.write_window(request, sequence)
         in_use = request.status in COPYING or self._stop_receiving(request)
         quiet = not in_use and self.planner.try_remove(request)
-        self.planner.slots_kept.pop(request.id, None)
+        self.planner.slots.kept.pop(request.id, None)
         request.set_status(RequestStatus.FINISHING)
         if quiet:
             self._free(request)
@@ -625,7 +336,7 @@ class DecodeScheduler:
     def _delete_kv(self, event: DeleteKV) -> None:
         """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
         requests = [*self.requests.values(), *self.orphans.retained.parked]
-        keys = ((it.owner, [key for sequence in it.sequences for key in sequence.keys]) for it in requests)
+        keys = ((other.owner, [key for sequence in other.sequences for key in sequence.keys]) for other in requests)
         self._state.act(delete_kv(self.blocks, event, keys))
         for request in requests:
             if request.owner.transient:
@@ -662,8 +373,8 @@ class DecodeScheduler:
         self._finish_step()
         for number, _ in event.ended:
             self._sequence_ended(number)
-        for request, candidates in batch.group_by_search(event.candidates, self._table.get):
-            if batch.advance_search(self._state, request, candidates):
+        for request, candidates in group_by_search(event.candidates, self._table.get):
+            if advance_search(self._state, request, candidates):
                 self._lengths.observe(self.planner.batch.tokens_of(request.sequences[0]) - request.spec.prompt_tokens)
                 self._finish(request)
             else:
@@ -706,7 +417,7 @@ class DecodeScheduler:
         if pin.request.status is RequestStatus.FINISHING:
             self._free(pin.request)
         else:
-            self.planner.restored(pin.request)
+            self.planner.add_restored(pin.request)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.latency import SpeedTracker
 from moonpool.base.scheduling.state_machine import PendingIo
 from moonpool.engine.decode.core.actions import Action
-from moonpool.engine.decode.core.block_budget import BlockBudget, BlockPin
+from moonpool.engine.decode.core.block_budget import BlockBudget
+from moonpool.engine.decode.core.in_flight import BlockPin
 from moonpool.engine.decode.core.settings import DecodeSettings
 
 

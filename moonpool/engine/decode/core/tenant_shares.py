@@ -1,17 +1,17 @@
 """Tenants' shares in one decode instance, where requests from all conductors meet.
 
 Each request carries the tenant's weight. A tenant's use divided by the tenant's weight says how much of the share the
-tenant has. The tenant with most use per weight gives up places, blocks and step time first; the tenant with least use
+tenant has. The tenant with most use per weight gives up slots, blocks and step time first; the tenant with least use
 per weight gets them first. With one tenant, all requests go by order.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from moonpool.base.frozen import frozen
 from moonpool.engine.decode.core.request import DecodeRequest
 
 _ROUNDING = 1e-9
-"""Relative rounding error in a sum over requests: weight 3 beside weight 1 has exactly 48 out of 64 places."""
+"""Relative rounding error in a sum over requests: weight 3 beside weight 1 has exactly 48 out of 64 slots."""
 
 
 @frozen
@@ -60,6 +60,11 @@ def tenant_use(
     return TenantUse(taken, total / sum(weights.values()) if weights else 0.0)
 
 
+def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
+    """Blocks out of `total` that tenants have or were promised."""
+    return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
+
+
 def several_tenants(requests: Iterable[DecodeRequest]) -> bool:
     """Whether the requests have more than one tenant."""
     tenants = iter(requests)
@@ -78,26 +83,27 @@ def by_tenant(requests: Iterable[DecodeRequest]) -> dict[str, list[DecodeRequest
 def leave_for_share(
     running: list[DecodeRequest], request: DecodeRequest, lacking: int, use: TenantUse
 ) -> list[DecodeRequest]:
-    """Requests that leave the batch so that `request` gets places within the tenant's share.
+    """Requests that leave the batch so that `request` gets batch slots within the tenant's share.
 
-    No tenant falls below the tenant's share. The tenant with most places per weight gives up a request first, the last
+    No tenant falls below the tenant's share. The tenant with most slots per weight gives up a request first, the last
     in order. A promised time between tokens is kept, so a request with a promise stays.
 
     Args:
         running: requests in the batch.
-        request: wants the places.
-        lacking: places to be freed.
-        use: the tenants' places.
+        request: wants the slots.
+        lacking: slots to be freed.
+        use: the tenants' slots.
 
-    Returns: The requests; none if they would free too few places.
+    Returns:
+        The requests; none if they would free too few slots.
     """
-    if use.of(request) + _places(request) > use.level * (1 + _ROUNDING):
+    if use.of(request) + _slots_by_weight(request) > use.level * (1 + _ROUNDING):
         return []
-    taken, queues, chosen = dict(use.taken), _may_leave(running, request), list[DecodeRequest]()
+    taken, queues, chosen = dict(use.taken), may_leave(running, request), list[DecodeRequest]()
     while lacking > 0 and queues:
         tenant = max(queues, key=lambda tenant: taken[tenant])
         victim = queues[tenant].pop()
-        taken[tenant] -= _places(victim)
+        taken[tenant] -= _slots_by_weight(victim)
         if taken[tenant] < use.level * (1 - _ROUNDING):
             return []
         chosen.append(victim)
@@ -107,39 +113,14 @@ def leave_for_share(
     return chosen if lacking <= 0 else []
 
 
-def leave_for_turn(
-    running: list[DecodeRequest], request: DecodeRequest, lacking: int, turns: Mapping[str, float]
-) -> list[DecodeRequest]:
-    """Requests that leave the batch because another tenant, without a place, has the turn.
-
-    Args:
-        running: requests in the batch, in the order in which they joined.
-        request: wants the places.
-        lacking: places to be freed.
-        turns: each tenant's steps so far, divided by the tenant's weight. Tenants with fewer than the request's tenant
-            stay.
-
-    Returns: The requests; none if they would free too few places.
-    """
-    own, chosen = turns[request.spec.tenant], list[DecodeRequest]()
-    queues = {tenant: it for tenant, it in _may_leave(running, request).items() if turns.get(tenant, -1.0) >= own}
-    while lacking > 0 and queues:
-        tenant = max(queues, key=lambda tenant: turns[tenant])
-        victim = queues[tenant].pop()
-        chosen.append(victim)
-        lacking -= len(victim.sequences)
-        if not queues[tenant]:
-            del queues[tenant]
-    return chosen if lacking <= 0 else []
-
-
-def _places(request: DecodeRequest) -> float:
+def _slots_by_weight(request: DecodeRequest) -> float:
     return len(request.sequences) / request.spec.weight
 
 
-def _may_leave(running: list[DecodeRequest], request: DecodeRequest) -> dict[str, list[DecodeRequest]]:
+def may_leave(running: list[DecodeRequest], request: DecodeRequest) -> dict[str, list[DecodeRequest]]:
     """Other tenants' requests without a promise, by tenant and in order."""
-    queues = by_tenant(it for it in running if it.spec.tenant != request.spec.tenant and not it.tbt_slo_s)
+    tenant = request.spec.tenant
+    queues = by_tenant(other for other in running if other.spec.tenant != tenant and not other.tbt_slo_s)
     for queue in queues.values():
-        queue.sort(key=lambda it: it.order_key)
+        queue.sort(key=lambda other: other.order_key)
     return queues

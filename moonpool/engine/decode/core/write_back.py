@@ -3,8 +3,8 @@
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import WRITTEN_PART
 from moonpool.engine.decode.core.actions import StoreBlock
-from moonpool.engine.decode.core.block_budget import StorePin
 from moonpool.engine.decode.core.events import StoreEnd
+from moonpool.engine.decode.core.in_flight import StorePin
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
 from moonpool.engine.decode.core.state import DecodeState
 

@@ -8,12 +8,18 @@ from collections.abc import Sequence
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import Speeds, load_seconds, prefill_seconds, steps_of
-from moonpool.engine.prefill.core.request import PrefillRequest, PrefillState, PrefixLoad, SendFlight, StepFlight
+from moonpool.engine.prefill.core.in_flight import SendFlight, StepFlight
+from moonpool.engine.prefill.core.request import PrefillRequest, PrefixLoad
+from moonpool.engine.prefill.core.state import PrefillState
 
 LAYER_STALL_S = 0.02
 """Seconds, besides two layers' time, that a step waits for a late layer while other requests wait."""
 TIMER_GRAIN_S = 0.0005
 """A step may begin this many seconds early: the resolution of an event loop's timers."""
+LEAST_OVERTAKEN_S = 0.25
+"""Least lateness in seconds before a load's blocks are computed: smaller delays are noise on a busy machine."""
+OVERDUE_RATIO = 2.0
+"""A step this many times longer than predicted lowers the engine's speed before the end."""
 
 
 def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
@@ -57,10 +63,6 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
     return wait if wait > TIMER_GRAIN_S else 0.0
 
 
-LEAST_OVERTAKEN_S = 0.25
-"""Least lateness in seconds before a load's blocks are computed: smaller delays are noise on a busy machine."""
-
-
 def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, others: int) -> float | None:
     """When computing a load's blocks becomes faster than waiting for the rest, if no layer comes before; None = never.
 
@@ -83,10 +85,6 @@ def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, 
     if left * each_s - (state.now - load.progressed_at) > compute_s:
         return load.progressed_at
     return load.progressed_at + max(each_s + stall_grace(state, load), compute_s / left)
-
-
-OVERDUE_RATIO = 2.0
-"""A step this many times longer than predicted lowers the engine's speed before the end."""
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
@@ -156,9 +154,9 @@ def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
             return
 
 
-def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+def common_prefix(keys: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
     """Leading keys that two chains share; equal keys follow equal keys only."""
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
+    return bisect_left(range(min(len(keys), len(other))), True, key=lambda at: keys[at] != other[at])
 
 
 def _done_tokens(request: PrefillRequest) -> int:

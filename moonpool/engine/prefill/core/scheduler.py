@@ -1,10 +1,9 @@
 """The prefill scheduler, a state machine: events in, actions out; and the invariants."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.scheduling.block_manager import WRITTEN_PART, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.base.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks, delete_kv
 from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import IoEnded, Tick, digest_of, earliest
@@ -18,7 +17,6 @@ from moonpool.engine.prefill.core.actions import (
     RefuseRequest,
     RefuseStaleRequest,
     ReportFirstToken,
-    WriteBackBlocks,
 )
 from moonpool.engine.prefill.core.events import (
     AddRequest,
@@ -38,107 +36,23 @@ from moonpool.engine.prefill.core.events import (
     StopReplicating,
 )
 from moonpool.engine.prefill.core.forecast import queue_seconds, reassign_shared_prefix, shared_tokens, speeds_now
-from moonpool.engine.prefill.core.loads import PrefixLoads, Replication
-from moonpool.engine.prefill.core.request import (
-    BlockTable,
+from moonpool.engine.prefill.core.in_flight import (
     LoadFlight,
-    OutgoingTransfers,
-    PrefillRequest,
-    PrefillSettings,
-    PrefillState,
-    PrefillStatus,
     ReplicaFlight,
     SendFlight,
     StepFlight,
     TransferFlight,
     WriteBackFlight,
 )
+from moonpool.engine.prefill.core.invariants import check_prefill_state
+from moonpool.engine.prefill.core.loads import PrefixLoads
+from moonpool.engine.prefill.core.replication import Replication
+from moonpool.engine.prefill.core.request import PrefillRequest, PrefillStatus
+from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
-
-
-def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
-    """Asserts that blocks are pinned exactly by their users, and that every request's place agrees with the status."""
-    state.manager.check_invariants()
-    _check_block_pins(state)
-    _check_steps_in_flight(state, steps)
-    state.waiting.check_invariants()
-    waiting = set(state.waiting)
-    assert len(waiting) == len(state.waiting)
-    assert waiting | state.started.keys() == state.requests.keys()
-    assert not waiting & state.started.keys()
-    for request in state.requests.values():
-        _check_request(state, request)
-
-
-def _check_block_pins(state: PrefillState) -> None:
-    pins: Counter[int] = Counter()
-    tables: dict[int, BlockTable] = {}
-    refs: Counter[int] = Counter(state.lending)
-    owned = [request.table for request in state.requests.values() if request.table is not None]
-    owned += [it.table for request in state.requests.values() if (it := request.prefix.overtaken) is not None]
-    for _, flight in state.ios:
-        owned += flight.tables
-        if isinstance(flight, WriteBackFlight | ReplicaFlight):
-            refs.update(flight.blocks)
-    for table in owned:
-        pins[id(table)] += 1
-        tables[id(table)] = table
-    for name, table in tables.items():
-        assert table.pins == pins[name] > 0
-        assert len(set(table.blocks)) == len(table.blocks)
-        refs.update(table.blocks)
-    for block in range(state.manager.num_blocks):
-        assert state.manager.ref_count(block) == refs[block], f"block {block} is held by something else"
-
-
-def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
-    steps_in_flight = {io: flight for io, flight in state.ios if isinstance(flight, StepFlight)}
-    assert steps_in_flight == state.steps
-    assert steps.plan_at is None or not steps.are_full()
-    assert list(steps_in_flight) == steps.in_flight == sorted(steps.in_flight)
-    assert len(steps_in_flight) <= state.settings.stages
-    live: Counter[int] = Counter()
-    for flight in steps_in_flight.values():
-        for part in flight.slices:
-            request = state.requests.get(part.request)
-            assert not part.live or request is not None, "a slice of a request that has ended counts"
-            live[part.request] += part.live
-            if part.live and request is not None and part.loading:
-                assert request.gated
-                arrived = request.prefix.load.layers if request.prefix.load else state.settings.layers
-                assert flight.opened < arrived, "open too early"
-    for request in state.requests.values():
-        assert request.slices_in_flight == live[request.id]
-
-
-def _check_request(state: PrefillState, request: PrefillRequest) -> None:
-    assert all(io in state.ios for io in request.blocked_by)
-    assert (request.id in state.waiting) == (request.status is PrefillStatus.WAITING)
-    assert (request.first_step_at is None) == (request.status in (PrefillStatus.WAITING, PrefillStatus.STARTED))
-    assert (request.token_at is not None) == request.finished == (request.status is PrefillStatus.COMPUTED)
-    if request.status is PrefillStatus.WAITING:
-        assert request.table is None
-        assert not request.slices_in_flight
-        return
-    assert 0 <= request.prefix.cached <= request.computed <= request.scheduled <= request.spec.tokens
-    assert not request.gated or request.slices_in_flight == 1
-    if request.table is None:
-        assert request.finished
-        return
-    assert len(request.table.blocks) == state.settings.blocks_for(request.spec.tokens)
-    if request.prefix.load is not None:
-        assert isinstance(state.ios.get(request.prefix.load.io), LoadFlight)
-        assert request.computed == request.prefix.cached
-        assert (
-            request.prefix.blocks
-            == request.prefix.load.first
-            < request.prefix.load.end
-            <= state.reusable_blocks(request)
-        )
-    if request.outgoing is not None and request.outgoing.io is not None:
-        assert request.outgoing.io in state.ios
-        assert request.outgoing.open or not isinstance(state.ios.get(request.outgoing.io), SendFlight)
-
+from moonpool.engine.prefill.core.transfers import OutgoingTransfers
+from moonpool.engine.prefill.core.write_back import PromptWriteBack
 
 MIN_RETRY_S = 0.1
 
@@ -171,6 +85,7 @@ class PrefillScheduler:
         self.steps = StepPlanner(self.state, self._sends)
         self.loads = PrefixLoads(self.state, self.steps, self._sends)
         self.copies = Replication(self.state, self.loads)
+        self._write_back = PromptWriteBack(self.state)
         self._draining = False
         self.taken = 0
         self._stopped = False
@@ -387,7 +302,7 @@ class PrefillScheduler:
         news = self.steps.ended(io, flight, result)
         for request in news.counted:
             self.loads.computed(request)
-            self._write_back(request)
+            self._write_back.write(request)
             self.state.pass_windows(request)
             if request.finished:
                 self._computed(request)
@@ -437,42 +352,3 @@ class PrefillScheduler:
             tail_s, sent_bytes = self.state.now - request.token_at, request.outgoing.sent_bytes
         self._forget(request)
         self.state.act(EndRequest(request.id, PrefillOutcome.DONE, tail_s, sent_bytes))
-
-    def _windowed(
-        self, request: PrefillRequest, table: Sequence[int], blocks: range, held: int | None
-    ) -> tuple[int, ...]:
-        """Blocks whose windowed slices a store gets, for requests that continue the prompt or fork where `held` ends.
-
-        The store holds `held` blocks of another prompt, maybe without the windows needed to continue behind these
-        blocks.
-        """
-        window = self.state.settings.window_blocks
-        if not window:
-            return ()
-        written = sum(len(it.blocks) - it.past for _, it in self.state.ios if isinstance(it, WriteBackFlight))
-        if written * WRITTEN_PART > self.state.settings.window_slots:
-            return ()
-        tokens, size = request.spec.tokens, self.state.settings.block_size
-        ends = (tokens // size, (tokens - self.state.settings.recurrent) // size, held or 0)
-        wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
-        return tuple(index for index in wanted if not self.state.manager.is_partial(table[index]))
-
-    def _write_back(self, request: PrefillRequest) -> None:
-        """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
-        if request.owner.transient:
-            return
-        prefix, full = request.prefix.blocks, request.computed // self.state.settings.block_size
-        if not request.put_until:
-            # Computed blocks are always written: a store that could not provide them does not hold them.
-            request.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in request.copies]
-        for copy, first in enumerate(request.put_until):
-            if request.table is not None and first < full:
-                blocks = tuple(request.table.blocks[first:full])
-                windowed = self._windowed(request, request.table.blocks, range(first, full), request.copies[copy].held)
-                read = {request.table.blocks[index] for index in windowed}
-                pinned = tuple(sorted(blocks, key=read.__contains__))
-                past = len(blocks) - len(read) if self.state.settings.window_blocks else 0
-                self.state.manager.acquire(pinned, past)
-                flight = self.state.begin(WriteBackFlight(pinned, past))
-                self.state.act(WriteBackBlocks(flight, request.id, copy, first, blocks, windowed))
-                request.put_until[copy] = full

@@ -14,31 +14,13 @@ from moonpool.base.scheduling.latency import prefill_seconds
 from moonpool.engine.prefill.core.actions import ChunkOrder, DropSequenceSlice, GiveUpStep, OpenKVGate, RunStep
 from moonpool.engine.prefill.core.events import StepEnded
 from moonpool.engine.prefill.core.forecast import stall_grace, wait_for_layers, wait_for_other_load_until
-from moonpool.engine.prefill.core.request import (
-    BlockTable,
-    OutgoingTransfers,
-    PrefillRequest,
-    PrefillState,
-    PrefillStatus,
-    SequenceSlice,
-    StepFlight,
-)
+from moonpool.engine.prefill.core.in_flight import SequenceSlice, StepFlight
+from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest, PrefillStatus
+from moonpool.engine.prefill.core.state import PrefillState
+from moonpool.engine.prefill.core.transfers import OutgoingTransfers
 
 CORE_SHARE_WEIGHT = 0.2
 """One step's weight in the mean core share."""
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """Requests in a step that has ended.
-
-    Attributes:
-        counted: requests with a slice computed now, finished requests included.
-        given_up: requests with a slice that the engine gave up by itself.
-    """
-
-    counted: list[PrefillRequest] = field(default_factory=list)
-    given_up: list[PrefillRequest] = field(default_factory=list)
 
 
 class StepPlanner:
@@ -101,7 +83,7 @@ class StepPlanner:
     def _has_window_blocks(self, request: PrefillRequest) -> bool:
         """Whether all started requests and this request leave enough window blocks for the steps in flight."""
         settings = self._state.settings
-        tokens = [it.spec.tokens for it in self._state.started.values() if it.table is not None]
+        tokens = [other.spec.tokens for other in self._state.started.values() if other.table is not None]
         if not settings.window_blocks or not tokens:
             return True
         held = sum(map(settings.held_window_blocks, [*tokens, request.spec.tokens]))
@@ -367,7 +349,7 @@ class StepPlanner:
             if part.live and request is not None:
                 self._sends.add(request, layer, part.start // size, -(-part.end // size), io)
 
-    def ended(self, io: int, flight: StepFlight, result: StepEnded) -> StepOutcome:
+    def ended(self, io: int, flight: StepFlight, result: StepEnded) -> "StepOutcome":
         """Ends a step. Steps end in the order of planning, except steps without a live slice."""
         assert self._state.front is flight or not any(part.live for part in flight.slices), "steps end in order"
         del self._flights[io]
@@ -513,3 +495,16 @@ class StepPlanner:
             assert request.prefix.load is not None
             request.prefix.load.stalled = True
             self.rewind(request, request.prefix.load.end)
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """Requests in a step that has ended.
+
+    Attributes:
+        counted: requests with a slice computed now, finished requests included.
+        given_up: requests with a slice that the engine gave up by itself.
+    """
+
+    counted: list[PrefillRequest] = field(default_factory=list)
+    given_up: list[PrefillRequest] = field(default_factory=list)

@@ -24,16 +24,18 @@ class Served(Protocol):
     def stub(self) -> Any: ...
 
 
-async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
-    answer: decode_pb2.ReserveResponse = await it.stub.Reserve(
+async def reserve(served: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
+    answer: decode_pb2.ReserveResponse = await served.stub.Reserve(
         decode_pb2.ReserveRequest(sequence=sequence, **fields), timeout=WAIT_S
     )
     return answer.target
 
 
 @asynccontextmanager
-async def sending(it: Decode, transports: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
-    sender = TransferSender(KVEndpoint(it.channels, it.instance.address, HELLO, LAYOUT, StreamSettings(transports)))
+async def sending(decode: Decode, transports: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
+    sender = TransferSender(
+        KVEndpoint(decode.channels, decode.instance.address, HELLO, LAYOUT, StreamSettings(transports))
+    )
     try:
         yield sender
     finally:
@@ -49,9 +51,9 @@ def slices(tokens: list[int], held: int = 0, layers: range = range(LAYOUT.layers
     ]
 
 
-async def transfer(it: Decode, target: kv_pb2.TransferTarget, tokens: list[int]) -> None:
+async def transfer(decode: Decode, target: kv_pb2.TransferTarget, tokens: list[int]) -> None:
     """A whole transfer."""
-    async with sending(it) as sender, await sender.open(target) as outbound:
+    async with sending(decode) as sender, await sender.open(target) as outbound:
         await outbound.send(slices(tokens, target.held_blocks))
         outbound.close(aborted=False)
         await outbound.verdict(WAIT_S)
@@ -60,8 +62,8 @@ async def transfer(it: Decode, target: kv_pb2.TransferTarget, tokens: list[int])
 class Conductor:
     """One Steps stream and what came on it."""
 
-    def __init__(self, it: Served) -> None:
-        self.call = it.stub.Steps()
+    def __init__(self, served: Served) -> None:
+        self.call = served.stub.Steps()
         self.tokens: dict[str, list[int]] = {}  # by request, "request/choice" for further answers
         self.reasons: dict[str, int] = {}
         self.scores: dict[str, float] = {}
@@ -88,7 +90,7 @@ class Conductor:
     ) -> None:
         """Starts a request with its first tokens; perhaps with those behind, too."""
         if not scores:
-            self.expect(request_id, *(1 + len(it) for it in known or ((),)))
+            self.expect(request_id, *(1 + len(tokens) for tokens in known or ((),)))
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
@@ -97,7 +99,7 @@ class Conductor:
             further_token_ids=further,
             log_probabilities=scores,
             known_token_ids=known[0] if known else (),
-            further_known=[decode_pb2.KnownTokens(token_ids=it) for it in known[1:]],
+            further_known=[decode_pb2.KnownTokens(token_ids=tokens) for tokens in known[1:]],
             gather=gather,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
@@ -141,8 +143,8 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conducting(it: Served, name: str = "conductor") -> AsyncIterator[Conductor]:
-    conductor = Conductor(it)
+async def conducting(served: Served, name: str = "conductor") -> AsyncIterator[Conductor]:
+    conductor = Conductor(served)
     hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id=name))
     await conductor.call.write(decode_pb2.StepsRequest(hello=hello))
     try:

@@ -32,9 +32,9 @@ def following(tokens: list[int]) -> list[tuple[int, float]]:
 async def test_the_best_hypotheses_are_told_at_the_end(length: int, flags: dict[str, Any], n: int) -> None:
     tokens, ends, longest = prompt(length), list(range(8, 24)), BLOCK + 3
     wanted = plain_search(tokens, WIDTH, longest, SearchRules(0.5, False), following, ends)[:n]
-    async with decoding(**flags) as it, conducting(it) as conductor:
-        target = await reserve(it, asked(tokens, longest, ends, n))
-        await transfer(it, target, tokens)
+    async with decoding(**flags) as decode, conducting(decode) as conductor:
+        target = await reserve(decode, asked(tokens, longest, ends, n))
+        await transfer(decode, target, tokens)
         first = most_likely(digest_after(tokens), WIDTH + len(ends))
         await conductor.start("a", target, *first.tokens, scores=first.log_probabilities)
         await conductor.until(lambda: len(conductor.reasons) == n)
@@ -43,7 +43,7 @@ async def test_the_best_hypotheses_are_told_at_the_end(length: int, flags: dict[
             assert (conductor.tokens[name], conductor.scores[name]) == (answer, score)
             ended = answer[-1] in ends
             assert conductor.reasons[name] == (kv_pb2.FINISH_REASON_STOP if ended else kv_pb2.FINISH_REASON_LENGTH)
-        await it.rest()
+        await decode.rest()
 
 
 @pytest.mark.parametrize(
@@ -51,30 +51,30 @@ async def test_the_best_hypotheses_are_told_at_the_end(length: int, flags: dict[
 )
 async def test_too_few_candidates_fail_the_request(tokens: tuple[int, ...], scores: tuple[float, ...]) -> None:
     start = prompt(20)
-    async with decoding() as it, conducting(it) as conductor:
-        target = await reserve(it, asked(start, 4, []))
+    async with decoding() as decode, conducting(decode) as conductor:
+        target = await reserve(decode, asked(start, 4, []))
         await conductor.start("a", target, *tokens, scores=scores)
         await conductor.until(lambda: "a" in conductor.failed)
         assert "3 beams" in conductor.failed["a"]
         await conductor.cancel("a", target)
-        await it.rest()
+        await decode.rest()
 
 
 async def test_more_beams_than_places_in_a_step_are_refused() -> None:
-    async with decoding(max_num_seqs=WIDTH - 1) as it:
+    async with decoding(max_num_seqs=WIDTH - 1) as decode:
         with pytest.raises(InvalidRequest, match=r"sequence\.sampling\.beam_width"):
-            await reserve(it, asked(prompt(20), 4, []))
+            await reserve(decode, asked(prompt(20), 4, []))
 
 
 async def test_as_many_candidates_as_beams_are_enough() -> None:
     tokens = prompt(20)
     [(answer, score)] = plain_search(tokens, WIDTH, 4, SearchRules(0.5, False), following, [])[:1]
-    async with decoding() as it, conducting(it) as conductor:
-        target = await reserve(it, asked(tokens, 4, [], 1))
-        await transfer(it, target, tokens)
+    async with decoding() as decode, conducting(decode) as conductor:
+        target = await reserve(decode, asked(tokens, 4, [], 1))
+        await transfer(decode, target, tokens)
         first = most_likely(digest_after(tokens), WIDTH)
         await conductor.start("a", target, *first.tokens, scores=first.log_probabilities)
         await conductor.until(lambda: "a" in conductor.reasons or "a" in conductor.failed)
         assert conductor.failed == {}
         assert (conductor.tokens["a"], conductor.scores["a"]) == (answer, score)
-        await it.rest()
+        await decode.rest()

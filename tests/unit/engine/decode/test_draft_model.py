@@ -36,17 +36,17 @@ def request(number: int, tokens: Sequence[int], most: int = 4) -> DraftRequest:
 
 async def test_guesses_are_what_the_small_model_says() -> None:
     """Its tokens depend on all KV before them, so KV of wrong guesses, or of other tokens, would change them."""
-    one, other = prompt(BLOCK + 3), prompt(2 * BLOCK - 1, 7)
+    tokens, other = prompt(BLOCK + 3), prompt(2 * BLOCK - 1, 7)
     async with drafting() as (model, engine):
-        found = await model.guess([request(1, one), request(2, other, 2)])
-        assert found == [continuation(one, 4), continuation(other, 2)]
+        found = await model.guess([request(1, tokens), request(2, other, 2)])
+        assert found == [continuation(tokens, 4), continuation(other, 2)]
         computed = sum(len(part.token_ids) // 4 for part in engine.steps[0].sequences)
-        assert computed == len(one) + len(other)
-        one += [*found[0][:2], 5]  # two were right, then another token
-        assert await model.guess([request(1, one)]) == [continuation(one, 4)]
+        assert computed == len(tokens) + len(other)
+        tokens += [*found[0][:2], 5]  # two were right, then another token
+        assert await model.guess([request(1, tokens)]) == [continuation(tokens, 4)]
         assert len(engine.steps[4].sequences[0].token_ids) // 4 == 1
-        one += [*continuation(one, 4), 9]  # all were right
-        assert await model.guess([request(1, one, 6)]) == [continuation(one, 6)]
+        tokens += [*continuation(tokens, 4), 9]  # all were right
+        assert await model.guess([request(1, tokens, 6)]) == [continuation(tokens, 6)]
         assert len(engine.steps[8].sequences[0].token_ids) // 4 == 2
         model.forget(1)
         model.forget(2)
@@ -116,20 +116,20 @@ async def test_answers_are_the_same(flags: dict[str, Any], *, right: bool) -> No
     answers = {name: continuation(tokens, MANY) for name, tokens in prompts.items()}
     async with (
         drafting() as (model, drafts),
-        decoding(speculative="draft", num_speculative_tokens=5, draft_model=model, **flags) as it,
-        conducting(it) as conductor,
+        decoding(speculative="draft", num_speculative_tokens=5, draft_model=model, **flags) as decode,
+        conducting(decode) as conductor,
     ):
-        drafts.different = it.engine.different if right else 3
+        drafts.different = decode.engine.different if right else 3
         for name, tokens in prompts.items():
-            target = await reserve(it, spec(name, tokens, max_tokens=MANY))
-            await transfer(it, target, tokens)
+            target = await reserve(decode, spec(name, tokens, max_tokens=MANY))
+            await transfer(decode, target, tokens)
             await conductor.start(name, target, answers[name][0])
         await conductor.until(lambda: len(conductor.reasons) == 3)
         for name in prompts:
             assert conductor.tokens[name] == answers[name][1:]
             assert conductor.reasons[name] == kv_pb2.FINISH_REASON_LENGTH
-        await it.rest()
-        planner = it.service.core.planner
+        await decode.rest()
+        planner = decode.service.core.planner
         assert planner.drafted_tokens > 0
         assert (planner.accepted_tokens > planner.drafted_tokens // 2) == right
         assert model.free_blocks == drafts.blocks
@@ -140,11 +140,11 @@ async def test_answers_go_on_without_the_small_model() -> None:
     answer = continuation(tokens, MANY)
     async with (
         drafting() as (model, drafts),
-        decoding(speculative="draft", draft_model=model) as it,
-        conducting(it) as conductor,
+        decoding(speculative="draft", draft_model=model) as decode,
+        conducting(decode) as conductor,
     ):
-        target = await reserve(it, spec("a", tokens, max_tokens=MANY))
-        await transfer(it, target, tokens)
+        target = await reserve(decode, spec("a", tokens, max_tokens=MANY))
+        await transfer(decode, target, tokens)
         reached, go = drafts.hold(after=20)
         await conductor.start("a", target, answer[0])
         await reached.wait()
@@ -152,4 +152,4 @@ async def test_answers_go_on_without_the_small_model() -> None:
         go.set()
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:]
-        assert it.service.core.planner.accepted_tokens > 0
+        assert decode.service.core.planner.accepted_tokens > 0

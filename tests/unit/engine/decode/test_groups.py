@@ -18,53 +18,55 @@ FIRST = (9, 11, 13)
 async def test_each_goes_on_from_its_first_token(length: int, flags: dict[str, Any]) -> None:
     """The prompt's KV comes once. Tokens are a function of the KV: a block of another answer would change them."""
     tokens = prompt(length)
-    async with decoding(**flags) as it, conducting(it) as conductor:
-        target = await reserve(it, spec("a", tokens, max_tokens=BLOCK + 3, n=3))
-        await transfer(it, target, tokens)
+    async with decoding(**flags) as decode, conducting(decode) as conductor:
+        target = await reserve(decode, spec("a", tokens, max_tokens=BLOCK + 3, n=3))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, *FIRST)
         await conductor.until(lambda: len(conductor.reasons) == 3)
         for name, first in zip(("a", "a/1", "a/2"), FIRST, strict=True):
             assert conductor.tokens[name] == continuation([*tokens, first], BLOCK + 2)
             assert conductor.reasons[name] == kv_pb2.FINISH_REASON_LENGTH
-        await it.rest()
+        await decode.rest()
 
 
 async def test_one_is_stopped_and_told_no_more() -> None:
     tokens = prompt(20)
-    async with decoding() as it, conducting(it) as conductor:
-        reached, go = it.engine.hold()
-        target = await reserve(it, spec("a", tokens, max_tokens=6, n=2))
-        await transfer(it, target, tokens)
+    async with decoding() as decode, conducting(decode) as conductor:
+        reached, go = decode.engine.hold()
+        target = await reserve(decode, spec("a", tokens, max_tokens=6, n=2))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, *FIRST[:2])
         await reached.wait()
         await conductor.cancel("a", target, 1)
-        await it.until(lambda: any(sequence.stopped for live in it.service.executor for sequence in live.sequences))
+        await decode.until(
+            lambda: any(sequence.stopped for live in decode.service.executor for sequence in live.sequences)
+        )
         go.set()
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens == {"a": continuation([*tokens, FIRST[0]], 5)}
         assert conductor.outcomes == {}
-        await it.rest()
-        assert [len(step.sequences) for step in it.engine.steps] == [2, 1, 1, 1, 1]
+        await decode.rest()
+        assert [len(step.sequences) for step in decode.engine.steps] == [2, 1, 1, 1, 1]
 
 
 async def test_each_needs_a_first_token() -> None:
     tokens = prompt(20)
-    async with decoding() as it, conducting(it) as conductor:
-        target = await reserve(it, spec("a", tokens, n=2))
-        await transfer(it, target, tokens)
+    async with decoding() as decode, conducting(decode) as conductor:
+        target = await reserve(decode, spec("a", tokens, n=2))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, 9)
         await conductor.until(lambda: bool(conductor.failed))
         assert conductor.failed == {"a": "2 answers are wanted, each has a first token"}
         await conductor.cancel("a", target)
-        await it.rest()
+        await decode.rest()
 
 
 async def test_what_can_never_fit_is_refused() -> None:
-    async with decoding(blocks=12, max_num_seqs=4) as it:
+    async with decoding(blocks=12, max_num_seqs=4) as decode:
         with pytest.raises(InvalidRequest, match="4 batch slots") as refused:
-            await reserve(it, spec("a", prompt(3), n=5))
+            await reserve(decode, spec("a", prompt(3), n=5))
         assert refused.value.field == "sequence.sampling.n"
         with pytest.raises(InvalidRequest, match="needs 14 blocks, this instance has 12") as refused:
-            await reserve(it, spec("a", prompt(2 * BLOCK), max_tokens=3 * BLOCK, n=4))
+            await reserve(decode, spec("a", prompt(2 * BLOCK), max_tokens=3 * BLOCK, n=4))
         assert refused.value.field == "sequence.sampling.max_tokens"
-        await it.rest()
+        await decode.rest()

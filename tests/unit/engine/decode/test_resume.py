@@ -9,7 +9,7 @@ import pytest
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, tokens_digest
 from moonpool.base.logprobs import Logprobs
-from moonpool.engine.decode.live_requests import AnswerOutput, RequestOutput
+from moonpool.engine.decode.output import AnswerOutput, RequestOutput
 from moonpool.engine.subscriber import Subscriber
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.base.transport.fakes import ROOT
@@ -22,12 +22,12 @@ SECRET = secrets.token_bytes(16)
 
 
 async def started(
-    it: Decode, conductor: Conductor, max_tokens: int, *, gather: bool = False, **settings: Any
+    decode: Decode, conductor: Conductor, max_tokens: int, *, gather: bool = False, **settings: Any
 ) -> kv_pb2.TransferTarget:
     """A sequence "a" that runs, or waits for the engine's step."""
     settings = {"resume_secret": SECRET, "conductor": kv_pb2.Instance(id="conductor"), **settings}
-    target = await reserve(it, spec("a", TOKENS, max_tokens=max_tokens), **settings)
-    await transfer(it, target, TOKENS)
+    target = await reserve(decode, spec("a", TOKENS, max_tokens=max_tokens), **settings)
+    await transfer(decode, target, TOKENS)
     await conductor.start("a", target, continuation(TOKENS, 1)[0], gather=gather)
     return target
 
@@ -52,14 +52,14 @@ async def resume(
 
 async def test_a_running_sequence_goes_on_at_another_conductor() -> None:
     answer = continuation(TOKENS, 12)
-    async with decoding() as it, conducting(it, "another") as another:
-        async with conducting(it) as conductor:
-            _, go = it.engine.hold(after=3)
-            target = await started(it, conductor, 12)
+    async with decoding() as decode, conducting(decode, "another") as another:
+        async with conducting(decode) as conductor:
+            _, go = decode.engine.hold(after=3)
+            target = await started(decode, conductor, 12)
             await conductor.until(lambda: len(conductor.tokens.get("a", [])) == 3)
-        await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
+        await decode.until(lambda: decode.service.core.orphans.of("conductor/0") != [])
         await resume(another, target, answer[:2])
-        await it.until(lambda: it.service.executor.log.adopted == 1)
+        await decode.until(lambda: decode.service.executor.log.adopted == 1)
         go.set()
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[2:]
@@ -68,12 +68,12 @@ async def test_a_running_sequence_goes_on_at_another_conductor() -> None:
 async def test_what_was_gathered_and_not_told_is_told_to_who_resumes() -> None:
     """In the middle of a run, of which nothing but the prefill's token had been told."""
     answer = continuation(TOKENS, 12)
-    async with decoding(run_steps=12) as it, conducting(it, "another") as another:
-        async with conducting(it) as conductor:
-            reached, go = it.engine.hold(after=3)
-            target = await started(it, conductor, 12, gather=True)
+    async with decoding(run_steps=12) as decode, conducting(decode, "another") as another:
+        async with conducting(decode) as conductor:
+            reached, go = decode.engine.hold(after=3)
+            target = await started(decode, conductor, 12, gather=True)
             await reached.wait()
-        await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
+        await decode.until(lambda: decode.service.core.orphans.of("conductor/0") != [])
         await resume(another, target, answer[:1])
         await another.until(lambda: len(another.tokens.get("a", [])) == 3)
         go.set()
@@ -84,34 +84,34 @@ async def test_what_was_gathered_and_not_told_is_told_to_who_resumes() -> None:
 
 async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> None:
     answer = continuation(TOKENS, 12)
-    async with decoding(grace_s=0.0) as it:
-        async with conducting(it) as conductor:
-            _, go = it.engine.hold(after=3)
-            target = await started(it, conductor, 12)
+    async with decoding(grace_s=0.0) as decode:
+        async with conducting(decode) as conductor:
+            _, go = decode.engine.hold(after=3)
+            target = await started(decode, conductor, 12)
             await conductor.until(lambda: len(conductor.tokens.get("a", [])) == 3)
-        await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
+        await decode.until(lambda: decode.service.core.orphans.of("conductor/0") != [])
         go.set()
-        await it.rest()
-        assert it.service.manager.num_used == 0
-        assert len(it.service.core.orphans.retained) == 1
-        async with conducting(it, "another") as another:
+        await decode.rest()
+        assert decode.service.manager.num_used == 0
+        assert len(decode.service.core.orphans.retained) == 1
+        async with conducting(decode, "another") as another:
             await resume(another, target, answer[:1])
             await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[1:]
-        assert 0 < it.service.core.planner.recomputed_tokens < len(TOKENS)
+        assert 0 < decode.service.core.planner.recomputed_tokens < len(TOKENS)
 
 
 async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
     answer = continuation(TOKENS, 5)
-    async with decoding(log_ttl_s=0.8) as it, conducting(it, "another") as another:
-        async with conducting(it) as conductor:
-            target = await started(it, conductor, 5)
+    async with decoding(log_ttl_s=0.8) as decode, conducting(decode, "another") as another:
+        async with conducting(decode) as conductor:
+            target = await started(decode, conductor, 5)
             await conductor.until(lambda: "a" in conductor.reasons)
         await resume(another, target, answer[:3])
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[3:]
         assert another.reasons["a"] == conductor.reasons["a"]
-        await it.until(lambda: not len(it.service.core.orphans.retained))
+        await decode.until(lambda: not len(decode.service.core.orphans.retained))
         await resume(another, target, answer[:3], fence=2)
         await another.until(lambda: "a" in another.failed)
         assert "no such sequence" in another.failed["a"]
@@ -131,9 +131,9 @@ async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
 )
 async def test_nobody_else_may_have_it(wrong: dict[str, Any]) -> None:
     answer = continuation(TOKENS, 4)
-    async with decoding() as it, conducting(it, "another") as another:
-        async with conducting(it) as conductor:
-            target = await started(it, conductor, 4)
+    async with decoding() as decode, conducting(decode, "another") as another:
+        async with conducting(decode) as conductor:
+            target = await started(decode, conductor, 4)
             await conductor.until(lambda: "a" in conductor.reasons)
         await resume(another, target, answer[:2], **wrong)
         await another.until(lambda: bool(another.failed))
@@ -141,21 +141,21 @@ async def test_nobody_else_may_have_it(wrong: dict[str, Any]) -> None:
 
 
 async def test_without_a_secret_a_sequence_ends_with_its_conductor() -> None:
-    async with decoding() as it, conducting(it, "another") as another:
-        async with conducting(it) as conductor:
-            target = await started(it, conductor, 400, resume_secret=b"")
+    async with decoding() as decode, conducting(decode, "another") as another:
+        async with conducting(decode) as conductor:
+            target = await started(decode, conductor, 400, resume_secret=b"")
             await conductor.until(lambda: len(conductor.tokens.get("a", [])) >= 1)
-        await it.rest()
+        await decode.rest()
         await resume(another, target, [], secret=b"")
         await another.until(lambda: "a" in another.failed)
-        assert not len(it.service.core.orphans.retained)
+        assert not len(decode.service.core.orphans.retained)
 
 
 async def test_the_loser_is_told_and_can_neither_cancel_nor_take_it_back() -> None:
     answer = continuation(TOKENS, 6)
-    async with decoding() as it, conducting(it) as conductor, conducting(it, "another") as another:
-        reached, go = it.engine.hold()
-        target = await started(it, conductor, 6)
+    async with decoding() as decode, conducting(decode) as conductor, conducting(decode, "another") as another:
+        reached, go = decode.engine.hold()
+        target = await started(decode, conductor, 6)
         await reached.wait()
         await resume(another, target, [], fence=3)
         await conductor.until(lambda: conductor.fenced == ["a"])
@@ -170,11 +170,11 @@ async def test_the_loser_is_told_and_can_neither_cancel_nor_take_it_back() -> No
 
 
 async def test_a_cancelled_sequence_tells_what_it_had_and_that_it_ends() -> None:
-    async with decoding() as it, conducting(it) as conductor, conducting(it, "another") as another:
-        target = await started(it, conductor, 400)
+    async with decoding() as decode, conducting(decode) as conductor, conducting(decode, "another") as another:
+        target = await started(decode, conductor, 400)
         await conductor.until(lambda: len(conductor.tokens.get("a", [])) >= 2)
         await conductor.cancel("a", target)
-        await it.rest()
+        await decode.rest()
         await resume(another, target, [])
         await another.until(lambda: "a" in another.failed)
         said = another.tokens["a"]
@@ -184,9 +184,9 @@ async def test_a_cancelled_sequence_tells_what_it_had_and_that_it_ends() -> None
 
 
 async def test_secrets_that_can_be_guessed_are_refused() -> None:
-    async with decoding() as it:
+    async with decoding() as decode:
         with pytest.raises(InvalidRequest, match="resume_secret: must have 16 to 64 bytes"):
-            await reserve(it, spec("a", TOKENS), resume_secret=b"1234")
+            await reserve(decode, spec("a", TOKENS), resume_secret=b"1234")
 
 
 async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_same_stream() -> None:
@@ -198,12 +198,12 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
     assert message is not None
-    assert [(it.position, list(it.token_ids)) for it in message.tokens] == [(2, [12, 13, 14, 15])]
+    assert [(token.position, list(token.token_ids)) for token in message.tokens] == [(2, [12, 13, 14, 15])]
     subscriber.tokens("a", 6, [16])
     subscriber.fenced("a")
     message = await subscriber.next()
     assert message is not None
-    assert (list(message.tokens), [it.request_id for it in message.fenced]) == ([], ["a"])
+    assert (list(message.tokens), [fence.request_id for fence in message.fenced]) == ([], ["a"])
 
 
 async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_known() -> None:
@@ -214,7 +214,9 @@ async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_kn
     transcript.send(subscriber, [2])
     message = await subscriber.next()
     assert message is not None
-    assert [(list(it.token_ids), list(it.logprobs.logprobs)) for it in message.tokens] == [([12, 13], [-2.0, -4.0])]
+    assert [(list(token.token_ids), list(token.logprobs.logprobs)) for token in message.tokens] == [
+        ([12, 13], [-2.0, -4.0])
+    ]
     asked = decode_pb2.ResumeSequence(request_id="a", generation=1, secret=SECRET)
     for position, known in ((0, False), (1, True), (4, True)):
         asked.from_position, asked.digest = position, tokens_digest(ROOT, said[:position])

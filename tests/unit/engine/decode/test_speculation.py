@@ -78,7 +78,7 @@ def test_guesses_are_the_same_however_the_text_came() -> None:
         grown.guess(1)
     assert guessed(whole, 1) == guessed(grown, 1) != []
     small, _ = drafter(text, 8)
-    assert all(len({*it.guess(5)}) <= 5 for it in (small, whole))
+    assert all(len({*drafter.guess(5)}) <= 5 for drafter in (small, whole))
 
 
 def test_how_often_guesses_are_right_is_learnt_without_checking_any() -> None:
@@ -134,22 +134,27 @@ async def test_answers_are_the_same(flags: dict[str, Any], count: int) -> None:
     """The engine's tokens are a function of all KV before them: KV of a wrong guess would change them."""
     prompts = {name: prompt(BLOCK + 3 * seed, seed) for seed, name in enumerate("abc"[:count])}
     answers = {name: continuation(tokens, MANY, FEW) for name, tokens in prompts.items()}
-    async with decoding(speculative="ngram", num_speculative_tokens=5, **flags) as it, conducting(it) as conductor:
-        it.engine.different = FEW
+    async with (
+        decoding(speculative="ngram", num_speculative_tokens=5, **flags) as decode,
+        conducting(decode) as conductor,
+    ):
+        decode.engine.different = FEW
         for name, tokens in prompts.items():
-            target = await reserve(it, spec(name, tokens, max_tokens=MANY))
-            await transfer(it, target, tokens)
+            target = await reserve(decode, spec(name, tokens, max_tokens=MANY))
+            await transfer(decode, target, tokens)
             await conductor.start(name, target, answers[name][0])
         await conductor.until(lambda: len(conductor.reasons) == count)
         for name in prompts:
             assert conductor.tokens[name] == answers[name][1:]
             assert conductor.reasons[name] == kv_pb2.FINISH_REASON_LENGTH
-        await it.rest()
-        planner = it.service.core.planner
+        await decode.rest()
+        planner = decode.service.core.planner
         assert planner.drafted_tokens > planner.accepted_tokens > 0
-        assert len(it.engine.steps) < count * (MANY - 1)
-        keys = {key for name, its in prompts.items() for key in block_keys(ROOT, [*its, *answers[name][:-1]], BLOCK)}
-        assert set(it.service.manager.keys()) <= keys
+        assert len(decode.engine.steps) < count * (MANY - 1)
+        keys = {
+            key for name, other in prompts.items() for key in block_keys(ROOT, [*other, *answers[name][:-1]], BLOCK)
+        }
+        assert set(decode.service.manager.keys()) <= keys
 
 
 @pytest.mark.parametrize("at", [MANY // 2, MANY - 3])
@@ -157,26 +162,26 @@ async def test_an_answer_ends_within_accepted_guesses(at: int) -> None:
     """An end token, or the last token, may lie among them: nothing behind is told."""
     tokens = prompt(BLOCK)
     answer = continuation(tokens, MANY, 1)
-    async with decoding(speculative="ngram") as it, conducting(it) as conductor:
-        it.engine.different = 1
-        target = await reserve(it, spec("a", tokens, max_tokens=at))
-        await transfer(it, target, tokens)
+    async with decoding(speculative="ngram") as decode, conducting(decode) as conductor:
+        decode.engine.different = 1
+        target = await reserve(decode, spec("a", tokens, max_tokens=at))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, answer[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:at]
-        assert it.service.core.planner.accepted_tokens > at // 2
-        assert it.service.core.planner.accepted_tokens + len(it.engine.steps) == at - 1
+        assert decode.service.core.planner.accepted_tokens > at // 2
+        assert decode.service.core.planner.accepted_tokens + len(decode.engine.steps) == at - 1
 
 
 async def test_no_guess_is_checked_where_speculation_is_off() -> None:
     tokens = prompt(BLOCK)
-    async with decoding(speculative="off") as it, conducting(it) as conductor:
-        it.engine.different = 1
-        target = await reserve(it, spec("a", tokens, max_tokens=MANY))
-        await transfer(it, target, tokens)
+    async with decoding(speculative="off") as decode, conducting(decode) as conductor:
+        decode.engine.different = 1
+        target = await reserve(decode, spec("a", tokens, max_tokens=MANY))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, 8)
         await conductor.until(lambda: "a" in conductor.reasons)
-        assert (it.service.core.planner.drafted_tokens, len(it.engine.steps)) == (0, MANY - 1)
+        assert (decode.service.core.planner.drafted_tokens, len(decode.engine.steps)) == (0, MANY - 1)
 
 
 @pytest.mark.parametrize(("recurrent", "emulated"), [(True, None), (False, "a profile")])
@@ -200,13 +205,16 @@ def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: boo
 async def test_a_group_guesses_within_the_blocks_that_it_has() -> None:
     tokens = prompt(BLOCK - 2)
     firsts = (8, 9, 8)
-    async with decoding(speculative="ngram", preemption="swap", preempt_every=4) as it, conducting(it) as conductor:
-        it.engine.different = FEW
-        target = await reserve(it, spec("a", tokens, max_tokens=MANY, n=3))
-        await transfer(it, target, tokens)
+    async with (
+        decoding(speculative="ngram", preemption="swap", preempt_every=4) as decode,
+        conducting(decode) as conductor,
+    ):
+        decode.engine.different = FEW
+        target = await reserve(decode, spec("a", tokens, max_tokens=MANY, n=3))
+        await transfer(decode, target, tokens)
         await conductor.start("a", target, *firsts)
         await conductor.until(lambda: len(conductor.reasons) == 3)
         for name, first in zip(("a", "a/1", "a/2"), firsts, strict=True):
             assert conductor.tokens[name] == continuation([*tokens, first], MANY - 1, FEW)
-        assert it.service.core.planner.accepted_tokens > 0
-        await it.rest()
+        assert decode.service.core.planner.accepted_tokens > 0
+        await decode.rest()

@@ -49,15 +49,15 @@ async def transferring(
 ) -> AsyncIterator[tuple[Decode, TransferSender, Cuttable, KVPool]]:
     pool = pool_of(TOKENS)
     dialer = Cuttable(transport, folder, shared(pool), **options)
-    async with decoding(**lane_settings(transport, folder)) as it, sending(it, dialer) as sender:
-        yield it, sender, dialer, pool
+    async with decoding(**lane_settings(transport, folder)) as decode, sending(decode, dialer) as sender:
+        yield decode, sender, dialer, pool
     pool.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path, transport: str) -> None:
-    async with transferring(sockets, transport) as (it, sender, _, pool), conducting(it) as conductor:
-        target = await reserve(it, spec("a", TOKENS, max_tokens=6))
+    async with transferring(sockets, transport) as (decode, sender, _, pool), conducting(decode) as conductor:
+        target = await reserve(decode, spec("a", TOKENS, max_tokens=6))
         await conductor.start("a", target, 9)
         async with await sender.open(target) as outbound:
             assert await outbound.send(slices(pool)) == LAYOUT.layers * pool.blocks * LAYOUT.slice_bytes(0)
@@ -71,46 +71,46 @@ async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path
 async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_free(
     sockets: Path, transport: str
 ) -> None:
-    async with transferring(sockets, transport) as (it, sender, dialer, pool):
-        target = await reserve(it, spec("a", TOKENS))
+    async with transferring(sockets, transport) as (decode, sender, dialer, pool):
+        target = await reserve(decode, spec("a", TOKENS))
         outbound = await sender.open(target)
         await outbound.send(slices(pool, range(1)))
-        await it.until(lambda: any(request.transfer.missing() < 12 for request in it.service.executor))
-        it.service.executor.abort(next(iter(it.service.executor)), "its lease is over")
+        await decode.until(lambda: any(request.transfer.missing() < 12 for request in decode.service.executor))
+        decode.service.executor.abort(next(iter(decode.service.executor)), "its lease is over")
         late = asyncio.gather(*(outbound.send(slices(pool, range(1, 2))) for _ in range(3)), return_exceptions=True)
         with pytest.raises(MoonpoolError, match="its lease is over"):
             await outbound.verdict(WAIT_S)
         await late
-        again = await sender.open(await reserve(it, spec("b", TOKENS)))
+        again = await sender.open(await reserve(decode, spec("b", TOKENS)))
         await again.send(slices(pool))
         await again.verdict(WAIT_S)
         assert (sender.transport, dialer.failures) == (transport, 0)
-        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
+        decode.service.executor.abort(next(iter(decode.service.executor)), "not wanted")
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(
     sockets: Path, transport: str
 ) -> None:
-    async with transferring(sockets, transport) as (it, sender, dialer, pool):
-        first = await sender.open(await reserve(it, spec("a", TOKENS)))
+    async with transferring(sockets, transport) as (decode, sender, dialer, pool):
+        first = await sender.open(await reserve(decode, spec("a", TOKENS)))
         await first.send(slices(pool, range(1)))
         dialer.cut()
         with pytest.raises(StreamBroken, match="cut"):
             await first.verdict(WAIT_S)
         assert dialer.failures == 1
-        second = await sender.open(await reserve(it, spec("b", TOKENS)))
+        second = await sender.open(await reserve(decode, spec("b", TOKENS)))
         await second.send(slices(pool))
         await second.verdict(WAIT_S)
         assert sender.transport == "grpc"
-        for request in list(it.service.executor):
-            it.service.executor.abort(request, "not wanted")
+        for request in list(decode.service.executor):
+            decode.service.executor.abort(request, "not wanted")
 
 
 async def test_a_damaged_block_is_named(sockets: Path) -> None:
-    async with transferring(sockets, "local") as (it, sender, _, pool):
+    async with transferring(sockets, "local") as (decode, sender, _, pool):
         pool.slice(1, 2)[7] ^= 1
-        outbound = await sender.open(await reserve(it, spec("a", TOKENS)))
+        outbound = await sender.open(await reserve(decode, spec("a", TOKENS)))
         with pytest.raises(TransferFailed, match="layer 1 of block 2: wrong hash"):
             await asyncio.gather(outbound.send(slices(pool)), outbound.verdict(WAIT_S))
         assert sender.transport == "local"

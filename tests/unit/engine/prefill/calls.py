@@ -15,8 +15,8 @@ from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill
 class PrefillCall:
     """One Prefill call and the events that came."""
 
-    def __init__(self, it: Prefill, request: prefill_pb2.PrefillRequest) -> None:
-        self.call: Any = it.stub.Prefill(request, timeout=WAIT_S)
+    def __init__(self, prefill: Prefill, request: prefill_pb2.PrefillRequest) -> None:
+        self.call: Any = prefill.stub.Prefill(request, timeout=WAIT_S)
         self.token: prefill_pb2.FirstToken | None = None
         self.finished: prefill_pb2.PrefillFinished | None = None
 
@@ -49,8 +49,8 @@ class PrefillCall:
         return self.token
 
 
-async def begin(it: Prefill, sequence: kv_pb2.SequenceSpec, **fields: Any) -> PrefillCall:
-    return await PrefillCall(it, prefill_pb2.PrefillRequest(sequence=sequence, **fields)).accepted()
+async def begin(prefill: Prefill, sequence: kv_pb2.SequenceSpec, **fields: Any) -> PrefillCall:
+    return await PrefillCall(prefill, prefill_pb2.PrefillRequest(sequence=sequence, **fields)).accepted()
 
 
 async def promised(decode: Decode, sequence: kv_pb2.SequenceSpec) -> kv_pb2.TransferTarget:

@@ -14,14 +14,14 @@ from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 
 async def test_cancel_while_waiting() -> None:
     """The pool is full: the second waits without blocks, leaves, and nobody notices."""
-    async with prefilling(blocks=4) as it:
-        reached, go = it.engine.hold()
-        first = await begin(it, spec("a", prompt(4 * BLOCK), max_tokens=1))
+    async with prefilling(blocks=4) as prefill:
+        reached, go = prefill.engine.hold()
+        first = await begin(prefill, spec("a", prompt(4 * BLOCK), max_tokens=1))
         await reached.wait()
-        second = await begin(it, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
-        assert len(it.service.core.state.waiting) == 1
+        second = await begin(prefill, spec("b", prompt(2 * BLOCK, 1), max_tokens=1))
+        assert len(prefill.service.core.state.waiting) == 1
         second.call.cancel()
-        await it.until(lambda: len(it.service.core.state.requests) == 1)
+        await prefill.until(lambda: len(prefill.service.core.state.requests) == 1)
         go.set()
         await first.to_the_end()
 
@@ -29,19 +29,19 @@ async def test_cancel_while_waiting() -> None:
 async def test_cancel_in_a_step() -> None:
     """Blocks stay used until the step that writes to them is over."""
     tokens = prompt(4 * BLOCK)
-    async with prefilling() as it, decoding() as decode:
-        reached, go = it.engine.hold(layer=1)
+    async with prefilling() as prefill, decoding() as decode:
+        reached, go = prefill.engine.hold(layer=1)
         sequence = spec("a", tokens)
-        story = await begin(it, sequence, target=await promised(decode, sequence))
+        story = await begin(prefill, sequence, target=await promised(decode, sequence))
         await reached.wait()
         await decode.until(lambda: any(request.table for request in decode.service.executor))
         story.call.cancel()
-        await it.until(lambda: len(it.service.core.state.requests) == 0)
-        assert it.service.manager.num_used == 4
-        assert it.service.sending.sessions == 0
+        await prefill.until(lambda: len(prefill.service.core.state.requests) == 0)
+        assert prefill.service.manager.num_used == 4
+        assert prefill.service.sending.sessions == 0
         go.set()
-        await it.rest()
-        assert len(it.engine.steps) == 1
+        await prefill.rest()
+        assert len(prefill.engine.steps) == 1
         await decode.rest()
 
 
@@ -57,65 +57,69 @@ async def test_cancel_while_loading() -> None:
 
     tokens = prompt(4 * BLOCK + 3)
     frame = 4 * LAYOUT.slice_bytes(0)
-    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling(blocks=8) as it, decoding() as decode:
-        reached, go = it.engine.hold()
+    async with (
+        storing(tokens, frame_bytes=frame) as (store, place),
+        prefilling(blocks=8) as prefill,
+        decoding() as decode,
+    ):
+        reached, go = prefill.engine.hold()
         go.set()
         store.before_layer = first_layer_only
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        story = await begin(it, sequence, target=target, source=source(place, 4))
+        story = await begin(prefill, sequence, target=target, source=source(place, 4))
         await reached.wait()
         await decode.until(lambda: any(request.table for request in decode.service.executor))
-        assert it.engine.steps[0].gated
+        assert prefill.engine.steps[0].gated
         story.call.cancel()
-        await it.rest()
-        assert it.engine.aborts == [it.engine.steps[0].step_id]
-        assert it.service.core.loads.failures == 0, "the store is asked again"
+        await prefill.rest()
+        assert prefill.engine.aborts == [prefill.engine.steps[0].step_id]
+        assert prefill.service.core.loads.failures == 0, "the store is asked again"
         await decode.rest()
 
 
 async def test_cancel_while_sending() -> None:
     """The prompt is computed, its KV still leaves: decode is told, and both sides are at rest."""
     tokens = prompt(4 * BLOCK)
-    async with prefilling(rate=LAYOUT.slice_bytes(0) * 4.0) as it, decoding() as decode:
+    async with prefilling(rate=LAYOUT.slice_bytes(0) * 4.0) as prefill, decoding() as decode:
         sequence = spec("a", tokens)
-        story = await begin(it, sequence, target=await promised(decode, sequence))
+        story = await begin(prefill, sequence, target=await promised(decode, sequence))
         await story.first_token()
         await decode.until(lambda: any(request.table for request in decode.service.executor))
-        assert it.service.manager.num_used == 4
+        assert prefill.service.manager.num_used == 4
         story.call.cancel()
-        await it.rest()
+        await prefill.rest()
         await decode.rest()
 
 
 async def test_cancel_by_id() -> None:
-    async with prefilling() as it:
-        reached, go = it.engine.hold()
-        story = await begin(it, spec("a", prompt(BLOCK), max_tokens=1))
+    async with prefilling() as prefill:
+        reached, go = prefill.engine.hold()
+        story = await begin(prefill, spec("a", prompt(BLOCK), max_tokens=1))
         await reached.wait()
         for name, outcome in (("b", kv_pb2.CANCEL_OUTCOME_UNKNOWN), ("a", kv_pb2.CANCEL_OUTCOME_IN_FLIGHT)):
-            answer = await it.stub.Cancel(prefill_pb2.CancelRequest(request_id=name))
+            answer = await prefill.stub.Cancel(prefill_pb2.CancelRequest(request_id=name))
             assert answer.outcome == outcome
         with pytest.raises(Unavailable, match="cancelled"):
             await story.read()
         go.set()
-        await it.rest()
+        await prefill.rest()
 
 
 async def test_steps_go_on_while_a_long_prompt_is_read_and_it_may_be_cancelled_by_its_name() -> None:
     threads = Held()
-    async with prefilling(executor=threads) as it:
-        long = it.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("long", prompt(6 * BLOCK))))
-        await it.until(lambda: bool(threads.waiting))
-        short = it.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("short", prompt(20), max_tokens=1)))
-        await it.until(lambda: len(threads.waiting) == 2)
+    async with prefilling(executor=threads) as prefill:
+        long = prefill.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("long", prompt(6 * BLOCK))))
+        await prefill.until(lambda: bool(threads.waiting))
+        short = prefill.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("short", prompt(20), max_tokens=1)))
+        await prefill.until(lambda: len(threads.waiting) == 2)
         threads.waiting.rotate()
         threads.release(1)
         assert [event.WhichOneof("event") async for event in short][-1] == "finished"
-        assert len(it.engine.steps) == 1
-        answer = await it.stub.Cancel(prefill_pb2.CancelRequest(request_id="long"))
+        assert len(prefill.engine.steps) == 1
+        answer = await prefill.stub.Cancel(prefill_pb2.CancelRequest(request_id="long"))
         assert answer.outcome == kv_pb2.CANCEL_OUTCOME_BEFORE_START
         threads.release()
         with pytest.raises(MoonpoolError, match="cancelled during validation"):
             await long.read()
-        assert len(it.engine.steps) == 1
+        assert len(prefill.engine.steps) == 1

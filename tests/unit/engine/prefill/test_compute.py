@@ -15,18 +15,18 @@ from tests.unit.instances import BLOCK, decoding, prefilling, prompt, read_spans
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_computes_and_streams(length: int, stages: int, tmp_path: Path) -> None:
     tokens = prompt(length)
-    async with prefilling(stages=stages, spans=tmp_path / "spans") as it, decoding() as decode:
+    async with prefilling(stages=stages, spans=tmp_path / "spans") as prefill, decoding() as decode:
         sequence = spec("a", tokens)
-        story = await begin(it, sequence, target=await promised(decode, sequence))
+        story = await begin(prefill, sequence, target=await promised(decode, sequence))
         first = await story.to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 0, length)
         assert story.finished is not None
         assert story.finished.sent_bytes == LAYOUT.blocks_for(length) * LAYOUT.block_bytes
         assert_arrived(decode, tokens)
-        await it.rest()
-        assert it.service.manager.num_cached == length // BLOCK
-        assert set(it.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
+        await prefill.rest()
+        assert prefill.service.manager.num_cached == length // BLOCK
+        assert set(prefill.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
         dismiss(decode)
     chunks = -(-length // (2 * BLOCK))
     assert len(read_spans(tmp_path / "spans", "step")) == chunks
@@ -39,12 +39,12 @@ async def test_computes_and_streams(length: int, stages: int, tmp_path: Path) ->
 async def test_a_layer_leaves_while_the_next_waits() -> None:
     """Layer 0 of the prompt is at decode before layer 1 has begun."""
     tokens = prompt(2 * BLOCK)
-    async with prefilling() as it, decoding() as decode:
-        reached, go = it.engine.hold(layer=1)
+    async with prefilling() as prefill, decoding() as decode:
+        reached, go = prefill.engine.hold(layer=1)
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
         (request,) = decode.service.executor
-        story = await begin(it, sequence, target=target)
+        story = await begin(prefill, sequence, target=target)
         await reached.wait()
         await decode.until(lambda: request.transfer.missing() == 2 * (LAYOUT.layers - 1))
         go.set()
@@ -57,9 +57,9 @@ async def test_first_token_waits_for_no_transfer() -> None:
     """The token is told while the last frames cannot leave yet."""
     tokens = prompt(2 * BLOCK)
     rate = LAYOUT.block_bytes * 2 / 0.3  # the whole transfer takes about 0.3 s
-    async with prefilling(rate=rate) as it, decoding() as decode:
+    async with prefilling(rate=rate) as prefill, decoding() as decode:
         sequence = spec("a", tokens)
-        story = await begin(it, sequence, target=await promised(decode, sequence))
+        story = await begin(prefill, sequence, target=await promised(decode, sequence))
         await story.first_token()
         (request,) = decode.service.executor
         assert not request.complete
@@ -73,8 +73,8 @@ async def test_first_token_waits_for_no_transfer() -> None:
 async def test_only_one_token_wanted() -> None:
     """Without a target nothing is sent, and the answer is the same."""
     tokens = prompt(2 * BLOCK + 1)
-    async with prefilling() as it:
-        story = await begin(it, spec("a", tokens, max_tokens=1))
+    async with prefilling() as prefill:
+        story = await begin(prefill, spec("a", tokens, max_tokens=1))
         assert (await story.to_the_end()).token_id == next_token(tokens)
         assert story.finished is not None
         assert story.finished.sent_bytes == 0
@@ -86,10 +86,10 @@ async def test_only_one_token_wanted() -> None:
 async def test_local_prefix(length: int, local: int) -> None:
     """The second time only what is not cached is computed; the last token always is. Decode gets all of it."""
     tokens = prompt(length)
-    async with prefilling() as it, decoding() as decode:
-        await (await begin(it, spec("warm", tokens, max_tokens=1))).to_the_end()
+    async with prefilling() as prefill, decoding() as decode:
+        await (await begin(prefill, spec("warm", tokens, max_tokens=1))).to_the_end()
         sequence = spec("a", tokens)
-        first = await (await begin(it, sequence, target=await promised(decode, sequence))).to_the_end()
+        first = await (await begin(prefill, sequence, target=await promised(decode, sequence))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.local_tokens, first.computed_tokens) == (local, length - local)
         assert_arrived(decode, tokens)
@@ -98,12 +98,12 @@ async def test_local_prefix(length: int, local: int) -> None:
 
 async def test_what_decode_holds_is_not_sent() -> None:
     tokens = prompt(3 * BLOCK + 2)
-    async with prefilling() as it, decoding() as decode:
+    async with prefilling() as prefill, decoding() as decode:
         sequence = spec("a", tokens)
         for held in (0, 3):
             target = await promised(decode, sequence)
             assert target.held_blocks == held
-            story = await begin(it, sequence, target=target)
+            story = await begin(prefill, sequence, target=target)
             await story.to_the_end()
             assert story.finished is not None
             assert story.finished.sent_bytes == (4 - held) * LAYOUT.block_bytes
@@ -113,7 +113,7 @@ async def test_what_decode_holds_is_not_sent() -> None:
 
 async def test_many_at_once() -> None:
     prompts = [prompt(9 + 11 * i, i) for i in range(6)]
-    async with prefilling(stages=2) as it:
-        stories = [await begin(it, spec("same id", tokens, max_tokens=1)) for tokens in prompts]
+    async with prefilling(stages=2) as prefill:
+        stories = [await begin(prefill, spec("same id", tokens, max_tokens=1)) for tokens in prompts]
         firsts = [await story.to_the_end() for story in stories]
         assert [first.token_id for first in firsts] == [next_token(tokens) for tokens in prompts]

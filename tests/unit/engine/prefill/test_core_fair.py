@@ -130,7 +130,7 @@ def test_nobody_is_overtaken_by_a_prompt_that_came_later_than_its_own_delay(
     run(1000)
     assert sorted(ended) == sorted(came)
     for at, request in enumerate(ended):
-        assert not [it for it in ended[:at] if came[it] > came[request] + delays[request]]
+        assert not [ended_one for ended_one in ended[:at] if came[ended_one] > came[request] + delays[request]]
 
 
 def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one() -> None:

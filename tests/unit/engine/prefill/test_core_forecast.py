@@ -13,9 +13,9 @@ FAR = replace(SPEEDS, load_bytes_per_s=5e6)
 
 def loading(blocks: int = 3) -> tuple[World, actions.LoadBlocks]:
     """A prompt of which so many blocks are being loaded."""
-    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=40 * BT), FAR)
-    it.arrive(blocks * BT + 8, sources=(events.KVSource("store", blocks),))
-    return it, next(action for action in it.done if isinstance(action, actions.LoadBlocks))
+    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=40 * BT), FAR)
+    world.arrive(blocks * BT + 8, sources=(events.KVSource("store", blocks),))
+    return world, next(action for action in world.done if isinstance(action, actions.LoadBlocks))
 
 
 def counted(client: Client) -> int:
@@ -23,77 +23,79 @@ def counted(client: Client) -> int:
 
 
 def test_a_prompt_that_begins_with_what_is_loaded_waits_for_it() -> None:
-    it, load = loading()
-    second, other = it.arrive(4 * BT), it.arrive(BT, 1)
-    assert [chunk.id for step in it.steps.values() for chunk in step.order.chunks] == [3], "who waits holds up nobody"
-    it.load_all(load.io)
-    it.settle()
+    world, load = loading()
+    second, other = world.arrive(4 * BT), world.arrive(BT, 1)
+    assert [chunk.id for step in world.steps.values() for chunk in step.order.chunks] == [3], (
+        "who waits holds up nobody"
+    )
+    world.load_all(load.io)
+    world.settle()
     assert (counted(second), counted(other)) == (BT, BT)
-    assert it.done.count(load) == 1
-    it.check_rest()
+    assert world.done.count(load) == 1
+    world.check_rest()
 
 
 def test_a_load_that_is_late_is_not_waited_for() -> None:
-    it, load = loading()
-    second = it.arrive(4 * BT)
-    assert not it.steps
-    it.pass_time(1.0)
-    (step,) = it.steps.values()
+    world, load = loading()
+    second = world.arrive(4 * BT)
+    assert not world.steps
+    world.pass_time(1.0)
+    (step,) = world.steps.values()
     assert [(chunk.id, chunk.start, chunk.end) for chunk in step.order.chunks] == [(2, 0, 4 * BT)]
-    it.end(load.io, events.LoadEnded(0, failed=True))
-    it.settle()
+    world.end(load.io, events.LoadEnded(0, failed=True))
+    world.settle()
     assert counted(second) == 4 * BT
-    it.check_rest()
+    world.check_rest()
 
 
 def test_a_short_beginning_is_computed_sooner_than_a_long_load_ends() -> None:
-    it, _ = loading(blocks=40)
-    it.arrive(BT + 8, sources=())
-    assert it.core.state.requests[2].spec.keys == it.core.state.requests[1].spec.keys[:1]
-    assert [chunk.id for step in it.steps.values() for chunk in step.order.chunks] == [2]
+    world, _ = loading(blocks=40)
+    world.arrive(BT + 8, sources=())
+    assert world.core.state.requests[2].spec.keys == world.core.state.requests[1].spec.keys[:1]
+    assert [chunk.id for step in world.steps.values() for chunk in step.order.chunks] == [2]
 
 
 def test_when_the_one_that_loads_leaves_the_next_one_goes_on() -> None:
-    it, load = loading()
-    second = it.arrive(4 * BT, sources=STORE)
-    assert [action for action in it.done if isinstance(action, actions.LoadBlocks)] == [load]
-    it.post(events.CancelPrefill(1))
-    loads = [action for action in it.done if isinstance(action, actions.LoadBlocks)]
+    world, load = loading()
+    second = world.arrive(4 * BT, sources=STORE)
+    assert [action for action in world.done if isinstance(action, actions.LoadBlocks)] == [load]
+    world.post(events.CancelPrefill(1))
+    loads = [action for action in world.done if isinstance(action, actions.LoadBlocks)]
     assert [(action.id, len(action.blocks)) for action in loads] == [(1, 3), (2, 3)]
-    it.end(load.io, events.LoadEnded(0, failed=True))
-    it.load_all(loads[-1].io)
-    it.settle()
+    world.end(load.io, events.LoadEnded(0, failed=True))
+    world.load_all(loads[-1].io)
+    world.settle()
     assert counted(second) == BT
-    it.check_rest()
+    world.check_rest()
 
 
 def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() -> None:
     """A store has a part of it only: who loads that computes the rest once more."""
-    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
-    first = it.arrive(8 * BT + 8)
-    second = it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
-    it.settle()
+    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    first = world.arrive(8 * BT + 8)
+    second = world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
+    world.settle()
     assert (counted(first), counted(second)) == (8 * BT + 8, 9)
-    assert not [action for action in it.done if isinstance(action, actions.LoadBlocks)]
-    it.check_rest()
+    assert not [action for action in world.done if isinstance(action, actions.LoadBlocks)]
+    world.check_rest()
 
 
 def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -> None:
-    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
-    it.arrive(8 * BT + 8)
-    second = it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
-    it.post(events.CancelPrefill(1))
-    it.settle()
-    loads = [action for action in it.done if isinstance(action, actions.LoadBlocks)]
+    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    world.arrive(8 * BT + 8)
+    second = world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
+    world.post(events.CancelPrefill(1))
+    world.settle()
+    loads = [action for action in world.done if isinstance(action, actions.LoadBlocks)]
     assert [(action.id, len(action.blocks)) for action in loads] == [(2, 2)]
     assert counted(second) == 6 * BT + 9
-    it.check_rest()
+    world.check_rest()
 
 
 def test_who_goes_before_the_one_that_computes_loads_for_itself() -> None:
-    it = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
-    it.arrive(8 * BT + 8)
-    it.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),), priority=-1)
-    assert [action.id for action in it.done if isinstance(action, actions.LoadBlocks)] == [2]
-    it.settle()
-    it.check_rest()
+    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    world.arrive(8 * BT + 8)
+    world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),), priority=-1)
+    assert [action.id for action in world.done if isinstance(action, actions.LoadBlocks)] == [2]
+    world.settle()
+    world.check_rest()

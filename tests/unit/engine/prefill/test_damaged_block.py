@@ -10,16 +10,16 @@ from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 
 async def test_a_damaged_block_is_forgotten_so_that_the_retry_computes_it() -> None:
     tokens = prompt(4 * BLOCK + 3)
-    async with prefilling() as it, decoding() as decode:
-        await (await begin(it, spec("warm", tokens, max_tokens=1))).to_the_end()
-        keys = it.service.manager.keys()
-        (block,) = it.service.manager.match(keys[1:2])
-        it.engine.pool.slice(2, block)[5] ^= 1
+    async with prefilling() as prefill, decoding() as decode:
+        await (await begin(prefill, spec("warm", tokens, max_tokens=1))).to_the_end()
+        keys = prefill.service.manager.keys()
+        (block,) = prefill.service.manager.match(keys[1:2])
+        prefill.engine.pool.slice(2, block)[5] ^= 1
         sequence = spec("a", tokens)
-        torn = await begin(it, sequence, target=await promised(decode, sequence))
+        torn = await begin(prefill, sequence, target=await promised(decode, sequence))
         with pytest.raises(TransferFailed, match="block 1: wrong hash"):
             await torn.to_the_end()
-        again = await begin(it, sequence, target=await promised(decode, sequence))
+        again = await begin(prefill, sequence, target=await promised(decode, sequence))
         first = await again.to_the_end()
         assert (first.token_id, first.local_tokens) == (next_token(tokens), BLOCK)
         assert_arrived(decode, tokens)

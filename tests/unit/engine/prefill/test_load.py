@@ -18,12 +18,12 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
     tokens = prompt(4 * BLOCK + 3)
     async with (
         storing(tokens) as (_, place),
-        prefilling(spans=tmp_path / "spans") as it,
+        prefilling(spans=tmp_path / "spans") as prefill,
         decoding() as decode,
     ):
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(place, 4))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(place, 4))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 4 * BLOCK, 3)
         (load,), (chunk,) = first.loads, first.chunks
@@ -31,8 +31,8 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
         assert 0 <= load.begin_s <= load.end_s
         assert 0 <= chunk.begin_s <= chunk.end_s
         assert_arrived(decode, tokens)
-        await it.rest()
-        assert set(it.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
+        await prefill.rest()
+        assert set(prefill.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))
         dismiss(decode)
     loads = read_spans(tmp_path / "spans", "kv.load")
     assert [span["args"]["layer"] for span in loads] == list(range(LAYOUT.layers))
@@ -40,11 +40,11 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
 
 async def test_loads_beyond_the_local_prefix() -> None:
     tokens = prompt(5 * BLOCK)
-    async with storing(tokens) as (_, place), prefilling() as it, decoding() as decode:
-        await (await begin(it, spec("warm", tokens[: 2 * BLOCK + 1], max_tokens=1))).to_the_end()
+    async with storing(tokens) as (_, place), prefilling() as prefill, decoding() as decode:
+        await (await begin(prefill, spec("warm", tokens[: 2 * BLOCK + 1], max_tokens=1))).to_the_end()
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(place, 5))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(place, 5))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (2 * BLOCK, 3 * BLOCK - 1, 1)
         assert_arrived(decode, tokens)
@@ -58,7 +58,11 @@ async def test_the_step_follows_the_load() -> None:
     """
     tokens = prompt(3 * BLOCK + 3)
     frame = 3 * LAYOUT.slice_bytes(0)
-    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling(blocks=6) as it, decoding() as decode:
+    async with (
+        storing(tokens, frame_bytes=frame) as (store, place),
+        prefilling(blocks=6) as prefill,
+        decoding() as decode,
+    ):
         passed: list[tuple[bool, int]] = []
         gate = asyncio.Event()
 
@@ -72,10 +76,10 @@ async def test_the_step_follows_the_load() -> None:
                 await gate.wait()  # layer 1 leaves the store only after the step has computed layer 0
 
         store.before_layer = hold_layer_1
-        it.engine.before_layer = before
+        prefill.engine.before_layer = before
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(place, 3))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(place, 3))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == 3 * BLOCK
         assert passed == [(True, 0), (True, 1), (True, 2)]
@@ -88,11 +92,11 @@ async def test_load_lost_midway(lost_at: tuple[int, int]) -> None:
     """A block is found missing when some layers are there and computed with: the rest is computed, all is right."""
     tokens = prompt(4 * BLOCK + 3)
     frame = 4 * LAYOUT.slice_bytes(0)
-    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as it, decoding() as decode:
+    async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as prefill, decoding() as decode:
         store.lost_at = lost_at
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(place, 4))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(place, 4))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == (lost_at[1] * BLOCK if lost_at[0] == 0 else 0)
         assert_arrived(decode, tokens)
@@ -105,7 +109,7 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
     tokens = prompt(4 * BLOCK + 3)
     keys = block_keys(ROOT, tokens, BLOCK)
     timeout_s = 0.1 if fault == "mute" else WAIT_S  # what answers is not hurried
-    async with storing(tokens) as (store, place), prefilling(load_timeout_s=timeout_s) as it, decoding() as decode:
+    async with storing(tokens) as (store, place), prefilling(load_timeout_s=timeout_s) as prefill, decoding() as decode:
         if fault == "fewer":
             del store.blocks[keys[2]]
         elif fault == "nothing":
@@ -115,17 +119,17 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
         store.corrupt, store.mute, store.done_early = fault == "corrupt", fault == "mute", fault == "early"
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(place, 4))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(place, 4))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == (2 * BLOCK if fault == "fewer" else 0)
         assert_arrived(decode, tokens)
         dismiss(decode)
         failed = fault not in ("fewer", "nothing")
-        assert it.service.core.loads.failures == failed
+        assert prefill.service.core.loads.failures == failed
         if failed:  # and it is left alone for a while
             again = prompt(3 * BLOCK + 3, 7)
-            await (await begin(it, spec("b", again, max_tokens=1), source=source(place, 3))).to_the_end()
-            assert it.service.core.loads.failures == 1
+            await (await begin(prefill, spec("b", again, max_tokens=1), source=source(place, 3))).to_the_end()
+            assert prefill.service.core.loads.failures == 1
 
 
 @pytest.mark.parametrize("fault", ["mute", "refused", "nothing", "midway"])
@@ -139,7 +143,7 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
     async with (
         storing(tokens, frame_bytes=frame) as (store, place),
         storing(tokens) as (other, replica),
-        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S, blocks=8) as it,
+        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S, blocks=8) as prefill,
         decoding() as decode,
     ):
         replica.id = "replica"
@@ -152,26 +156,28 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
         store.mute = fault == "mute"
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        story = await begin(it, sequence, target=target, source=source(place, 4), other_sources=[source(replica, 4)])
+        story = await begin(
+            prefill, sequence, target=target, source=source(place, 4), other_sources=[source(replica, 4)]
+        )
         first = await story.to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.loaded_tokens, other.calls) == ((0, 0) if fault == "midway" else (4 * BLOCK, 1))
         assert_arrived(decode, tokens)
         dismiss(decode)
         if fault in ("mute", "refused"):  # the first one is left alone for a while
-            again = await begin(it, spec("b", tokens, max_tokens=1), source=source(place, 4))
+            again = await begin(prefill, spec("b", tokens, max_tokens=1), source=source(place, 4))
             await again.to_the_end()
-            assert it.service.core.loads.failures == 1
+            assert prefill.service.core.loads.failures == 1
 
 
 async def test_loads_only_where_it_is_cheaper() -> None:
     """Loading a block is predicted to take longer than computing it: it is computed."""
     tokens = prompt(2 * BLOCK + 3)
-    async with storing(tokens) as (store, place), prefilling() as it:
-        it.service.core.state.tracker.observe_load(1, 3600.0)
+    async with storing(tokens) as (store, place), prefilling() as prefill:
+        prefill.service.core.state.tracker.observe_load(1, 3600.0)
         for _ in range(60):
-            it.service.core.state.tracker.observe_load(1, 3600.0)
-        first = await (await begin(it, spec("a", tokens, max_tokens=1), source=source(place, 2))).to_the_end()
+            prefill.service.core.state.tracker.observe_load(1, 3600.0)
+        first = await (await begin(prefill, spec("a", tokens, max_tokens=1), source=source(place, 2))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert first.loaded_tokens == 0
         assert store.calls == 0

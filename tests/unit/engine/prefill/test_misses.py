@@ -23,11 +23,11 @@ def full_store() -> FakeStore:
 
 async def misses(store: FakeStore, believed: int = 4) -> list[tuple[str, int]]:
     """Serves a prompt whose prefix is believed to be in the store; returns what was reported missing."""
-    async with served((STORE, store)) as (_, address), prefilling() as it, asyncio.timeout(WAIT_S):
+    async with served((STORE, store)) as (_, address), prefilling() as prefill, asyncio.timeout(WAIT_S):
         place = kv_pb2.Instance(id="store", epoch=1, kind=kv_pb2.INSTANCE_KIND_KVSTORE, address=address)
         source = prefill_pb2.PrefixSource(instance=place, blocks=believed)
         request = prefill_pb2.PrefillRequest(sequence=spec("a", TOKENS, max_tokens=1), source=source)
-        first = [event.first_token async for event in it.stub.Prefill(request) if event.HasField("first_token")]
+        first = [event.first_token async for event in prefill.stub.Prefill(request) if event.HasField("first_token")]
         return [(miss.store.id, miss.block) for miss in first[0].misses]
 
 

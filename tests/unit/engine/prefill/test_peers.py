@@ -17,25 +17,25 @@ TOKENS = prompt(4 * BLOCK + 3)
 KEYS = block_keys(ROOT, TOKENS, BLOCK)
 
 
-async def warm(it: Prefill) -> None:
+async def warm(prefill: Prefill) -> None:
     """The instance holds the prompt's blocks."""
-    await (await begin(it, spec("warm", TOKENS, max_tokens=1))).to_the_end()
+    await (await begin(prefill, spec("warm", TOKENS, max_tokens=1))).to_the_end()
 
 
 async def test_reads_from_another_prefill() -> None:
     """Loaded layer by layer, sent on to decode, told with the first token, and the reader's own from then on."""
-    async with prefilling() as peer, prefilling() as it, decoding() as decode:
+    async with prefilling() as peer, prefilling() as prefill, decoding() as decode:
         await warm(peer)
         sequence = spec("a", TOKENS)
         target = await promised(decode, sequence)
-        first = await (await begin(it, sequence, target=target, source=source(peer.instance, 4))).to_the_end()
+        first = await (await begin(prefill, sequence, target=target, source=source(peer.instance, 4))).to_the_end()
         assert first.token_id == next_token(TOKENS)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 4 * BLOCK, 3)
-        assert [(it.source.id, it.blocks, it.seconds > 0) for it in first.reads] == [("prefill-0", 4, True)]
+        assert [(read.source.id, read.blocks, read.seconds > 0) for read in first.reads] == [("prefill-0", 4, True)]
         assert_arrived(decode, TOKENS)
         dismiss(decode)
-        assert set(it.service.manager.keys()) == set(KEYS)
-        assert it.service.core.state.tracker.speeds.peer_bytes_per_s > 0
+        assert set(prefill.service.manager.keys()) == set(KEYS)
+        assert prefill.service.core.state.tracker.speeds.peer_bytes_per_s > 0
         await peer.rest()
         assert peer.service.reads.sent_bytes == 4 * LAYOUT.block_bytes
 
@@ -43,19 +43,23 @@ async def test_reads_from_another_prefill() -> None:
 @pytest.mark.parametrize("transport", ["local", "tcp", "tls"])
 async def test_reads_over_a_transport(transport: str, sockets: Path) -> None:
     transports = lane_settings(transport, sockets)
-    async with prefilling(epoch=6, **transports) as peer, prefilling(**transports) as it:
+    async with prefilling(epoch=6, **transports) as peer, prefilling(**transports) as prefill:
         await warm(peer)
-        told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
+        told = await (
+            await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
+        ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
         gauges = {gauge.name: gauge.value for gauge in peer.service.gauges().read()}
         assert (gauges[f"transports_{transport}_opened_total"], gauges["transports_refused_total"]) == (1, 0)
 
 
 async def test_reads_from_a_decode() -> None:
-    async with prefilling() as first, prefilling() as it, decoding() as decode:
+    async with prefilling() as first, prefilling() as prefill, decoding() as decode:
         sequence = spec("a", TOKENS)
         await (await begin(first, sequence, target=await promised(decode, sequence))).to_the_end()
-        told = await (await begin(it, spec("b", TOKENS, max_tokens=1), source=source(decode.instance, 4))).to_the_end()
+        told = await (
+            await begin(prefill, spec("b", TOKENS, max_tokens=1), source=source(decode.instance, 4))
+        ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
         dismiss(decode)
         await decode.rest()
@@ -65,20 +69,24 @@ async def test_reads_from_a_decode() -> None:
 @pytest.mark.parametrize("gone", [0, 2])
 async def test_blocks_that_are_gone_are_computed(gone: int) -> None:
     """They are not told as missing: the peer reports by itself what it loses."""
-    async with prefilling() as peer, prefilling() as it:
+    async with prefilling() as peer, prefilling() as prefill:
         await warm(peer)
         peer.service.executor.pool.forget(DeleteKV(1, KVSelection(keys=frozenset(KEYS[gone:]))))
-        told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
+        told = await (
+            await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
+        ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), gone * BLOCK)
         assert list(told.misses) == []
 
 
 async def test_a_damaged_block_is_not_used_and_not_lent_again() -> None:
-    async with prefilling() as peer, prefilling() as it:
+    async with prefilling() as peer, prefilling() as prefill:
         await warm(peer)
         [block] = peer.service.manager.match(KEYS[1:2])
         peer.engine.pool.slice(1, block)[0] ^= 1
-        told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
+        told = await (
+            await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
+        ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
         await peer.until(lambda: not peer.service.manager.match(KEYS[1:2]))
         assert {KEYS[0], KEYS[2]} <= set(peer.service.manager.keys())
@@ -103,21 +111,23 @@ async def test_a_damaged_block_that_cannot_be_lent_just_now_is_found_too() -> No
 
 async def test_a_peer_that_stops_in_the_middle_of_a_read() -> None:
     """Its link is slow, so the read is under way when it ends: what has not come is computed."""
-    async with prefilling(rate=1.0) as peer, prefilling() as it:
+    async with prefilling(rate=1.0) as peer, prefilling() as prefill:
         await warm(peer)
-        story = await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
+        story = await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
         await peer.until(lambda: peer.service.reads.sessions == 1)
         peer.service.closing.set()
         told = await story.to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
-        assert it.service.core.loads.failures == 1
+        assert prefill.service.core.loads.failures == 1
 
 
 async def test_a_reader_of_other_kv_is_refused() -> None:
     """It computes; a peer that serves something else is left alone for a while, as one that fails."""
-    async with prefilling() as peer, prefilling() as it:
+    async with prefilling() as peer, prefilling() as prefill:
         await warm(peer)
         peer.service.reads.namespace = b"\1" * 32
-        told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
+        told = await (
+            await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
+        ).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
-        assert it.service.core.loads.failures == 1
+        assert prefill.service.core.loads.failures == 1

@@ -31,17 +31,17 @@ async def test_others_go_on_while_a_load_stalls_and_it_is_used_when_it_comes() -
     tokens, others = prompt(4 * BLOCK + 3), [prompt(2 * BLOCK + 1, seed) for seed in (1, 2, 3)]
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=20.0, blocks=NO_SPARE_BLOCKS) as it,
+        prefilling(load_timeout_s=20.0, blocks=NO_SPARE_BLOCKS) as prefill,
         decoding() as decode,
     ):
         go_on = stall_after_layer_0(store)
-        reached, go = it.engine.hold(layer=1)
+        reached, go = prefill.engine.hold(layer=1)
         go.set()
         sequence = spec("late", tokens)
-        late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
+        late = await begin(prefill, sequence, target=await promised(decode, sequence), source=source(place, 4))
         await reached.wait()
         for number, other in enumerate(others):
-            quick = await begin(it, spec(f"quick-{number}", other, max_tokens=1))
+            quick = await begin(prefill, spec(f"quick-{number}", other, max_tokens=1))
             assert (await quick.to_the_end()).token_id == next_token(other)
         assert late.token is None
         go_on.set()
@@ -55,18 +55,18 @@ async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> N
     tokens, other = prompt(4 * BLOCK + 3), prompt(BLOCK + 1, 1)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=20.0) as it,
+        prefilling(load_timeout_s=20.0) as prefill,
         decoding() as decode,
     ):
         go_on = stall_after_layer_0(store)
-        reached, go = it.engine.hold()
-        first = await begin(it, spec("first", prompt(2 * BLOCK, 2), max_tokens=1))
+        reached, go = prefill.engine.hold()
+        first = await begin(prefill, spec("first", prompt(2 * BLOCK, 2), max_tokens=1))
         await reached.wait()
         sequence = spec("late", tokens)
-        late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
-        quick = await begin(it, spec("quick", other, max_tokens=1))
-        loads = it.service.core.state.requests
-        await it.until(
+        late = await begin(prefill, sequence, target=await promised(decode, sequence), source=source(place, 4))
+        quick = await begin(prefill, spec("quick", other, max_tokens=1))
+        loads = prefill.service.core.state.requests
+        await prefill.until(
             lambda: any(
                 request.prefix.load is not None and request.prefix.load.layers == 1 for request in loads.values()
             )
@@ -74,10 +74,10 @@ async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> N
         go.set()
         await first.to_the_end()
         assert (await quick.to_the_end()).token_id == next_token(other)
-        shared = it.engine.steps[1]
+        shared = prefill.engine.steps[1]
         assert shared.gated
         assert len(shared.sequences) == 2
-        assert it.engine.drops == [(shared.step_id, 0)]
+        assert prefill.engine.drops == [(shared.step_id, 0)]
         go_on.set()
         assert (await late.to_the_end()).token_id == next_token(tokens)
         assert_arrived(decode, tokens)
@@ -88,18 +88,18 @@ async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> No
     tokens, other = prompt(4 * BLOCK + 3), prompt(2 * BLOCK + 1, 1)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=0.5, blocks=NO_SPARE_BLOCKS) as it,
+        prefilling(load_timeout_s=0.5, blocks=NO_SPARE_BLOCKS) as prefill,
         decoding() as decode,
     ):
         stall_after_layer_0(store)
         sequence = spec("late", tokens)
-        late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
-        quick = await begin(it, spec("quick", other, max_tokens=1))
+        late = await begin(prefill, sequence, target=await promised(decode, sequence), source=source(place, 4))
+        quick = await begin(prefill, spec("quick", other, max_tokens=1))
         assert (await quick.to_the_end()).token_id == next_token(other)
         assert late.token is None
         first = await late.to_the_end()
         assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
-        assert it.service.core.loads.failures == 1
+        assert prefill.service.core.loads.failures == 1
         assert_arrived(decode, tokens)
         dismiss(decode)
 
@@ -108,15 +108,15 @@ async def test_a_stalled_load_is_overtaken() -> None:
     tokens = prompt(4 * BLOCK + 3)
     async with (
         storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
-        prefilling(load_timeout_s=20.0, token_s=0.001) as it,
+        prefilling(load_timeout_s=20.0, token_s=0.001) as prefill,
         decoding() as decode,
     ):
         stall_after_layer_0(store)
         sequence = spec("late", tokens)
-        late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
+        late = await begin(prefill, sequence, target=await promised(decode, sequence), source=source(place, 4))
         first = await late.to_the_end()
         assert (first.token_id, first.loaded_tokens) == (next_token(tokens), 0)
         assert first.overtaken_tokens == 4 * BLOCK
-        assert (it.service.core.loads.overtaken, it.service.core.loads.failures) == (1, 0)
+        assert (prefill.service.core.loads.overtaken, prefill.service.core.loads.failures) == (1, 0)
         assert_arrived(decode, tokens)
         dismiss(decode)

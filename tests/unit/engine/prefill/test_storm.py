@@ -18,9 +18,9 @@ REQUESTS = 60
 
 
 class Storm:
-    def __init__(self, seed: int, it: Prefill, decode: Decode, store: FakeStore, place: kv_pb2.Instance) -> None:
+    def __init__(self, seed: int, prefill: Prefill, decode: Decode, store: FakeStore, place: kv_pb2.Instance) -> None:
         self.random = random.Random(seed)
-        self.it, self.decode, self.store, self.place = it, decode, store, place
+        self.prefill, self.decode, self.store, self.place = prefill, decode, store, place
         self.ends: Counter[str] = Counter()
 
     async def request(self, number: int) -> None:
@@ -39,7 +39,7 @@ class Storm:
             answer = await self.decode.stub.Reserve(decode_pb2.ReserveRequest(sequence=sequence), timeout=WAIT_S)
             target = answer.target
             request.target.CopyFrom(target)
-        story = PrefillCall(self.it, request)
+        story = PrefillCall(self.prefill, request)
         try:
             await self.live(story, plan, patience, target, tokens)
         finally:
@@ -72,7 +72,7 @@ class Storm:
     async def run(self) -> None:
         limit = asyncio.Semaphore(8)
 
-        async def one(number: int) -> None:
+        async def ask(number: int) -> None:
             async with limit:
                 try:
                     await self.request(number)
@@ -82,7 +82,7 @@ class Storm:
 
         async with asyncio.TaskGroup() as group:
             for number in range(REQUESTS):
-                group.create_task(one(number))
+                group.create_task(ask(number))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ async def test_storm(seed: int, stages: int) -> None:
     stored = prompt(5 * BLOCK, seed)
     async with (
         storing(stored) as (store, place),
-        prefilling(blocks=20, stages=stages, load_timeout_s=1.0, write_back_blocks=6) as it,
+        prefilling(blocks=20, stages=stages, load_timeout_s=1.0, write_back_blocks=6) as prefill,
         decoding(blocks=64) as decode,
     ):
-        storm = Storm(seed, it, decode, store, place)
+        storm = Storm(seed, prefill, decode, store, place)
         await storm.run()
-        await it.rest()
+        await prefill.rest()
         await decode.rest()
         assert storm.ends["well"] > REQUESTS // 3, storm.ends
         assert set(block_keys(ROOT, stored, BLOCK)) <= set(store.blocks)
-        assert it.engine.steps
+        assert prefill.engine.steps

@@ -13,8 +13,8 @@ def needed(world: World) -> int:
 
 
 def small(window: int, slots: int, stages: int = 1, *, states: bool = False) -> World:
-    its = {"windowed_layers": frozenset({1}), "window_blocks": window, "window_slots": slots}
-    return World(staged(stages, blocks=40, recurrent=states, states_alone=states, **its))
+    settings = {"windowed_layers": frozenset({1}), "window_blocks": window, "window_slots": slots}
+    return World(staged(stages, blocks=40, recurrent=states, states_alone=states, **settings))
 
 
 def most_needed(world: World) -> int:

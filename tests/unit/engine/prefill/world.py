@@ -15,8 +15,8 @@ from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 
 BT = 16
 LAYERS = 3
@@ -378,7 +378,7 @@ class World:
         if held is not None:
             tokens, windowed = client.arrive.request.tokens, self.settings.windowed_layers
             first = max(held, tokens // BT - self.settings.window_blocks)
-            blocks = [range(first if it in windowed else held, -(-tokens // BT)) for it in range(LAYERS)]
+            blocks = [range(first if number in windowed else held, -(-tokens // BT)) for number in range(LAYERS)]
             assert set(client.sent) == {(layer, index) for layer in range(LAYERS) for index in blocks[layer]}
 
     # --- to the end ------------------------------------------------------------------------------------------------

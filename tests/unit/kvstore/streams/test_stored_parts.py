@@ -12,7 +12,8 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader, PrefixLost
 from moonpool.base.kv_transfer.store_writer import PutOutcome
 from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter, WindowLost
-from moonpool.engine.prefill.core.request import OutgoingKV, PrefillSettings
+from moonpool.engine.prefill.core.outgoing_kv import OutgoingKV
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.layouts import GROUPED
 from tests.slices import hashed

@@ -30,7 +30,7 @@ def _following(tokens: tuple[int, ...]) -> list[tuple[int, float]]:
     rng = random.Random(digest_of(tokens))
     logits = [rng.gauss(0.0, 1.5) + (1.5 if token < ENDS else 0.0) for token in range(TOKENS)]
     total = math.log(sum(map(math.exp, logits)))
-    return sorted(((token, logit - total) for token, logit in enumerate(logits)), key=lambda it: -it[1])
+    return sorted(((token, logit - total) for token, logit in enumerate(logits)), key=lambda other: -other[1])
 
 
 def plain_search(
@@ -50,12 +50,12 @@ def plain_search(
             for answer, score in running
             for token, log_probability in following(prompt + answer)
         ]
-        top = sorted(everything, key=lambda it: -it[1])[: max(2, 1 + len(ends)) * width]
+        top = sorted(everything, key=lambda beam: -beam[1])[: max(2, 1 + len(ends)) * width]
         stops = [answer[-1] in ends or length == longest for answer, _ in top]
-        running = [it for it, stop in zip(top, stops, strict=True) if not stop][:width]
-        ended = [it for it, stop in list(zip(top, stops, strict=True))[:width] if stop]
+        running = [beam for beam, stop in zip(top, stops, strict=True) if not stop][:width]
+        ended = [beam for beam, stop in list(zip(top, stops, strict=True))[:width] if stop]
         finished += [(answer, score / length**rules.length_penalty) for answer, score in ended]
-        finished = sorted(finished, key=lambda it: -it[1])[:width]
+        finished = sorted(finished, key=lambda beam: -beam[1])[:width]
         if all(stops):
             break
         at = longest if rules.early_stopping == "never" and rules.length_penalty > 0 else length

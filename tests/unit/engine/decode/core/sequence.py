@@ -66,8 +66,8 @@ def follow_beams(
 
     kept = kept | {number: follow(parent, candidate) for number, parent, candidate in chosen.ended}
     taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.forks]
-    for it, (tokens, contents) in zip(beams, taken, strict=False):
-        it.tokens, it.contents = tokens, contents
+    for sequence, (tokens, contents) in zip(beams, taken, strict=False):
+        sequence.tokens, sequence.contents = tokens, contents
     return {number: kept[number] for number in chosen.kept}
 
 

@@ -38,9 +38,9 @@ class PacedWorld(World):
     def tear(self, number: int, leading: int) -> None:
         """A transfer ends when so many leading blocks have come, and a part of the next one."""
         self.post(TransferOpened(number))
-        it = self.sequences[number]
-        self._receive(it, min(leading * BT + BT // 2, len(it.tokens)))
-        self.whole[number] = min(leading, len(it.table))
+        sequence = self.sequences[number]
+        self._receive(sequence, min(leading * BT + BT // 2, len(sequence.tokens)))
+        self.whole[number] = min(leading, len(sequence.table))
         self.post(AbortRequest(number, "the sender gave up", self.whole[number]))
 
 

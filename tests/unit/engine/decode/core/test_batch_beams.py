@@ -23,60 +23,60 @@ def search(width: int, longest: int = 10, rules: SearchRules = PLAIN) -> BeamSea
 
 def go(*log_probabilities: float) -> Candidates:
     """None of them ends."""
-    return tuple((it, False) for it in log_probabilities)
+    return tuple((log_probability, False) for log_probability in log_probabilities)
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
 def test_the_best_go_on_whoever_their_parents_are() -> None:
-    it = search(2)
-    assert it.step([go(-1.0, -2.0, -3.0)]) == ([(0, 0), (0, 1)], [])
-    assert it.step([go(-3.0, -4.0, -5.0), go(-0.5, -0.75, -9.0)]) == ([(1, 0), (1, 1)], [])
-    assert (it.length, it.scores, it.kept, it.over) == (2, [-2.5, -2.75], [], False)
+    beam_search = search(2)
+    assert beam_search.step([go(-1.0, -2.0, -3.0)]) == ([(0, 0), (0, 1)], [])
+    assert beam_search.step([go(-3.0, -4.0, -5.0), go(-0.5, -0.75, -9.0)]) == ([(1, 0), (1, 1)], [])
+    assert (beam_search.length, beam_search.scores, beam_search.kept, beam_search.over) == (2, [-2.5, -2.75], [], False)
 
 
 def test_only_the_best_of_all_beams_may_end() -> None:
     """The third candidate ends too, but is not among the best two: it is dropped, and does not go on either."""
-    it = search(2)
+    beam_search = search(2)
     found: Candidates = ((-1.0, True), (-2.0, False), (-3.0, True), (-4.0, False))
-    assert it.step([found]) == ([(0, 1), (0, 3)], [(0, 0, 0)])
-    assert (it.kept, it.scores, it.ended) == ([Hypothesis(0, -1.0)], [-2.0, -4.0], 1)
+    assert beam_search.step([found]) == ([(0, 1), (0, 3)], [(0, 0, 0)])
+    assert (beam_search.kept, beam_search.scores, beam_search.ended) == ([Hypothesis(0, -1.0)], [-2.0, -4.0], 1)
 
 
 def test_a_score_is_over_the_length_to_the_penalty() -> None:
-    it = search(1, rules=SearchRules(2.0, "never"))
-    it.step([go(-1.0)])
-    it.step([((-3.0, True), (-5.0, False))])
-    assert it.kept == [Hypothesis(0, -4.0 / 2**2)]
-    assert not it.over, "at ten tokens -6 is -0.06"
+    beam_search = search(1, rules=SearchRules(2.0, "never"))
+    beam_search.step([go(-1.0)])
+    beam_search.step([((-3.0, True), (-5.0, False))])
+    assert beam_search.kept == [Hypothesis(0, -4.0 / 2**2)]
+    assert not beam_search.over, "at ten tokens -6 is -0.06"
 
 
 def test_a_better_hypothesis_takes_the_place_of_the_worst() -> None:
-    it = search(2, rules=SearchRules(0.0, "never"))
-    it.step([((-0.5, False), (-1.0, True), (-1.5, False))])
-    assert it.step([((-2.0, True), (-9.0, False)), ((-0.125, True), (-8.0, False))]) == ([], [(1, 1, 0)])
-    assert (it.kept, it.ended) == ([Hypothesis(0, -1.0), Hypothesis(1, -1.625)], 3)
-    assert it.over, "the best beam is at -9.5"
+    beam_search = search(2, rules=SearchRules(0.0, "never"))
+    beam_search.step([((-0.5, False), (-1.0, True), (-1.5, False))])
+    assert beam_search.step([((-2.0, True), (-9.0, False)), ((-0.125, True), (-8.0, False))]) == ([], [(1, 1, 0)])
+    assert (beam_search.kept, beam_search.ended) == ([Hypothesis(0, -1.0), Hypothesis(1, -1.625)], 3)
+    assert beam_search.over, "the best beam is at -9.5"
 
 
 def test_equals_are_taken_in_the_order_of_beams_and_candidates_and_the_earlier_hypothesis_is_better() -> None:
-    it = search(2, rules=SearchRules(0.0, "never"))
-    assert it.step([((-1.0, True), (-1.0, False), (-1.0, False), (-1.0, False))])[0] == [(0, 1), (0, 2)]
+    beam_search = search(2, rules=SearchRules(0.0, "never"))
+    assert beam_search.step([((-1.0, True), (-1.0, False), (-1.0, False), (-1.0, False))])[0] == [(0, 1), (0, 2)]
     tied: Candidates = ((0.0, True), (-1.0, False), (-1.0, False))
-    assert it.step([tied, tied]) == ([], [(1, 0, 0)])
-    assert it.kept == [Hypothesis(0, -1.0), Hypothesis(1, -1.0)]
+    assert beam_search.step([tied, tied]) == ([], [(1, 0, 0)])
+    assert beam_search.kept == [Hypothesis(0, -1.0), Hypothesis(1, -1.0)]
 
 
 @pytest.mark.parametrize(("early", "over"), [(True, True), (False, False), ("never", False)])
 def test_when_a_search_with_enough_hypotheses_ends(early: bool | str, over: bool) -> None:
     """The beam's score is better than the hypothesis'."""
-    it = search(1, rules=SearchRules(1.0, early))
-    it.step([go(-1.0)])
-    it.kept.append(Hypothesis(0, -3.0))
-    it.ended = 1
-    it.step([go(-1.0)])
-    assert it.over == over
+    beam_search = search(1, rules=SearchRules(1.0, early))
+    beam_search.step([go(-1.0)])
+    beam_search.kept.append(Hypothesis(0, -3.0))
+    beam_search.ended = 1
+    beam_search.step([go(-1.0)])
+    assert beam_search.over == over
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
@@ -84,15 +84,17 @@ def test_when_a_search_with_enough_hypotheses_ends(early: bool | str, over: bool
 def test_as_the_plain_search(rules: SearchRules, width: int) -> None:
     """It sees (width + end tokens) candidates of each beam, the plain one all."""
     for seed in range(6):
-        it, beams = search(width, 9, rules), [[seed]]
+        beam_search, beams = search(width, 9, rules), [[seed]]
         hypotheses: dict[int, list[int]] = {}
-        while not it.over:
+        while not beam_search.over:
             found = [following(tokens)[: width + ENDS] for tokens in beams]
-            last = it.length + 1 == it.longest
-            chosen, ended = it.step([tuple((score, token < ENDS or last) for token, score in row) for row in found])
+            last = beam_search.length + 1 == beam_search.longest
+            chosen, ended = beam_search.step(
+                [tuple((score, token < ENDS or last) for token, score in row) for row in found]
+            )
             hypotheses |= {number: [*beams[beam], found[beam][which][0]] for number, beam, which in ended}
             beams = [[*beams[beam], found[beam][which][0]] for beam, which in chosen]
-        answers = [(hypotheses[kept.number][1:], kept.score) for kept in it.kept]
+        answers = [(hypotheses[kept.number][1:], kept.score) for kept in beam_search.kept]
         assert answers == plain_search([seed], width, 9, rules)
         assert len(answers) == width
 
@@ -106,7 +108,11 @@ def test_beams_fork_by_reference_and_what_is_dropped_is_let_go() -> None:
     members = world.core.requests[number].sequences
     assert [member.table[:2] for member in members] == [members[0].table[:2]] * 2
     while (
-        sum(isinstance(it, ForkSequences) and len({parent for parent, _ in it.forks}) == 1 for it in world.actions) < 2
+        sum(
+            isinstance(action, ForkSequences) and len({parent for parent, _ in action.forks}) == 1
+            for action in world.actions
+        )
+        < 2
     ):
         world.step()  # until both come from one beam, once more than at the start
     assert world.run is not None
@@ -122,7 +128,7 @@ def test_a_search_may_end_with_the_first_step() -> None:
     world = World(config(12))
     number = world.go(prompt(5), (1, 1, 1), search=PLAIN)
     assert [len(answer) for answer, _ in world.searched[number]] == [1, 1, 1]
-    assert not [it for it in world.actions if isinstance(it, StartRun)]
+    assert not [action for action in world.actions if isinstance(action, StartRun)]
     world.assert_at_rest()
 
 
@@ -131,7 +137,7 @@ def test_candidates_wait_for_the_prompt() -> None:
     number = world.reserve(prompt(20), (6, 6), search=PLAIN)
     assert number is not None
     world.start(number)
-    assert not [it for it in world.actions if isinstance(it, ForkSequences | StartRun)]
+    assert not [action for action in world.actions if isinstance(action, ForkSequences | StartRun)]
     world.arrive(number)
     world.work()
     assert list(world.searched) == [number]
@@ -140,11 +146,11 @@ def test_candidates_wait_for_the_prompt() -> None:
 def test_one_that_is_stopped_in_its_step_says_nothing_more() -> None:
     world = World(config(12))
     number = world.go(prompt(20), (6, 6), search=PLAIN)
-    selected = len([it for it in world.actions if isinstance(it, ForkSequences)])
+    selected = len([action for action in world.actions if isinstance(action, ForkSequences)])
     world.post(AbortRequest(number, "cancelled"))
     world.work()
-    assert len([it for it in world.actions if isinstance(it, ForkSequences)]) == selected
-    assert not [it for it in world.actions if isinstance(it, AnswersRanked)]
+    assert len([action for action in world.actions if isinstance(action, ForkSequences)]) == selected
+    assert not [action for action in world.actions if isinstance(action, AnswersRanked)]
     world.assert_at_rest()
 
 
@@ -158,6 +164,6 @@ def test_no_preemption_changes_what_is_found(way: Preemption, length: int, width
     world.work()
     assert list(world.searched) == [number]
     assert world.core.preempted.preemptions > BT / 2
-    assert [it.id for it in world.actions if isinstance(it, RequestFreed)] == [number]
+    assert [action.id for action in world.actions if isinstance(action, RequestFreed)] == [number]
     world.assert_at_rest()
     world.assert_reruns()

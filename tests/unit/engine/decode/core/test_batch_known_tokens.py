@@ -86,7 +86,7 @@ def test_answers_begin_together_behind_what_is_known_of_each(length: int) -> Non
     assert number is not None
     world.arrive(number)
     world.start(number, known=2 * BT - 1)
-    assert [len(world.answers[number + it]) for it in range(4)] == [2 * BT, 2 * BT, 1, 2]
+    assert [len(world.answers[number + other]) for other in range(4)] == [2 * BT, 2 * BT, 1, 2]
     request = world.core.requests[number]
     assert [member.id for member in request.sequences] == [number]
     assert request.ended_tokens == 2 * BT + 1 + 2
@@ -102,14 +102,14 @@ def test_what_members_share_is_there_once() -> None:
     assert number is not None
     world.arrive(number)
     world.start(number, known=BT)
-    tables = [it.table for _, it in world.group(number)]
+    tables = [sequence.table for _, sequence in world.group(number)]
     assert [len(table) for table in tables] == [5, 5, 5]
     assert len({block for table in tables for block in table}) == 3 + 3 * 2
     assert world.run is not None
     assert [(chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in world.run.chunks] == [
-        (number + it, 3 * BT, BT + 2, False) for it in range(3)
+        (number + other, 3 * BT, BT + 2, False) for other in range(3)
     ]
     world.work()
-    assert [len(world.answers[number + it]) for it in range(3)] == [ANSWER] * 3
+    assert [len(world.answers[number + other]) for other in range(3)] == [ANSWER] * 3
     world.assert_at_rest()
     world.assert_reruns()

@@ -21,7 +21,7 @@ def batches(world: World) -> list[tuple[int, ...]]:
 def test_the_prompt_is_held_once_and_its_last_block_copied_when_it_is_written_to() -> None:
     world = World(config(12))
     number = world.go(prompt(2 * BT + 3), (4, 4, 4))
-    tables = [it.table for _, it in world.group(number)]
+    tables = [sequence.table for _, sequence in world.group(number)]
     assert world.run is not None
     assert world.run.batch == (number, number + 1, number + 2)
     assert [table[:2] for table in tables] == [tables[0][:2]] * 3
@@ -84,7 +84,7 @@ def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
     world.start(group)
     while not world.ios:
         world.step()
-    assert [it.id for it in world.ios.values()] == [goes]
+    assert [action.id for action in world.ios.values()] == [goes]
     assert (world.core.budget.available, world.core.budget.surplus) == (2, 2)
     begun = len(world.actions)
     world.step()

@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.engine.decode.core.actions import AppendBlock, ReservationGranted, StartRun, StoreBlock
-from moonpool.engine.decode.core.batch_planner import FEW_LENGTHS, OutputLengths
+from moonpool.engine.decode.core.output_lengths import FEW_LENGTHS, OutputLengths
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import World, config
 
@@ -41,8 +41,8 @@ def test_unused_slots_are_those_of_the_last_block() -> None:
         world.go(prompt(5 + seed, seed), 40 + seed)
     for _ in range(38):
         world.step()
-        tables = [len(it.table) * BT for it in world.sequences.values()]
-        lengths = [len(it.tokens) - 1 for it in world.sequences.values()]
+        tables = [len(sequence.table) * BT for sequence in world.sequences.values()]
+        lengths = [len(sequence.tokens) - 1 for sequence in world.sequences.values()]
         assert sum(tables) - sum(lengths) <= len(tables) * (BT - 1)
 
 
@@ -87,10 +87,10 @@ def test_a_prefix_is_shared_and_copied_by_nobody() -> None:
     first = world.go(common, 40)
     second = world.go(common, 40)
     assert [action.held for action in world.actions if isinstance(action, ReservationGranted)] == [0, 2]
-    one, two = world.sequences[first].table, world.sequences[second].table
-    assert one[:2] == two[:2]
-    assert not set(one[2:]) & set(two[2:])
-    assert world.core.blocks.ref_count(one[0]) == 2
+    table, two = world.sequences[first].table, world.sequences[second].table
+    assert table[:2] == two[:2]
+    assert not set(table[2:]) & set(two[2:])
+    assert world.core.blocks.ref_count(table[0]) == 2
     world.work()
     world.assert_at_rest()
 
@@ -101,11 +101,11 @@ def test_the_answers_blocks_are_prefixes_while_it_runs() -> None:
     number = world.go(prompt(BT - 5), 4 * BT, stores=2)
     for _ in range(2 * BT):
         world.step()
-    it = world.sequences[number]
-    whole = (len(it.tokens) - 1) // BT
+    sequence = world.sequences[number]
+    whole = (len(sequence.tokens) - 1) // BT
     assert whole == 2
     stores = [action for action in world.actions if isinstance(action, StoreBlock)]
     assert [(action.index, action.store) for action in stores] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    turn = world.reserve([*it.tokens[:-1], 7], 4)
+    turn = world.reserve([*sequence.tokens[:-1], 7], 4)
     assert turn is not None
     assert [action.held for action in world.actions if isinstance(action, ReservationGranted)][-1] == whole

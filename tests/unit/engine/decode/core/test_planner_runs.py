@@ -245,7 +245,7 @@ def test_blocks_granted_ahead_change_nothing_but_the_runs(asks: list[Ask], batch
     assert ahead.made == single.made
     assert ahead.runs <= plain.runs
     for number in single.made:
-        needed, got = (sum(it == number for it in grown(clock)) for clock in (single, ahead))
+        needed, got = (sum(grown_id == number for grown_id in grown(clock)) for clock in (single, ahead))
         assert needed <= got <= needed + -(-steps[1] // BT), "and not many that it did not come to"
 
 
@@ -273,10 +273,10 @@ def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:
 
 def test_a_quiet_batch_is_asked_about_once_a_block() -> None:
     """41 steps: up to the first token of each further block, and to the answer's end."""
-    one = Ask(0, 8, 42, 0.0, 100_000)
-    assert play([one], 40, 4, Preemption.AUTO, 1).runs == 41
-    assert play([one], 40, 4, Preemption.AUTO, 1000).runs == 11
-    assert play([one], 40, 4, Preemption.AUTO, 3).runs == 10 * 2 + 1
+    ask = Ask(0, 8, 42, 0.0, 100_000)
+    assert play([ask], 40, 4, Preemption.AUTO, 1).runs == 41
+    assert play([ask], 40, 4, Preemption.AUTO, 1000).runs == 11
+    assert play([ask], 40, 4, Preemption.AUTO, 3).runs == 10 * 2 + 1
 
 
 def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:

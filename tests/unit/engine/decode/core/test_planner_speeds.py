@@ -7,8 +7,8 @@ import pytest
 from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
 from moonpool.base.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
 from moonpool.engine.decode.core.actions import StartRun
-from moonpool.engine.decode.core.batch_planner import RunInFlight, observe_run
 from moonpool.engine.decode.core.events import RunDone
+from moonpool.engine.decode.core.runs import RunInFlight, observe_run
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import SPEEDS, World, config
 

@@ -29,7 +29,7 @@ def test_who_came_last_leaves_when_answers_are_longer_than_expected(run_steps: i
     while len(world.core.planner.batch) == 2 or world.core.planner.batch.ticks < 10:
         world.step()
     planner = world.core.planner
-    assert (planner.batch.ids, planner.waiting[0].id, planner.slots_kept) == ((first,), second, {second: 1})
+    assert (planner.batch.ids, planner.waiting[0].id, planner.slots.kept) == ((first,), second, {second: 1})
     assert [len(world.sequences[number].tokens) for number in (first, second)] == [51, 50], "101, after 99"
     assert world.reserve(prompt(4, 3), slo=limit) is None
     while first in world.core.requests:

@@ -15,18 +15,18 @@ from tests.unit.engine.decode.core.world import SPEEDS, WAYS, World, config, pre
 
 
 def test_last_come_is_first_preempted_and_the_oldest_never() -> None:
-    one, two, three = preemptible(1), preemptible(2), preemptible(3)
-    assert choose_victim([two, one, three], one) is three
-    assert choose_victim([two, one, three], three) is three
-    assert choose_victim([one, two], two) is two
-    assert choose_victim([one], one) is None
+    first, second, third = preemptible(1), preemptible(2), preemptible(3)
+    assert choose_victim([second, first, third], first) is third
+    assert choose_victim([second, first, third], third) is third
+    assert choose_victim([first, second], second) is second
+    assert choose_victim([first], first) is None
 
 
 def test_who_was_preempted_twice_is_spared() -> None:
-    one, two, three = preemptible(1), preemptible(2), preemptible(3, preemptions=2)
-    assert choose_victim([one, two, three], one) is two
-    assert choose_victim([one, two, three], two) is two
-    assert choose_victim([one, three], one) is three, "somebody must"
+    first, second, third = preemptible(1), preemptible(2), preemptible(3, preemptions=2)
+    assert choose_victim([first, second, third], first) is second
+    assert choose_victim([first, second, third], second) is second
+    assert choose_victim([first, third], first) is third, "somebody must"
 
 
 def crowded(core: DecodeSettings) -> tuple[World, int, int]:

@@ -74,8 +74,8 @@ def test_a_token_is_not_computed_behind_its_own_recurrent_state(
     world = holding(3, chunked_prefill_size=20, recurrent=True, window_blocks=1, window_slots=12, states_alone=True)
     others = [asked(world, 5), asked(world, 5)]
     number = asked(world, length)
-    for it in (*others, number):
-        world.compute(it)
+    for other in (*others, number):
+        world.compute(other)
     world.work()
     assert [chunk for chunk in chunks(world) if chunk[0]] == computed
     assert len(world.answers[number]) == 4
@@ -180,7 +180,7 @@ def test_a_full_hit_that_is_preempted_before_its_token_comes_back(way: Preemptio
     number = asked(world, 2 * BT, stores=1)
     world.compute(number)
     world.work()
-    assert [len(world.answers[it]) for it in (older, number)] == [BT, 4]
+    assert [len(world.answers[which]) for which in (older, number)] == [BT, 4]
     assert not recurrent or all(start != 2 * BT - 1 for start, _, _ in chunks(world))
     world.assert_at_rest()
     world.assert_reruns()
@@ -247,7 +247,7 @@ def test_one_that_is_preempted_before_its_first_token_comes_back(way: Preemption
         world.step()
     assert (world.answers[number], world.core.requests[number].preemption.count) == ([], 1)
     world.work()
-    assert [len(world.answers[it]) for it in (older, number)] == [5 * BT, 2 * BT]
+    assert [len(world.answers[which]) for which in (older, number)] == [5 * BT, 2 * BT]
     world.assert_at_rest()
     world.assert_reruns()
 

@@ -307,8 +307,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.conductor_leaves()
         self.world.tick(2.0)
         self.steps(1)
-        orphans = [it for it in self.world.core.requests.values() if it.stream == NO_STREAM]
-        assert all(it.status in COPYING or it.status is RequestStatus.FINISHING for it in orphans)
+        orphans = [request for request in self.world.core.requests.values() if request.stream == NO_STREAM]
+        assert all(orphan.status in COPYING or orphan.status is RequestStatus.FINISHING for orphan in orphans)
 
     @precondition(lambda self: self.begun)
     @rule(pick=st.integers(0, 20), higher=st.sampled_from([0, 1, 1, 2]))

@@ -12,8 +12,8 @@ from moonpool.engine.decode.core.actions import (
     StopRun,
 )
 from moonpool.engine.decode.core.events import AbortRequest, SearchRules, StreamOpened
+from moonpool.engine.decode.core.output_retention import KEY_BYTES, RETAINED_BYTES, TOKEN_BYTES
 from moonpool.engine.decode.core.request import NO_STREAM, RequestStatus
-from moonpool.engine.decode.core.scheduler import KEY_BYTES, RETAINED_BYTES, TOKEN_BYTES
 from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import WAYS, World, config

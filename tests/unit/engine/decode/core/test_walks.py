@@ -142,7 +142,8 @@ def test_conductors_come_and_go(way: Preemption) -> None:
     assert (world.failed, world.lost) == ({}, [])
     assert len(world.answers) == 10
     parked, adopted, fenced = (
-        [it for it in world.actions if isinstance(it, kind)] for kind in (RequestParked, RequestAdopted, FenceConductor)
+        [action for action in world.actions if isinstance(action, kind)]
+        for kind in (RequestParked, RequestAdopted, FenceConductor)
     )
     print(f"{way}: {len(parked)} parked, {len(adopted)} adopted, {len(fenced)} fenced")
     assert min(len(parked), len(adopted), len(fenced)) > 10

@@ -15,8 +15,8 @@ def needed(world: World) -> int:
 
 
 def small(window: int, *, states: bool, slots: int, **settings: object) -> World:
-    its = {"window_blocks": window, "window_slots": slots, "recurrent": states, "states_alone": states}
-    return World(config(60, **its, **settings))
+    windows = {"window_blocks": window, "window_slots": slots, "recurrent": states, "states_alone": states}
+    return World(config(60, **windows, **settings))
 
 
 @pytest.mark.parametrize(("window", "states"), WINDOWS)

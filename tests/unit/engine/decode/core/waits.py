@@ -44,13 +44,17 @@ def bound(core: DecodeScheduler) -> int:
 
 def _firsts(core: DecodeScheduler) -> Iterator[DecodeRequest]:
     """The first request of each tenant, if it was preempted and did not run since."""
-    started = [it for it in core.requests.values() if it.is_started and it.status is not RequestStatus.FINISHING]
+    started = [
+        other for other in core.requests.values() if other.is_started and other.status is not RequestStatus.FINISHING
+    ]
     for request in started:
-        own = [it for it in started if it.spec.tenant == request.spec.tenant]
-        if request.preemption.since is not None and request is min(own, key=lambda it: it.order_key):
+        own = [other for other in started if other.spec.tenant == request.spec.tenant]
+        if request.preemption.since is not None and request is min(own, key=lambda other: other.order_key):
             yield request
 
 
 def _is_held_up(core: DecodeScheduler) -> bool:
     requests = core.requests.values()
-    return bool(core.settings.preempt_every) or any(it.tbt_slo_s or it.status in TRANSFERRING for it in requests)
+    return bool(core.settings.preempt_every) or any(
+        request.tbt_slo_s or request.status in TRANSFERRING for request in requests
+    )

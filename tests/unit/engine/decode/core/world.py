@@ -177,16 +177,16 @@ class World:
 
     def group(self, number: int) -> "list[tuple[int, Sequence]]":
         """The sequences of a request, with their numbers."""
-        return [(other, it) for other, it in self.sequences.items() if it.request == number]
+        return [(other, sequence) for other, sequence in self.sequences.items() if sequence.request == number]
 
     def arrive(self, number: int) -> None:
         """The prompt's KV comes; prefill has written it to the kvstores as well."""
         self.post(TransferOpened(number))
-        it = self.sequences[number]
-        self._receive(it, len(it.tokens))
+        sequence = self.sequences[number]
+        self._receive(sequence, len(sequence.tokens))
         for store in range(self.core.requests[number].stores):
-            for index, key in enumerate(it.keys()):
-                content = {at: it.content(index * BT + at) for at in range(BT)}
+            for index, key in enumerate(sequence.keys()):
+                content = {at: sequence.content(index * BT + at) for at in range(BT)}
                 self.stored[store, key] = content | {~at: value for at, value in content.items()}
         self.post(TransferComplete(number))
 
@@ -198,12 +198,12 @@ class World:
             self.post(StartDecoding(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
         finishes, more, keys = [], [], []
-        for other, it in self.group(number):
-            self.answers[other] = it.go_on(1 + min(known, it.answer - 1))
+        for other, sequence in self.group(number):
+            self.answers[other] = sequence.go_on(1 + min(known, sequence.answer - 1))
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
-            finishes.append(STOP if len(self.answers[other]) == it.answer else 0)
+            finishes.append(STOP if len(self.answers[other]) == sequence.answer else 0)
             more.append(len(self.answers[other]) - 1)
-            keys.append(tuple(it.keys()[len(self.asked[number].request.keys) : (len(it.tokens) - 1) // BT]))
+            keys.append(tuple(sequence.keys()[len(self.asked[number].request.keys) : (len(sequence.tokens) - 1) // BT]))
         finish, *others = finishes
         behind = (tuple(more), tuple(keys)) if known else ((), ())
         self.post(StartDecoding(number, stream, finish, tuple(others), (), *behind))
@@ -224,7 +224,7 @@ class World:
 
     def close(self, stream: int) -> None:
         """A conductor's stream ends: nobody hears its sequences any more."""
-        self.followers = {number: it for number, it in self.followers.items() if it != stream}
+        self.followers = {number: follower for number, follower in self.followers.items() if follower != stream}
         self.post(StreamClosed(stream))
 
     def go(self, prompt: list[int], answer: int | tuple[int, ...] = 4, stream: int = 1, **options: object) -> int:
@@ -247,28 +247,28 @@ class World:
             *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
         ]:
-            it, ahead = self.sequences[number], self.core.settings.ahead_steps
-            assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
+            sequence, ahead = self.sequences[number], self.core.settings.ahead_steps
+            assert 0 <= len(sequence.table) - -(-len(sequence.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
             for position in range(start + count * full_hit):
-                held = self.pool[it.table[position // BT]].get(position % BT)
-                assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
-            self._check_window(it, start, start + count * full_hit)
+                held = self.pool[sequence.table[position // BT]].get(position % BT)
+                assert held == sequence.content(position), f"wrong KV at {position} of sequence {number}"
+            self._check_window(sequence, start, start + count * full_hit)
             for position in () if full_hit else range(start, start + count):
-                assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
-                self._write(it, position)
-            if not sample or self.core.requests[it.request].status is RequestStatus.FINISHING:
+                assert self.core.blocks.key_of(sequence.table[position // BT]) is None, "a full block is written again"
+                self._write(sequence, position)
+            if not sample or self.core.requests[sequence.request].status is RequestStatus.FINISHING:
                 continue
-            assert start + count == len(it.tokens)
+            assert start + count == len(sequence.tokens)
             filled += self._filled(number)
-            if self.core.requests[it.request].search is not None:
-                candidates.append((number, self._candidates(it)))
+            if self.core.requests[sequence.request].search is not None:
+                candidates.append((number, self._candidates(sequence)))
                 continue
             self._append(number)
             if number in run.batch:
                 guesses = self._guesses(number, run.drafts - sum(draft.tokens for draft in drafts))
                 drafts += guesses
                 filled += self._check_guesses(number, *guesses)
-            if len(self.answers[number]) >= it.answer:
+            if len(self.answers[number]) >= sequence.answer:
                 ended.append((number, STOP))
         speeds = self.core.settings.speeds
         seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
@@ -283,57 +283,61 @@ class World:
 
     def _append(self, number: int) -> None:
         """A sequence gets its next token."""
-        it = self.sequences[number]
-        it.tokens.append(it.token_after(len(it.tokens)))
-        self.answers[number].append(it.tokens[-1])
+        sequence = self.sequences[number]
+        sequence.tokens.append(sequence.token_after(len(sequence.tokens)))
+        self.answers[number].append(sequence.tokens[-1])
         if number in self.followers:
-            self.heard[number].append(it.tokens[-1])
+            self.heard[number].append(sequence.tokens[-1])
 
     def _filled(self, number: int) -> list[tuple[int, BlockKey]]:
         """The block that became full with a sequence's tokens so far, all computed."""
-        it = self.sequences[number]
-        member = self.core.requests[it.request].find(number)
+        sequence = self.sequences[number]
+        member = self.core.requests[sequence.request].find(number)
         assert member is not None
-        is_new = len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys)
-        return [(number, it.keys()[-1])] if is_new else []
+        is_new = len(sequence.tokens) % BT == 0 and len(sequence.tokens) // BT > len(member.keys)
+        return [(number, sequence.keys()[-1])] if is_new else []
 
     def _guesses(self, number: int, most: int) -> list[CheckedDraft]:
         """Guesses of a sequence that the step checks; how many, and how many are right, depends on its length."""
-        it = self.sequences[number]
-        room, left = len(it.table) * BT - len(it.tokens) + 1, it.answer - len(self.answers[number])
-        count = min(most, room, left, self.core.settings.draft_tokens, (len(it.tokens) + number) % 7)
-        return [CheckedDraft(number, count, len(it.tokens) % (count + 1))] if count > 0 else []
+        sequence = self.sequences[number]
+        room, left = len(sequence.table) * BT - len(sequence.tokens) + 1, sequence.answer - len(self.answers[number])
+        count = min(most, room, left, self.core.settings.draft_tokens, (len(sequence.tokens) + number) % 7)
+        return [CheckedDraft(number, count, len(sequence.tokens) % (count + 1))] if count > 0 else []
 
     def _check_guesses(self, number: int, draft: CheckedDraft | None = None) -> list[tuple[int, BlockKey]]:
         """The step has computed guesses behind a sequence's token; returns the blocks that became full."""
         if draft is None:
             return []
-        it, filled = self.sequences[number], list[tuple[int, BlockKey]]()
-        end = len(it.tokens) - 1 + draft.tokens
-        for block in it.table[(len(it.tokens) - 1) // BT : -(-end // BT)]:
+        sequence, filled = self.sequences[number], list[tuple[int, BlockKey]]()
+        end = len(sequence.tokens) - 1 + draft.tokens
+        for block in sequence.table[(len(sequence.tokens) - 1) // BT : -(-end // BT)]:
             assert self.core.blocks.ref_count(block) == 1, "guesses are written to a shared block"
             assert self.core.blocks.key_of(block) is None, "guesses are written to a full block"
             assert block in self.with_slot or not self.core.settings.window_blocks, "no slot for a guess"
         for _ in range(draft.accepted):
-            self._write(it, len(it.tokens) - 1)
+            self._write(sequence, len(sequence.tokens) - 1)
             filled += self._filled(number)
             self._append(number)
-        for position in range(len(it.tokens) - 1, end):
-            written = self.pool[it.table[position // BT]]
+        for position in range(len(sequence.tokens) - 1, end):
+            written = self.pool[sequence.table[position // BT]]
             written[position % BT] = written[~(position % BT)] = b"a wrong guess"
         return filled
 
-    def _check_window(self, it: Sequence, start: int, end: int) -> None:
+    def _check_window(self, sequence: Sequence, start: int, end: int) -> None:
         """What layers with a window read before position `end`, or the state before position `start`, is right."""
         first = max(0, start + 1 - self.core.settings.window_blocks * BT)
         for position in range(first, end):
-            block, at = it.table[position // BT], position % BT
+            block, at = sequence.table[position // BT], position % BT
             if self.core.settings.states_alone and position < start - 1:
                 continue
-            assert block in self.with_slot, f"no slot at {position} of sequence {it}"
-            assert self.pool[block].get(~at) == it.content(position), f"no KV of the window at {position} of {it}"
+            assert block in self.with_slot, f"no slot at {position} of sequence {sequence}"
+            assert self.pool[block].get(~at) == sequence.content(position), (
+                f"no KV of the window at {position} of {sequence}"
+            )
             later = [other for other in self.pool[block] if other < ~at]
-            assert not (self.core.settings.states_alone and later), f"the state at {position} of {it} is a later one"
+            assert not (self.core.settings.states_alone and later), (
+                f"the state at {position} of {sequence} is a later one"
+            )
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
@@ -348,7 +352,9 @@ class World:
             case StoreBlock():
                 if ok:
                     there = self.stored.setdefault((action.store, self._writing.pop(io)), {})
-                    there.update({at: it for at, it in self.pool[action.block].items() if at >= 0 or action.windowed})
+                    there.update(
+                        {at: content for at, content in self.pool[action.block].items() if at >= 0 or action.windowed}
+                    )
                 self.post(IoEnded(io, StoreEnd(ok)))
             case StopReceiving():
                 first = max(self.whole.pop(action.id, 0), self.held[action.id])
@@ -396,44 +402,47 @@ class World:
             self.followers[other] = stream
             self.heard.setdefault(other, []).extend(self.answers.get(other, [])[position:])
 
-    def _candidates(self, it: Sequence) -> Candidates:
+    def _candidates(self, sequence: Sequence) -> Candidates:
         """What may follow a beam."""
-        search = self.core.requests[it.request].search
+        search = self.core.requests[sequence.request].search
         assert search is not None
-        return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
+        return candidates(
+            sequence.tokens, search.width, last=len(sequence.tokens) + 1 - sequence.prompt == search.longest
+        )
 
     def _select(self, chosen: ForkSequences) -> None:
-        beams, kept = [it for _, it in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
+        beams, kept = [sequence for _, sequence in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
         self.hypotheses[chosen.id] = follow_beams(beams, chosen, kept)
 
     def _ranked(self, ranked: AnswersRanked) -> None:
         """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
-        it, asked = self.sequences[ranked.id], self.asked[ranked.id]
+        sequence, asked = self.sequences[ranked.id], self.asked[ranked.id]
         assert asked.search is not None
         found = [
-            (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
+            (self.hypotheses[ranked.id][number].tolist()[sequence.prompt :], score)
+            for number, score in ranked.hypotheses
         ]
-        start = it.tokens[: it.prompt].tolist()
-        assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.search)
+        start = sequence.tokens[: sequence.prompt].tolist()
+        assert found == plain_search(start, asked.request.width, asked.total_tokens - sequence.prompt, asked.search)
         self.searched[ranked.id] = found
 
-    def _receive(self, it: Sequence, end: int) -> None:
+    def _receive(self, sequence: Sequence, end: int) -> None:
         """The KV of all positions before `end` comes; that of blocks which are held here is not sent."""
-        first = self.core.settings.first_windowed_block(self.asked[it.request].request.tokens)
-        for position in range(self.held[it.request] * BT, end):
-            self._write(it, position)
+        first = self.core.settings.first_windowed_block(self.asked[sequence.request].request.tokens)
+        for position in range(self.held[sequence.request] * BT, end):
+            self._write(sequence, position)
             if position // BT < first:
-                del self.pool[it.table[position // BT]][~(position % BT)]
+                del self.pool[sequence.table[position // BT]][~(position % BT)]
 
-    def _write(self, it: Sequence, position: int) -> None:
-        block = self.pool[it.table[position // BT]]
-        block[position % BT] = block[~(position % BT)] = it.content(position)
+    def _write(self, sequence: Sequence, position: int) -> None:
+        block = self.pool[sequence.table[position // BT]]
+        block[position % BT] = block[~(position % BT)] = sequence.content(position)
 
     def _perform(self, action: Action) -> None:
         match action:
             case MoveSlots(moves):
                 for block, slot in moves:
-                    self.pool[block] = {at: it for at, it in self.pool[block].items() if at >= 0}
+                    self.pool[block] = {at: content for at, content in self.pool[block].items() if at >= 0}
                     (self.with_slot.discard if slot == NO_SLOT else self.with_slot.add)(block)
             case SetBlockTable(number, blocks):
                 self.sequences[number].table = list(blocks)
@@ -463,16 +472,16 @@ class World:
             case RequestAborted(number, why):
                 self.failed[number] = why
             case RequestFreed(number, logged):
-                for other, it in self.group(number):
-                    assert not it.saved, "swapped out and forgotten"
+                for other, sequence in self.group(number):
+                    assert not sequence.saved, "swapped out and forgotten"
                     del self.sequences[other]
                 if logged:
                     self.logged[number] = None
             case RequestParked(number):
                 kept = self.logged[number] = {other: self.sequences.pop(other) for other, _ in self.group(number)}
-                for it in kept.values():
-                    assert not it.saved, "swapped out and forgotten"
-                    it.table = []
+                for hypothesis in kept.values():
+                    assert not hypothesis.saved, "swapped out and forgotten"
+                    hypothesis.table = []
             case DropOutputLog(number):
                 if self.logged.pop(number) is not None:
                     self.lost.append(number)

@@ -1,0 +1,85 @@
+"""Chunks: tokens of preempted sequences and of prompts that decode computes beside its batch."""
+
+from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.engine.decode.core.actions import Chunk
+from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
+from moonpool.engine.decode.core.settings import DecodeSettings
+from moonpool.engine.decode.core.state import DecodeState
+from moonpool.engine.decode.core.windows import pass_windows
+
+
+def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
+    """Chunks with up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
+
+    The chunks' blocks get window blocks; if these are missing, chunks are shorter. If a chunk's KV is held, the chunk
+    is a full hit, even if the pool does not find the block by key any more.
+    """
+    found = []
+    for request in recomputing:
+        for sequence in request.sequences:
+            left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
+            count = min(tokens, left)
+            if count > 0 and _may_recompute(request, sequence):
+                count = count if full_hit else _give_chunk_window_blocks(state, request, sequence, count)
+            if count > 0 and _may_recompute(request, sequence):
+                tokens -= count
+                sample = sequence.computed + count == sequence.tokens
+                found.append(Chunk(sequence.id, sequence.computed, count, sample, full_hit))
+    return tuple(found)
+
+
+def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
+    """Gives window blocks to the blocks of a sequence's next `count` tokens; returns how many tokens have them.
+
+    Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
+    other sequences begin; also behind the sequence's last full block if a window block is left.
+    """
+    settings, manager, size = state.settings, state.blocks, state.settings.block_size
+    if not settings.window_blocks:
+        return count
+    start, end = sequence.computed, sequence.computed + count
+    needed, further = set(range(start // size, settings.blocks_for(end))), set[int]()
+    if settings.states_alone:
+        begins = [other.shared // size for other in request.sequences]
+        needed = {max(needed), *(border - 1 for border in begins if start < border * size <= end)}
+        further = {border - 1 for border in (sequence.tokens // size,) if start < border * size <= end}
+    lacking = [index for index in sorted(needed) if manager.is_partial(sequence.table[index])]
+    short = len(lacking) - max(0, state.budget.window_blocks_available)
+    if short > 0:
+        if settings.states_alone:
+            return 0
+        end = max(start, lacking[-short] * size)
+        del lacking[-short:]
+    manager.give_slots(sequence.table[index] for index in lacking)
+    if state.budget.window_blocks_available > 0:
+        manager.give_slots(sequence.table[index] for index in further)
+    return end - start
+
+
+def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
+    """Whether the tokens shared with earlier sequences have been computed."""
+    before = request.sequences[: request.sequences.index(sequence)]
+    return all(other.computed >= min(recompute_goal(request, other), sequence.shared) for other in before)
+
+
+def recompute_goal(request: DecodeRequest, sequence: RequestSequence) -> int:
+    """Leading tokens that a sequence computes before running again; a lone sequence thereby samples the next token."""
+    return sequence.tokens - request.is_group
+
+
+def is_recomputed(request: DecodeRequest) -> bool:
+    """Whether only the sequences' last tokens lack KV."""
+    return all(sequence.computed >= sequence.tokens - 1 for sequence in request.sequences)
+
+
+def take_computed_chunk(
+    request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
+) -> RequestSequence:
+    """Counts a computed chunk and registers keys for blocks that are full now; returns the chunk's sequence."""
+    sequence, size = request.find(chunk.id), settings.block_size
+    assert sequence is not None, "sequences end in the batch only"
+    sequence.computed = chunk.start + chunk.count
+    for index in range(chunk.start // size, min(sequence.computed // size, len(sequence.keys))):
+        manager.register(sequence.table[index], sequence.keys[index], request.owner)
+    pass_windows(sequence, sequence.computed, settings, manager)
+    return sequence

@@ -1,0 +1,136 @@
+"""State that the prefill scheduler's parts share: requests, blocks, and I/O in flight."""
+
+from moonpool.base.scheduling.block_manager import BlockLending, BlockManager
+from moonpool.base.scheduling.fair_share import FairQueue, FairShares
+from moonpool.base.scheduling.latency import Speeds, SpeedTracker
+from moonpool.base.scheduling.state_machine import CancelIo, PendingIo
+from moonpool.engine.prefill.core.actions import Action
+from moonpool.engine.prefill.core.in_flight import IoInFlight, ReplicaFlight, StepFlight, requests_of
+from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest
+from moonpool.engine.prefill.core.settings import PrefillSettings
+
+
+class PrefillState:
+    """State that the prefill scheduler's parts share.
+
+    Attributes:
+        settings: the instance's settings.
+        manager: the pool's block manager.
+        lending: blocks that other instances read.
+        tracker: measured speeds of the engine with all cores; predicts times.
+        core_share: part of the engine's cores that steps have had lately; other processes on the host had the rest.
+        requests: all requests that have not ended, by number.
+        shares: the tenants' shares; steps are charged to them, in predicted seconds.
+        waiting: requests without blocks, in fair order.
+        started: requests that have, or had, blocks, in the order of starting.
+        ios: I/O in flight, with the blocks that each pins.
+        steps: steps in flight, in order.
+        replica: the replication in flight.
+        now: time of the event being handled, seconds.
+        out: actions of the event being handled.
+    """
+
+    def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
+        self.settings = settings
+        self.manager = BlockManager(settings.blocks, settings.window_blocks, settings.window_slots)
+        self.lending = BlockLending(self.manager)
+        self.tracker = SpeedTracker(speeds)
+        self.core_share = 1.0
+        self.requests: dict[int, PrefillRequest] = {}
+        self.shares = FairShares()
+        self.waiting = FairQueue(self.shares)
+        self.started: dict[int, PrefillRequest] = {}
+        self.ios: PendingIo[IoInFlight] = PendingIo()
+        self.steps: dict[int, StepFlight] = {}
+        self.replica: ReplicaFlight | None = None
+        self.now = 0.0
+        self.out: list[Action] = []
+
+    @property
+    def front(self) -> StepFlight | None:
+        """The step that the engine computes, or the first in the pipeline."""
+        return next(iter(self.steps.values()), None)
+
+    def act(self, action: Action) -> None:
+        """Adds an action."""
+        self.out.append(action)
+
+    def begin(self, flight: IoInFlight) -> int:
+        """Starts I/O, which pins the flight's tables; returns the I/O's number."""
+        for table in flight.tables:
+            table.pins += 1
+        return self.ios.begin(flight)
+
+    def end(self, io: int) -> IoInFlight:
+        """I/O has ended: unpins the tables, and unblocks requests that waited for the end."""
+        flight = self.ios.end(io)
+        for table in flight.tables:
+            self.unpin(table)
+        for number in requests_of(flight):
+            request = self.requests.get(number)
+            if request is not None and request.blocked_by:
+                request.blocked_by.discard(io)
+        return flight
+
+    def cancel(self, io: int | None) -> None:
+        """Cancels I/O that is still in flight."""
+        if io is not None and io in self.ios:
+            self.act(CancelIo(io))
+
+    def unpin(self, table: BlockTable) -> None:
+        """Drops one pin; dropping the last pin releases the blocks."""
+        table.pins -= 1
+        if not table.pins:
+            self.manager.release(table.blocks, table.past)
+
+    def unbind(self, request: PrefillRequest) -> None:
+        """Drops the request's own pin on the blocks."""
+        if request.table is not None:
+            self.unpin(request.table)
+            request.table = None
+
+    def reusable_blocks(self, request: PrefillRequest) -> int:
+        """Leading full blocks, which may be cached or loaded; with recurrent states, only before the last token."""
+        return (request.spec.tokens - self.settings.recurrent) // self.settings.block_size if request.reuse else 0
+
+    def hold_prefix(self, request: PrefillRequest, held: list[int], more: list[int]) -> None:
+        """Takes cached leading blocks for a request without steps: `held` were taken before; acquires `more`."""
+        assert request.table is not None
+        blocks = len(held) + len(more)
+        first = self.settings.first_windowed_block(blocks * self.settings.block_size)
+        self.manager.acquire(more, max(0, first - len(held)))
+        self.manager.pass_windows(held[request.table.past : first])
+        request.table.past = first
+        request.prefix.blocks = blocks
+        request.prefix.cached = request.computed = request.scheduled = self.settings.reused_tokens(
+            request.spec.tokens, blocks
+        )
+
+    def note_borders(self, request: PrefillRequest) -> None:
+        """Notes behind which blocks the prompt, or another that leaves the chain, may be continued."""
+        if not self.settings.window_blocks:
+            return
+        tokens, size = request.spec.tokens, self.settings.block_size
+        found = len(self.manager.find(request.spec.keys))
+        # The same prompt is continued behind its last full block, or before that block if a state must not be reused.
+        ends = (tokens // size, (tokens - self.settings.recurrent) // size, request.prefix.blocks, found)
+        request.borders = frozenset((*ends, *(copy.held or 0 for copy in request.copies)))
+
+    def pass_windows(self, request: PrefillRequest) -> None:
+        """Notes that the request reads no windowed slices behind the next token's window."""
+        table, first = request.table, self.settings.first_windowed_block(request.computed)
+        if table is not None and first > table.past:
+            window = self.settings.window_blocks
+            at = {index for border in request.borders for index in range(max(0, border - window), border)}
+            kept = [table.blocks[index] for index in range(table.past, first) if index in at]
+            self.manager.pass_windows(table.blocks[table.past : first], kept)
+            table.past = first
+
+    def advance(self, request: PrefillRequest, end: int) -> None:
+        """Registers the keys of the full blocks up to token `end`, whose KV is there."""
+        size = self.settings.block_size
+        assert request.table is not None
+        for index in range(request.computed // size, end // size):
+            self.manager.register(request.table.blocks[index], request.spec.keys[index], request.owner)
+        request.computed = end
+        request.scheduled = max(request.scheduled, end)

@@ -1,0 +1,57 @@
+"""Write-back: which blocks of prompts go to kvstores, and which of them with the slices of layers with a window."""
+
+from collections.abc import Sequence
+
+from moonpool.base.scheduling.block_manager import WRITTEN_PART
+from moonpool.engine.prefill.core.actions import WriteBackBlocks
+from moonpool.engine.prefill.core.in_flight import WriteBackFlight
+from moonpool.engine.prefill.core.request import PrefillRequest
+from moonpool.engine.prefill.core.state import PrefillState
+
+
+class PromptWriteBack:
+    """Writes prompts' full blocks to the kvstores that the conductor named."""
+
+    def __init__(self, state: PrefillState) -> None:
+        self._state = state
+
+    def write(self, request: PrefillRequest) -> None:
+        """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
+        if request.owner.transient:
+            return
+        prefix, full = request.prefix.blocks, request.computed // self._state.settings.block_size
+        if not request.put_until:
+            # Computed blocks are always written: a store that could not provide them does not hold them.
+            request.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in request.copies]
+        for copy, first in enumerate(request.put_until):
+            if request.table is not None and first < full:
+                blocks = tuple(request.table.blocks[first:full])
+                windowed = self._windowed(request, request.table.blocks, range(first, full), request.copies[copy].held)
+                read = {request.table.blocks[index] for index in windowed}
+                pinned = tuple(sorted(blocks, key=read.__contains__))
+                past = len(blocks) - len(read) if self._state.settings.window_blocks else 0
+                self._state.manager.acquire(pinned, past)
+                flight = self._state.begin(WriteBackFlight(pinned, past))
+                self._state.act(WriteBackBlocks(flight, request.id, copy, first, blocks, windowed))
+                request.put_until[copy] = full
+
+    def _windowed(
+        self, request: PrefillRequest, table: Sequence[int], blocks: range, held: int | None
+    ) -> tuple[int, ...]:
+        """Blocks whose windowed slices a store gets, for requests that continue the prompt or fork where `held` ends.
+
+        The store holds `held` blocks of another prompt, maybe without the windows needed to continue behind these
+        blocks.
+        """
+        window = self._state.settings.window_blocks
+        if not window:
+            return ()
+        written = sum(
+            len(flight.blocks) - flight.past for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)
+        )
+        if written * WRITTEN_PART > self._state.settings.window_slots:
+            return ()
+        tokens, size = request.spec.tokens, self._state.settings.block_size
+        ends = (tokens // size, (tokens - self._state.settings.recurrent) // size, held or 0)
+        wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
+        return tuple(index for index in wanted if not self._state.manager.is_partial(table[index]))
