@@ -50,16 +50,16 @@ def create(
 ) -> None:
     """Make certificates: NAME.pem and NAME.key in the folder, and the authority if there is none yet."""
     roles = role or list(ROLES)
-    for one in roles:
-        if one not in ROLES:
-            raise ConfigError("role", f"is one of {', '.join(ROLES)}, not {one!r}")
+    for granted in roles:
+        if granted not in ROLES:
+            raise ConfigError("role", f"is one of {', '.join(ROLES)}, not {granted!r}")
     if name and len(roles) > 1:
         raise ConfigError("name", "is for one role at a time")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority = Authority.at(folder)
-    for one in roles:
-        path = authority.issue(folder, one, name or one, host, days)
-        typer.echo(f"{path}  {one}  sha256:{fingerprint(path.read_bytes())}")
+    for granted in roles:
+        path = authority.issue(folder, granted, name or granted, host, days)
+        typer.echo(f"{path}  {granted}  sha256:{fingerprint(path.read_bytes())}")
 
 
 class Authority:

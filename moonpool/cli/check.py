@@ -137,7 +137,7 @@ class GaugeReader:
         if not readings:
             raise Unavailable("; ".join(silent))
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            answers = list(pool.map(lambda one: _ask(one, self._channel(one.address)), members.values()))
+            answers = list(pool.map(lambda member: _ask(member, self._channel(member.address)), members.values()))
         for answer in answers:
             if isinstance(answer, str):
                 silent.append(answer)

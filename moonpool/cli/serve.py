@@ -155,7 +155,7 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
         kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
         blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
         most_loras, rank = (
-            int(setting_of(plan, "prefill", *its)) for its in (("max_loras", "0"), ("max_lora_rank", "16"))
+            int(setting_of(plan, "prefill", *asked)) for asked in (("max_loras", "0"), ("max_lora_rank", "16"))
         )
         spec = EngineSpec(
             plan.model, found.dtype, layout, blocks,

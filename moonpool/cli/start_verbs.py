@@ -139,12 +139,12 @@ def run(
 ) -> None:
     """Chat with a model, or answer one prompt; starts a stack unless one that serves the model runs."""
     from moonpool.base.sampling_params import SamplingParams
-    from moonpool.cli.generate import ChatSession, run_model
+    from moonpool.cli.generate import Conversation, run_model
     from moonpool.cli.models import pulled_model
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = "" if not prompt and sys.stdin.isatty() else prompt_text(prompt)
-    run_model(pulled_model(model), text, lambda client: ChatSession(client, sampling, system))
+    run_model(pulled_model(model), text, lambda client: Conversation(client, sampling, system))
 
 
 @app.command(rich_help_panel=START)
@@ -163,11 +163,11 @@ def chat(
     In a pipe each line is a turn.
     """
     from moonpool.base.sampling_params import SamplingParams
-    from moonpool.cli.generate import ChatSession
+    from moonpool.cli.generate import Conversation
     from moonpool.cli.generate import run_terminal_chat as run_chat
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(address, lambda client: ChatSession(client, sampling, system, context, tenant))
+    run_chat(address, lambda client: Conversation(client, sampling, system, context, tenant))
 
 
 @app.command(rich_help_panel=START)

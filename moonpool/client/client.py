@@ -215,7 +215,7 @@ class AsyncClient:
             InvalidRequest: a value is wrong; names the field.
         """
         prompts = 0
-        for messages in translate.in_portions([translate.generate_request(it) for it in requests]):
+        for messages in translate.in_portions([translate.generate_request(given) for given in requests]):
             request = conductor_pb2.AnnouncePromptsRequest(tenant=tenant, requests=messages, within_s=within_s)
             answer: conductor_pb2.AnnouncePromptsResponse = await self._query(request, timeout_s)
             prompts += answer.prompts

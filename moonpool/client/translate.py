@@ -190,8 +190,8 @@ class ResultCollector:
         if self._seed:  # 0: none was drawn
             again.sampling.seed = self._seed
         first, *further = [
-            conductor_pb2.AnswerSoFar(token_ids=self._tokens[it], text_chars=sum(map(len, self._text[it])))
-            for it in range(max(1, request.sampling.n))
+            conductor_pb2.AnswerSoFar(token_ids=self._tokens[choice], text_chars=sum(map(len, self._text[choice])))
+            for choice in range(max(1, request.sampling.n))
         ]
         again.resume.CopyFrom(
             conductor_pb2.Resume(

@@ -81,7 +81,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Begins to save chunks; they must not change before the task is over."""
-        memory, sizes = [one.byte_array for one in objects], [one.get_size() for one in objects]
+        memory, sizes = [stored.byte_array for stored in objects], [stored.get_size() for stored in objects]
         return self._begin(self._stores.save(_names(keys), memory), partial(self._take_saved, list(keys), sizes))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -104,7 +104,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Begins to load chunks into memory, which must stay until the task is over."""
-        memory = [one.byte_array for one in objects]
+        memory = [stored.byte_array for stored in objects]
         return self._begin(self._stores.load(_names(keys), memory), partial(self._take_loaded, list(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -189,8 +189,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):
 def _names(keys: Sequence[ObjectKey]) -> list[bytes]:
     """The chunks' keys in the stores."""
     return [
-        msgspec.msgpack.encode((one.model_name, one.kv_rank, one.object_group_id, one.cache_salt, one.chunk_hash))
-        for one in keys
+        msgspec.msgpack.encode((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, key.chunk_hash))
+        for key in keys
     ]
 
 

@@ -51,14 +51,14 @@ class StoreSettings:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Settings by name. Raises ConfigError for unknown names and wrong values."""
-        defaults = {it.name: it.default for it in dataclasses.fields(cls)}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name in given:
             if name not in defaults:
                 raise ConfigError(name, f"is no setting of the connector{suggestion(name, list(defaults))}")
         stores = given.get("stores")
         if isinstance(stores, str):
-            stores = [one.strip() for one in stores.split(",")]
-        if not stores or not all(isinstance(one, str) and ":" in one for one in stores):
+            stores = [address.strip() for address in stores.split(",")]
+        if not stores or not all(isinstance(store, str) and ":" in store for store in stores):
             raise ConfigError("stores", 'must be a list of "host:port"')
         values: dict[str, Any] = {"stores": tuple(stores)}
         for name, value in given.items():
@@ -243,7 +243,7 @@ class Stores(ABC, Generic[ClientT]):
         """The store of a chain: the first by rendezvous that answers."""
         now = self._clock()
         with self._lock:
-            return next((one for one in ranked(chain, self._weights) if self._breakers[one].allows(now)), None)
+            return next((store for store in ranked(chain, self._weights) if self._breakers[store].allows(now)), None)
 
     def _failed(self, store: str, error: Exception, **counts: int) -> None:
         if not isinstance(error, Overloaded):
@@ -397,10 +397,10 @@ class ValueStores(Stores[AsyncKVClient]):
             if home is not None:
                 parts.setdefault(home, []).append(at)
         for part, told in zip(
-            parts.values(), await asyncio.gather(*[call(*one) for one in parts.items()]), strict=True
+            parts.values(), await asyncio.gather(*[call(*each) for each in parts.items()]), strict=True
         ):
-            for at, one in zip(part, told, strict=True):
-                found[at] = one
+            for at, answer in zip(part, told, strict=True):
+                found[at] = answer
         return found
 
 

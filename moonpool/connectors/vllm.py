@@ -320,7 +320,7 @@ def regions_of(kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> list
     regions: list[torch.Tensor] = []
     seen: set[int] = set()
     for place in kv_cache_config.kv_cache_tensors:
-        name = next((one for one in place.layers if one in caches), None)
+        name = next((layer for layer in place.layers if layer in caches), None)
         if name is None:
             continue
         span, start = kv_cache_config.num_blocks * place.block_stride, 0

@@ -184,7 +184,7 @@ class AsyncKVClient:
         tenant = (await self._identify(deadline)).tenant
         wanted = [ValueRead(self._store_key(tenant, key)) for key in keys]
         await self._read({self._last_layout: wanted}, deadline)
-        return [one.value() for one in wanted]
+        return [read.value() for read in wanted]
 
     async def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
         """Read a value into a buffer. Returns the value's size in bytes; None if the store does not have the value.
@@ -213,7 +213,7 @@ class AsyncKVClient:
             wanted.append(ValueRead(self._store_key(tenant, key), memory))
             guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, deadline)
-        return [one.length() for one in wanted]
+        return [read.length() for read in wanted]
 
     async def exists(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Whether the store has a value now. Raises as `get`."""
@@ -285,7 +285,7 @@ class AsyncKVClient:
         deadline: float,
     ) -> int:
         """Put values with one layout. Returns the number of new values."""
-        keys, parents = [one.key for one in group], [one.parent for one in group]
+        keys, parents = [value.key for value in group], [value.parent for value in group]
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
             data = group[index].source.slice(layer)
@@ -307,8 +307,8 @@ class AsyncKVClient:
         self, layout: KVLayout, group: Sequence[_ValueToPut], deadline: float
     ) -> list[_ValueToPut]:
         """Drops values whose key has a value with another size: the store would refuse all values."""
-        found = await self._find([one.key for one in group], deadline)
-        return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
+        found = await self._find([value.key for value in group], deadline)
+        return [value for value, there in zip(group, found, strict=True) if there is None or there == layout]
 
     async def _read(self, guesses: Mapping[KVLayout | None, Sequence[ValueRead]], deadline: float) -> None:
         """Read values with the guessed layouts, then the missing values with the layouts that the store reports."""
@@ -317,9 +317,9 @@ class AsyncKVClient:
             for portion in _split_portions(wanted):
                 left += portion if layout is None else await self._read_some(layout, portion, deadline)
         groups: dict[KVLayout, list[ValueRead]] = {}
-        for one, there in zip(left, await self._find([one.key for one in left], deadline), strict=True):
+        for read, there in zip(left, await self._find([read.key for read in left], deadline), strict=True):
             if there is not None:
-                groups.setdefault(there, []).append(one)
+                groups.setdefault(there, []).append(read)
         for there, wanted in groups.items():
             self._last_layout = there
             for portion in _split_portions(wanted):

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 
 MAX_KEYS_PER_CALL = 4096
-"""Most values in one session or call."""
+"""Most values in one transfer or call."""
 MAX_BYTES_PER_CALL = 64 << 20
-"""Most bytes in one put session; a larger value is a session alone.
+"""Most bytes in one transfer to the store; a larger value is a transfer alone.
 
-The store needs memory for all values of a session at once."""
+The store needs memory for all values of a transfer at once."""
 MAX_SIZE_CLASSES = 16
 """Pairs of streams that stay open while idle."""
 WINDOW_BYTES = 8 << 20
@@ -296,8 +296,8 @@ async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequen
     Raises:
         MoonpoolError: as `KVConnection.read`.
     """
-    for one in wanted:
-        one.target = ValueTarget(layout, one.memory)
+    for read in wanted:
+        read.target = ValueTarget(layout, read.memory)
 
     def take(layer: int, index: int, data: memoryview, value: int) -> None:
         target = wanted[index].target
@@ -309,15 +309,15 @@ async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequen
         assert target is not None, "set above"
         return target.place(layer)
 
-    keys = [one.key for one in wanted]
+    keys = [read.key for read in wanted]
     try:
         count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=remaining_s(deadline))
     except PrefixLost as lost:
         return await read_values(connection, layout, wanted[: lost.blocks], deadline) if lost.blocks else 0
     except DamagedSliceError as damaged:
         return await read_values(connection, layout, wanted[: damaged.block], deadline) if damaged.block else 0
-    for one in wanted[:count]:
-        one.found = True
+    for read in wanted[:count]:
+        read.found = True
     return count
 
 
@@ -489,11 +489,13 @@ class BlockingKVConnection(KVConnection):
         staging = SharedMemory(ONE_SHOT_BYTES) if self.transport_of(layout) == "local" else None
         share = () if staging is None else (staging.shared,)
         stream = self.direct_stream(layout, PUT, share=share)
-        return stream, lambda it: BlockingWriter(it, layout, staging if it.name == "local" else None)
+        return stream, lambda connection: BlockingWriter(
+            connection, layout, staging if connection.name == "local" else None
+        )
 
     def _new_reader(self, layout: KVLayout) -> _DirectFactory[BlockingReader]:
         stream = self.direct_stream(layout, FROM_STORE, mailbox_bytes=WINDOW_BYTES)
-        return stream, lambda it: BlockingReader(it, layout)
+        return stream, lambda connection: BlockingReader(connection, layout)
 
     async def aclose(self) -> None:
         await self._writers.aclose()
@@ -504,7 +506,7 @@ class BlockingKVConnection(KVConnection):
 def _read_direct(
     reader: BlockingReader, keys: Sequence[bytes], on_slice: OnSlice, into: Into, timeout_s: float
 ) -> int | None:
-    """Read values in portions that fit into one message each. Returns None if a session is needed."""
+    """Read values in portions that fit into one message each. Returns None if a transfer is needed."""
     done, deadline = 0, world.monotonic() + timeout_s
     while done < len(keys):
         some = keys[done : done + reader.most]

@@ -139,7 +139,7 @@ class ResponsesBody(PromptCacheBody):
 
     def tool_set(self) -> ToolSet | None:
         tools = enumerate(self.tools or ())
-        definitions = [it for index, tool in tools for it in tool.definitions(f"tools.{index}")]
+        definitions = [definition for index, tool in tools for definition in tool.definitions(f"tools.{index}")]
         return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:

@@ -280,7 +280,7 @@ class ResponseStore:
             self._remove(tenant, oldest.fetchone()[0])
 
     def _put(self, tenant: str, record: StoredRecord, given: Sequence[Item], output: Sequence[Item]) -> None:
-        body, texts = _json(record.body), [(False, it) for it in given] + [(True, it) for it in output]
+        body, texts = _json(record.body), [(False, entry) for entry in given] + [(True, entry) for entry in output]
         size = _size(body) + sum(_size(_json(item)) for _, item in texts)
         self._remove(tenant, record.id)
         self._make_room(size)

@@ -134,7 +134,7 @@ class EnginePart:
     def meetings(self, width: int) -> Sequence[Mapping[str, Any]] | None:
         """For each answer, where both engines of a pair meet; None if they are asked one after the other."""
         found = [self.client.meeting(self._prompt(choice, (), alone=True, keep=True)) for choice in range(width)]
-        return [one for one in found if one is not None] if all(found) else None
+        return [place for place in found if place is not None] if all(found) else None
 
     def answer(
         self,
@@ -236,7 +236,7 @@ class PromisedRequest:
     @property
     def context_tokens(self) -> int:
         """Tokens in all running answers, with their prompts."""
-        return sum([len(it.prompt.token_ids) + len(it.tokens) for it in self.answers if not it.over])
+        return sum([len(answer.prompt.token_ids) + len(answer.tokens) for answer in self.answers if not answer.over])
 
     def compute(self, transfers: Sequence[Mapping[str, Any] | None] | None = None) -> None:
         """Begins all answers; `transfers` name their prompt's KV at another engine."""

@@ -29,8 +29,8 @@ from moonpool.interop.adapter.answers import PromisedRequest, first_token_messag
 from moonpool.interop.adapter.base import EngineClient, EngineFacts
 from moonpool.interop.adapter.calibration import keeps_kv, measured_speeds
 from moonpool.interop.adapter.config import AdapterConfig
+from moonpool.interop.adapter.engine_http import EngineHttp
 from moonpool.interop.adapter.engine_life import EngineLife, ServedCheckpoint, identify_loras
-from moonpool.interop.adapter.http_session import HttpSession
 from moonpool.interop.adapter.sglang import SglangClient
 from moonpool.interop.adapter.vllm import VllmClient
 from moonpool.interop.kv_events.stream import EventStream
@@ -46,7 +46,7 @@ SETTLE_S = 3.0
 BESIDE_THREADS = 2
 HAND_OVER_S = 5.0
 KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
-ENGINE_CLIENTS: dict[str, tuple[str, Callable[[HttpSession], EngineClient]]] = {
+ENGINE_CLIENTS: dict[str, tuple[str, Callable[[EngineHttp], EngineClient]]] = {
     "vllm": ("vLLM", VllmClient),
     "sglang": ("SGLang", SglangClient),
 }
@@ -81,7 +81,7 @@ class Adapter:
 
     def identity(self, kind: kv_pb2.InstanceKind.ValueType) -> kv_pb2.Instance:
         """The engine as an instance. Raises Unavailable if the role is another one."""
-        found = next((it for it in self.identities.values() if it.kind == kind), None)
+        found = next((joined for joined in self.identities.values() if joined.kind == kind), None)
         if found is None:
             raise Unavailable(f"the engine's role is {self.config.role}")
         return found
@@ -92,7 +92,7 @@ class Adapter:
 
     def connected(self, identity: str) -> bool:
         """Whether a conductor has a Steps stream open."""
-        return any(conductor_identity(it.conductor) == identity for it in self.subscribers)
+        return any(conductor_identity(subscriber.conductor) == identity for subscriber in self.subscribers)
 
     def watch(self, live: PromisedRequest) -> None:
         """Ends a promise in time, unless the conductor is connected."""
@@ -121,41 +121,45 @@ def _of_life(read: Callable[[EngineLife], float]) -> Callable[[Adapter], float]:
 
 
 def _of_streams(read: Callable[[EventStream], float]) -> Callable[[Adapter], float]:
-    return _of_life(lambda life: sum([read(one) for one in life.streams]))
+    return _of_life(lambda life: sum([read(stream) for stream in life.streams]))
 
 
 ADAPTER_METRICS: tuple[Metric[Adapter], ...] = (
-    Metric("engine_up", "1 while the engine answers.", lambda it: it.life is not None),
-    Metric("requests", "Requests that are promised memory, or run.", _of_life(lambda it: len(it.requests)), 0),
-    Metric("answers_running", "Answers that the engine generates.", _of_life(lambda it: it.running), 0),
+    Metric("engine_up", "1 while the engine answers.", lambda adapter: adapter.life is not None),
+    Metric("requests", "Requests that are promised memory, or run.", _of_life(lambda life: len(life.requests)), 0),
+    Metric("answers_running", "Answers that the engine generates.", _of_life(lambda life: life.running), 0),
     Metric(
         "promised_blocks",
         "Blocks promised to requests that have not begun.",
-        _of_life(lambda it: it.promised_blocks),
+        _of_life(lambda life: life.promised_blocks),
         0,
     ),
-    Metric("pool_blocks", "KV blocks of the engine.", _of_life(lambda it: it.facts.blocks)),
-    Metric("indexed_blocks", "KV blocks of the engine that conductors know of.", _of_life(lambda it: len(it.cache))),
-    Metric("conductor_streams", "Open streams of conductors.", lambda it: len(it.subscribers)),
-    counter("engine_lives_total", "Starts of the engine that were seen.", lambda it: it.lives),
-    counter("event_batches_total", "Batches of KV events that came.", _of_streams(lambda it: it.batches)),
-    counter("event_gaps_total", "Times that KV events were missing.", _of_streams(lambda it: it.feed.gaps)),
+    Metric("pool_blocks", "KV blocks of the engine.", _of_life(lambda life: life.facts.blocks)),
+    Metric(
+        "indexed_blocks", "KV blocks of the engine that conductors know of.", _of_life(lambda life: len(life.cache))
+    ),
+    Metric("conductor_streams", "Open streams of conductors.", lambda adapter: len(adapter.subscribers)),
+    counter("engine_lives_total", "Starts of the engine that were seen.", lambda adapter: adapter.lives),
+    counter("event_batches_total", "Batches of KV events that came.", _of_streams(lambda stream: stream.batches)),
+    counter("event_gaps_total", "Times that KV events were missing.", _of_streams(lambda stream: stream.feed.gaps)),
     counter(
         "event_losses_total",
         "Times that missing KV events could not be had again.",
-        _of_streams(lambda it: it.feed.lost),
+        _of_streams(lambda stream: stream.feed.lost),
     ),
     counter(
         "prompts_recomputed_total",
         "Prompts of which the engine held less than conductors knew.",
-        _of_life(lambda it: it.prompts_recomputed),
+        _of_life(lambda life: life.prompts_recomputed),
     ),
     counter(
         "transfer_tokens_recomputed_total",
         "Prompt tokens whose KV should have come from another engine and was computed again.",
-        _of_life(lambda it: it.tokens_recomputed),
+        _of_life(lambda life: life.tokens_recomputed),
     ),
-    counter("answers_failed_total", "Answers that the engine did not finish.", _of_life(lambda it: it.answers_failed)),
+    counter(
+        "answers_failed_total", "Answers that the engine did not finish.", _of_life(lambda life: life.answers_failed)
+    ),
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -280,7 +284,7 @@ class AdapterServicer:
         if live is None or not live.awaits_kv or live.answers:
             raise TransferFailed(f"there is no transfer {target.transfer_id} here (any more)")
         try:
-            transfers = [msgspec.json.decode(one, type=dict[str, Any]) for one in request.transfers]
+            transfers = [msgspec.json.decode(transfer, type=dict[str, Any]) for transfer in request.transfers]
         except msgspec.DecodeError as error:
             raise InvalidRequest("transfers", str(error)) from error
         if len(transfers) != live.width:
@@ -384,7 +388,11 @@ class _StepsStream(SubscribedStream):
 
     def _cancel(self, message: decode_pb2.CancelSequence) -> None:
         life = self._adapter.life
-        found = [it for it in life.requests.values() if it.request_id == message.request_id] if life is not None else []
+        found = (
+            [request for request in life.requests.values() if request.request_id == message.request_id]
+            if life is not None
+            else []
+        )
         who = conductor_identity(self._subscriber.conductor)
         for live in found:
             named = live.number == message.transfer_id and live.number == message.generation
@@ -420,7 +428,7 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
         security = Security.of(config)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         name, made = ENGINE_CLIENTS[config.kind]
-        client = made(HttpSession(name, config.engine, config.engine_api_key, config.engine_ca))
+        client = made(EngineHttp(name, config.engine, config.engine_api_key, config.engine_ca))
         stack.push_async_callback(client.aclose)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         adapter = Adapter(config, beside)
@@ -512,7 +520,7 @@ async def _live(
             work.append(group.create_task(_watch(life, client, ended)))
             await _settle(life)
             adapter.life = life
-            joined = [group.create_task(one.run(ended)) for one in memberships]
+            joined = [group.create_task(membership.run(ended)) for membership in memberships]
             if not context.announced:
                 context.announce(address)
             await _first(ended.wait(), context.stopping.wait())
@@ -543,7 +551,7 @@ async def _settle(life: EngineLife) -> None:
 
 
 async def _first(*waits: Any) -> None:
-    tasks = [asyncio.ensure_future(one) for one in waits]
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

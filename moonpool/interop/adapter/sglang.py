@@ -11,7 +11,7 @@ from moonpool.base import world
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.logprobs import Logprobs
 from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from moonpool.interop.adapter.http_session import HttpSession, endpoint_for
+from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 LEAST_BLOCK_SIZE = 16
@@ -24,10 +24,10 @@ UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "respo
 
 
 class SglangClient(EngineClient):
-    """One SGLang server; see `HttpSession`."""
+    """One SGLang server; see `EngineHttp`."""
 
-    def __init__(self, session: HttpSession) -> None:
-        self._http = session
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
         self._mode = "null"
         self._bootstrap: tuple[str, int] | None = None
 
@@ -78,8 +78,8 @@ class SglangClient(EngineClient):
         """See `EngineClient`."""
         info, told = await self._info(), await self._http.get_json("/v1/loads")
         loads = told["loads"]
-        running, waiting = (sum([int(one[f"num_{kind}_reqs"]) for one in loads]) for kind in ("running", "waiting"))
-        usage = [float(one["token_usage"]) for one in loads]
+        running, waiting = (sum([int(rank[f"num_{kind}_reqs"]) for rank in loads]) for kind in ("running", "waiting"))
+        usage = [float(rank["token_usage"]) for rank in loads]
         return _life(info), EngineLoad(running, waiting, sum(usage) / len(usage) if usage else 0.0)
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
@@ -202,9 +202,11 @@ class _AnswerReader:
         begin = first if len(chosen) >= first + count else 0
         for at in range(begin, begin + count):
             logprob, token = chosen[at][:2]
-            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda it: -it[0])[: self._top]
+            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda entry: -entry[0])[: self._top]
             found.logprobs.append(logprob)
-            found.ranks.append(next((rank for rank, it in enumerate(ranked, 1) if it[1] == token), len(ranked) + 1))
-            found.top_token_ids.extend([it[1] for it in ranked])
-            found.top_logprobs.extend([it[0] for it in ranked])
+            found.ranks.append(
+                next((rank for rank, entry in enumerate(ranked, 1) if entry[1] == token), len(ranked) + 1)
+            )
+            found.top_token_ids.extend([entry[1] for entry in ranked])
+            found.top_logprobs.extend([entry[0] for entry in ranked])
         return found

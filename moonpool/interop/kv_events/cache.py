@@ -151,7 +151,7 @@ class RankCache:
         over = len(self._names) - len(self._groups_of) - self._max_names
         if over > 0:
             most = max(over, self._max_names // 4)  # some more, so that not each event looks for the oldest ones
-            for block in [one for one in self._names if one not in self._groups_of][:most]:
+            for block in [name for name in self._names if name not in self._groups_of][:most]:
                 del self._names[block]
 
     def _tell(self, blocks: Sequence[BlockHash]) -> None:

@@ -55,11 +55,11 @@ async def test_requests() -> None:
 
 
 async def test_several_gateways_are_asked_in_turn() -> None:
-    one, two = ready(FakeConductor()), ready(FakeConductor())
-    async with serving(one.async_client()) as (_, first), serving(two.async_client()) as (_, second):
+    near, two = ready(FakeConductor()), ready(FakeConductor())
+    async with serving(near.async_client()) as (_, first), serving(two.async_client()) as (_, second):
         options = replace(OPTIONS, address=f"http://127.0.0.1:{first},http://127.0.0.1:{second}")
         assert {outcome.error for outcome in await sent(options)} == {""}
-    assert (len(one.requests), len(two.requests)) == (2, 2)
+    assert (len(near.requests), len(two.requests)) == (2, 2)
 
 
 async def test_several_conductors(monkeypatch: pytest.MonkeyPatch) -> None:

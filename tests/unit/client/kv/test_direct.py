@@ -101,13 +101,13 @@ async def test_several_threads_share_a_client(folder: Path) -> None:
     async with stored(folder, "local") as store:
 
         def all_threads(client: KVClient) -> None:
-            def one(number: int) -> bool:
+            def put_and_get(number: int) -> bool:
                 data = data_of(50_000, number + 1)
                 keys = [b"%d-%d" % (number, turn) for turn in range(20)]
                 return all(client.put(key, data) and client.get(key) == data for key in keys)
 
             async def run() -> list[bool]:
-                return await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(4)))
+                return await asyncio.gather(*(asyncio.to_thread(put_and_get, number) for number in range(4)))
 
             assert all(asyncio.run(run()))
 
