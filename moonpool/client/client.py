@@ -17,17 +17,9 @@ from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking,
 from moonpool.client.cluster_state import ClusterState, GaugeValue, LoraInfo
 from moonpool.client.contexts import DELETE_TIMEOUT_S, AsyncContexts, Contexts, DeletedKV, delete_request, deleted_kv
 from moonpool.client.explain import Explanation
+from moonpool.client.failover import ConductorFailover, ConductorList, loop_time, pause_before_retry, remaining_s
 from moonpool.client.token_stream import AsyncTokenStream, StreamTimeouts, TokenStream
-from moonpool.client.transport import (
-    ConductorFailover,
-    ConductorList,
-    ConductorTransport,
-    GrpcTransport,
-    NotConnected,
-    loop_time,
-    pause_before_retry,
-    remaining_s,
-)
+from moonpool.client.transport import ConductorTransport, GrpcTransport, NotConnected
 from moonpool.client.types import GenerateArguments, GenerateResult
 from moonpool.v1 import conductor_pb2
 

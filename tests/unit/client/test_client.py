@@ -21,8 +21,9 @@ from moonpool.client import (
     StreamBroken,
     Unavailable,
 )
+from moonpool.client.failover import backoff_pauses
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.client.transport import NotConnected, backoff_pauses
+from moonpool.client.transport import NotConnected
 from moonpool.client.types import GenerateArguments
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
