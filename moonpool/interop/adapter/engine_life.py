@@ -30,9 +30,10 @@ from moonpool.base.scheduling.latency import SpeedTracker, prefill_seconds
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import conductor_identity
-from moonpool.interop.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
 from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EnginePrompt
 from moonpool.interop.adapter.config import AdapterConfig
+from moonpool.interop.adapter.engine_answer import EngineAnswer, EnginePart
+from moonpool.interop.adapter.promised_request import PromisedRequest
 from moonpool.interop.kv_events.cache import EngineCache
 from moonpool.interop.kv_events.events import ExtraKeys
 from moonpool.interop.kv_events.stream import EventStream

@@ -17,8 +17,8 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor.core.instances import LoadFacts
-from moonpool.interop.adapter.answers import PromisedRequest
 from moonpool.interop.adapter.config import AdapterConfig
+from moonpool.interop.adapter.promised_request import PromisedRequest
 from moonpool.interop.adapter.service import serve
 from tests.unit.base.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import WAIT_S, store
