@@ -128,7 +128,7 @@ def _write(
 
 
 def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: str, hardware: str, repeats: int) -> None:
-    """Measures a running engine of another make, fits, prints times and errors of the fit, and writes the profile.
+    """Measure a running engine of another make, fit, print times and errors of the fit, and write the profile.
 
     Raises:
         ConfigError: the file cannot be written, or the engine is too small to be measured.

@@ -103,7 +103,7 @@ class Authority:
         return cls(made, private)
 
     def issue(self, folder: Path, role: str, name: str, hosts: Sequence[str], days: int) -> Path:
-        """Makes NAME.pem and NAME.key, replacing earlier files; returns the former's path.
+        """Make NAME.pem and NAME.key, replacing earlier files; return the former's path.
 
         Raises:
             ConfigError: the name cannot be used.
@@ -165,7 +165,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replaces an earlier file atomically, so that a concurrent reader gets a whole file."""
+    """Replace an earlier file atomically, so that a concurrent reader gets a whole file."""
     beside = path.with_name(path.name + ".new")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -64,7 +64,7 @@ def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) 
 
 
 def print_contexts(found: Iterable[Context]) -> None:
-    """Prints a table of contexts."""
+    """Print a table of contexts."""
     figures = ("tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
     table = RecordTable("id", "name", "tags", "status", *figures, right=figures)
     for each in found:
@@ -188,5 +188,5 @@ def _left(context: Context) -> str:
 
 
 def run_delete(args: list[str]) -> None:
-    """Runs `moonpool delete ...`; errors are raised, for the caller to print."""
+    """Run `moonpool delete ...`; errors are raised, for the caller to print."""
     delete_app(args, prog_name="moonpool delete")

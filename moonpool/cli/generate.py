@@ -115,7 +115,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, out: TextIO) -> GenerateResult | None:
-        """Sends a turn and writes the answer as produced; both stay in the conversation, also a stopped answer.
+        """Send a turn and write the answer as produced; both stay in the conversation, also a stopped answer.
 
         Returns:
             The answer; None if Ctrl-C stopped the answer.
@@ -141,7 +141,7 @@ class Conversation:
 
 
 def run_chat(conversation: Conversation, lines: Iterable[str], out: TextIO, err: TextIO, *, forgiving: bool) -> None:
-    """Answers each line; figures and remarks go to `err`.
+    """Answer each line; figures and remarks go to `err`.
 
     Args:
         conversation: to go on with.
@@ -196,7 +196,7 @@ def serving_address(model: str) -> Iterator[str]:
 
 
 def run_model(model: str, prompt: str, converse: Callable[[Client], Conversation]) -> None:
-    """Answers a prompt as a user's turn, or chats.
+    """Answer a prompt as a user's turn, or chats.
 
     Args:
         model: see `serving_address`.
@@ -215,7 +215,7 @@ def run_model(model: str, prompt: str, converse: Callable[[Client], Conversation
 
 
 def run_chat_turn(conversation: Conversation, text: str, out: TextIO, err: TextIO) -> None:
-    """Answers one turn; the figures go to `err`.
+    """Answer one turn; the figures go to `err`.
 
     Raises:
         MoonpoolError: there is no answer.

@@ -62,7 +62,7 @@ again: 3 % of a run's time.
 
 
 def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
-    """Runs an experiment and prints the result; the wall-clock goes to standard error."""
+    """Run an experiment and print the result; the wall-clock goes to standard error."""
     begun, cpu = time.perf_counter(), time.process_time()
     with _less_garbage_collection():
         result = run(lambda line: print(line, file=sys.stderr))
@@ -130,7 +130,6 @@ class Traced(Printed):
     sessions: Sessions = 0
 
     def source(self) -> RequestSource:
-        """Return the requests."""
         return RequestSource(self.trace, self.requests, self.seed, sessions=self.sessions)
 
 
@@ -161,7 +160,6 @@ class ClusterOptions(Traced, MachineOptions):
     rate: Rate = 1.0
 
     def config(self) -> ClusterConfig:
-        """Return the cluster."""
         return self.machines(self.prefill, self.decode, self.rate)
 
 

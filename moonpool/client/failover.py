@@ -71,7 +71,6 @@ class ConductorList:
         return self._transports[number]
 
     async def aclose(self) -> None:
-        """Close all transports."""
         for transport in self._transports:
             await transport.aclose()
 

@@ -124,7 +124,6 @@ class AsyncTokenStream:
             self._call.cancel()
 
     async def aclose(self) -> None:
-        """As `cancel`."""
         self.cancel()
 
     async def __aenter__(self) -> Self:

@@ -47,11 +47,10 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ---------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Takes the workers' layouts."""
         self._scheduler.begin(metadata)
 
     def on_new_request(self, request: Any) -> None:
-        """Begins a look-up."""
+        """Begin a look-up."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -61,29 +60,26 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return (None, False) if count is None else (count * size, count > 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plans a load."""
+        """Plan a load."""
         count = num_external_tokens // self._vllm_config.cache_config.block_size
         self._scheduler.planner.allocated(request.request_id, blocks.get_block_ids()[0], count)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Plans a step."""
         return self._scheduler.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request; pages on their way are copies."""
+        """Forget a request; pages on their way are copies."""
         self._scheduler.planner.remove(request.request_id)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
         return self.request_finished(request, [])
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the engine's memory."""
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -91,17 +87,17 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.layout()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins loads; other requests compute meanwhile."""
+        """Begin loads; other requests compute meanwhile."""
         self._worker.begin_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before their requests are scheduled."""
+        """Do nothing: loads are over before their requests are scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are saved with all layers."""
 
     def wait_for_save(self) -> None:
-        """Copies new blocks; the copies are sent in the background."""
+        """Copy new blocks; the copies are sent in the background."""
         self._worker.save(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -113,26 +109,25 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_failed()
 
     def shutdown(self) -> None:
-        """Finishes saves, for a limited time."""
+        """Finish saves, for a limited time."""
         self._worker.close()
 
     # --- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         scheduler = self.role == KVConnectorRole.SCHEDULER
         return self._scheduler.take_stats() if scheduler else self._worker.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Counts of another process."""
+        """Return the counts of another process."""
         return ConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVConnectorPromMetrics | None:
-        """The connector's metrics."""
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:

@@ -31,11 +31,9 @@ class ConnectorStats(KVConnectorStats):
     """Counts since the last report; the namespace in hex, and stores without calls."""
 
     def reset(self) -> None:
-        """Begins anew."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        """Adds another process's counts."""
         for name, value in other.data.items():
             if name in COUNTERS:
                 self.data[name] = self.data.get(name, 0) + value
@@ -50,7 +48,6 @@ class ConnectorStats(KVConnectorStats):
         return {name: value for name, value in self.data.items() if name in COUNTERS}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not self.data
 
 
@@ -71,7 +68,6 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Takes counts."""
         values = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in COUNTERS:

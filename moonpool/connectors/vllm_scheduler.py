@@ -82,7 +82,7 @@ class SchedulerHalf:
         return plan
 
     def take_stats(self) -> ConnectorStats | None:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         stats, self._stats = self._stats | self.stores.take_counts(), {}
         if self.planner.lookups_late:
             stats["lookups_late"], self.planner.lookups_late = self.planner.lookups_late, 0

@@ -54,7 +54,6 @@ class WorkerHalf:
         return self._stores
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Begins a step's loads."""
         for load in plan.loads:
             pages = {rank_key(key, self._rank): self._new_page() for key in load.keys}
             stores = self._stores_of(plan)
@@ -66,7 +65,7 @@ class WorkerHalf:
         self._copier.submit(self._take, load, pages, done)
 
     def _take(self, load: BlockPlan, pages: Sequence[torch.Tensor], done: Future[list[bool]]) -> None:
-        """Copies what has come into the engine's blocks."""
+        """Copy what has come into the engine's blocks."""
         failed = set(load.blocks)
         try:
             whole = done.result()
@@ -84,7 +83,7 @@ class WorkerHalf:
                 self._loaded.add(load.request)
 
     def save(self, plan: StepPlan) -> None:
-        """Copies a step's new blocks, and sends the copies in the background."""
+        """Copy a step's new blocks, and send the copies in the background."""
         for save in plan.saves:
             stores = self._stores_of(plan)
             if not stores.accepts(len(save.blocks) * self._page_bytes):
@@ -108,12 +107,12 @@ class WorkerHalf:
         return failed
 
     def take_stats(self) -> ConnectorStats | None:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         counts = self._stores.take_counts() if self._stores is not None else {}
         return ConnectorStats(counts) if counts else None
 
     def close(self) -> None:
-        """Finishes saves, for a limited time."""
+        """Finish saves, for a limited time."""
         if self._stores is not None:
             self._stores.flush(FLUSH_S)
             self._stores.close()
@@ -163,7 +162,7 @@ def regions_of(kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> list
 
 
 def arrangement_of(blocks: int, caches: Mapping[str, torch.Tensor], regions: Sequence[torch.Tensor]) -> str:
-    """Describes what pages consist of; does not depend on how many blocks there are."""
+    """Describe what pages consist of; the description does not depend on how many blocks there are."""
     layers = []
     for name, cache in caches.items():
         at = list(cache.shape).index(blocks)

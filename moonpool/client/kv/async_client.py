@@ -281,7 +281,7 @@ class AsyncKVClient:
     async def _without_other_layouts(
         self, layout: KVLayout, group: Sequence[ValueToPut], deadline: float
     ) -> list[ValueToPut]:
-        """Drops values whose key has a value with another size: the store would refuse all values."""
+        """Drop values whose key has a value with another size: the store would refuse all values."""
         found = await self._find([value.key for value in group], deadline)
         return [value for value, there in zip(group, found, strict=True) if there is None or there == layout]
 

@@ -168,7 +168,6 @@ class SizeClassStreams:
     users: int = 0
 
     async def aclose(self) -> None:
-        """Close both streams."""
         await self.writer.aclose()
         await self.reader.aclose()
 
@@ -222,4 +221,4 @@ translated_errors = ErrorTranslation()
 
 
 def _ignore_layer(layer: int) -> None:
-    """Ignores single layers: a value is useful only with all layers."""
+    """Ignore single layers: a value is useful only with all layers."""

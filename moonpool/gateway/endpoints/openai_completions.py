@@ -67,7 +67,6 @@ class CompletionBody(OpenAISamplingBody):
         return []
 
     def sdk_prompts(self) -> list[GenerateArguments]:
-        """The prompts for the SDK."""
         return [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in self.prompts()]
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:

@@ -116,7 +116,6 @@ class ResponsesBody(PromptCacheBody):
         return named.id if isinstance(named, ConversationReference) else named or ""
 
     def items(self) -> list[ResponsesItem]:
-        """The input as items."""
         if isinstance(self.input, str):
             return [ResponsesItem(role="user", content=self.input)]
         return self.input

@@ -231,7 +231,6 @@ class ResponseStore:
         return await self._change(lambda: self._find_items(tenant, item_ids, owner))
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
     async def _change(self, work: Callable[[], T]) -> T:
@@ -340,7 +339,7 @@ class ResponseStore:
         return StoredRecord(record_id, json.loads(found[0][0]), found[0][1])
 
     def missing(self, record_id: str) -> str:
-        """Says why a record or an item may not be stored."""
+        """Say why a record or an item may not be stored."""
         if not self.enabled:
             return f"{record_id!r} is not stored: this gateway stores nothing (response_store_bytes is 0)"
         return (

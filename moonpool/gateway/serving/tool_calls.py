@@ -46,7 +46,6 @@ class ToolSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the functions."""
         return frozenset(definition["function"]["name"] for definition in self.definitions)
 
     @property

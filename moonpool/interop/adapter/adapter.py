@@ -48,7 +48,6 @@ class Adapter:
         return found
 
     def gauges(self) -> MetricSet:
-        """Everything the adapter reports."""
         return MetricSet().add(PROCESS_METRICS, None).add(ADAPTER_METRICS, self)
 
     def connected(self, identity: str) -> bool:
@@ -56,7 +55,7 @@ class Adapter:
         return any(conductor_identity(subscriber.conductor) == identity for subscriber in self.subscribers)
 
     def watch(self, live: PromisedRequest) -> None:
-        """Ends a promise in time, unless the conductor is connected."""
+        """End a promise in time, unless the conductor is connected."""
 
         def expire() -> None:
             if live.subscriber is None and not live.over:

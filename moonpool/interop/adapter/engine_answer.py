@@ -55,7 +55,6 @@ class EngineAnswer:
         return bool(self.finish) or self.error is not None
 
     def start(self, client: EngineClient, token_timeout_s: float) -> None:
-        """Asks the engine."""
         self.task = asyncio.create_task(self._run(client, token_timeout_s))
 
     def stop(self) -> None:
@@ -143,7 +142,7 @@ class EnginePart:
         keep: bool = False,
         transfer: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
-        """Begins an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
+        """Begin an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
         prompt = self._prompt(choice, known, alone=alone, keep=keep, transfer=transfer)
         found = EngineAnswer(prompt, changed, self.told_cached)
         self.ordered(prompt)

@@ -45,7 +45,6 @@ class EngineHttp:
         )
 
     async def aclose(self) -> None:
-        """Closes all connections."""
         await self._client.close()
 
     async def get(self, path: str) -> str:

@@ -61,7 +61,7 @@ class ServedCheckpoint:
 
     @classmethod
     def load(cls, config: AdapterConfig) -> "ServedCheckpoint":
-        """Reads it; blocks for as long as hashing the weights takes. Raises CheckpointError."""
+        """Read the checkpoint; blocks for as long as hashing the weights takes. Raises CheckpointError."""
         folder: Path = resolve(config.model)
         model = load_config(folder)
         return cls(model_name(config.model), model, resolve_dtype(model, config.dtype), weights_fingerprint(folder))
@@ -156,7 +156,7 @@ class EngineLife:
         return f"{SALT_MARK}{root.hex()}:{self._epoch}"
 
     async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
-        """Deletes KV: all of it, where some of it is named. What the engine cannot delete is not found any more."""
+        """Delete KV: all of it, where some of it is named. What the engine cannot delete is not found any more."""
         held, concerned = set(self.cache.held), bool(request.ttl_s)
         for chosen in await read_deletions(request.deletions):
             for selection in chosen.values():
@@ -189,13 +189,12 @@ class EngineLife:
         return incoming
 
     def check_open(self) -> None:
-        """Raises Unavailable if new requests are refused."""
+        """Raise Unavailable if new requests are refused."""
         if self.lost or self.draining:
             raise Unavailable(self.lost or "the adapter is draining")
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests hold."""
         own = sum([self.layout.blocks_for(request.context_tokens) for request in self.requests.values()])
         return min(self.facts.blocks, max(own, round(self.load.usage * self.facts.blocks)))
 
@@ -210,7 +209,7 @@ class EngineLife:
         return sum([not answer.over for request in self.requests.values() for answer in request.answers])
 
     def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> PromisedRequest:
-        """Promises memory.
+        """Promise memory.
 
         Raises:
             Overloaded: there is none now, or the time between tokens cannot be kept.
@@ -253,7 +252,7 @@ class EngineLife:
         return speeds.decode_base_s + speeds.decode_per_sequence_s * (self.running + joining)
 
     def part(self, incoming: IncomingRequest) -> EnginePart:
-        """Begins answers to a request at the rank that holds most of its prompt."""
+        """Begin answers to a request at the rank that holds most of its prompt."""
         _, rank = self.cache.matched_blocks(incoming.spec.keys)
         single = len(self.facts.sources) == 1
         salt = self._salt_of(incoming.chain_root)
@@ -268,11 +267,11 @@ class EngineLife:
         return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled, lora)
 
     def _ordered(self, prompt: EnginePrompt) -> None:
-        """Notes how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""
+        """Note how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""
         self._computable_tokens += 0 if prompt.transfer is not None else len(prompt.token_ids)
 
     def observe(self, load: EngineLoad) -> None:
-        """Takes the engine's load. Warns where KV that should have come from another engine was computed again."""
+        """Take the engine's load. Warn where KV that should have come from another engine was computed again."""
         self.load = load
         if load.computed_tokens is None or self._config.role != "decode":
             return

@@ -60,7 +60,6 @@ class PromisedRequest:
 
     @property
     def width(self) -> int:
-        """Answers that are wanted."""
         return self.part.incoming.spec.width
 
     @property
@@ -69,7 +68,7 @@ class PromisedRequest:
         return sum([len(answer.prompt.token_ids) + len(answer.tokens) for answer in self.answers if not answer.over])
 
     def compute(self, transfers: Sequence[Mapping[str, Any] | None] | None = None) -> None:
-        """Begins all answers; `transfers` name their prompt's KV at another engine."""
+        """Begin all answers; `transfers` name their prompt's KV at another engine."""
         places = transfers or [None] * self.width
         self.answers = [
             self.part.answer(choice, (), self._changed, transfer=place) for choice, place in enumerate(places)
@@ -78,7 +77,7 @@ class PromisedRequest:
         self.positions, self.sent = [base] * self.width, [0] * self.width
 
     def start(self, subscriber: Subscriber, known: Sequence[Sequence[int]]) -> None:
-        """Sends what comes behind the known tokens of each answer; an answer with others is begun anew."""
+        """Send what comes behind the known tokens of each answer; an answer with others is begun anew."""
         self.subscriber = subscriber
         if self.meets and known:
             self.sent = [len(tokens) for tokens in known]  # both engines give the first token
@@ -112,7 +111,7 @@ class PromisedRequest:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Begins the answers behind the first tokens, once both tokens and KV are there."""
+        """Begin the answers behind the first tokens, once both tokens and KV are there."""
         if not self.known or not self.transfers or self.answers:
             return
         base = len(self.part.incoming.token_ids) - self.part.incoming.sampling.prompt_tokens
@@ -130,7 +129,7 @@ class PromisedRequest:
             self._changed(self.answers[choice])
 
     def end(self) -> None:
-        """Ends all answers; may be called again."""
+        """End all answers; may be called again."""
         for answer in self.answers:
             if not answer.over:  # else the last output is on its way
                 answer.stop()
@@ -169,7 +168,7 @@ class PromisedRequest:
             self.end()
 
     async def first_tokens(self) -> None:
-        """Waits until each answer has a token.
+        """Wait until each answer has a token.
 
         Raises:
             MoonpoolError: an answer cannot be generated, or the request was cancelled.

@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 
 async def serve(context: ProcessContext, config: AdapterConfig) -> None:
-    """Runs an adapter until told to stop; the adapter joins whenever the engine is there.
+    """Run an adapter until told to stop; the adapter joins whenever the engine is there.
 
     Raises:
         ConfigError: a setting is refused, or the engine was started without something that is needed.
@@ -173,7 +173,7 @@ def _drain(life: EngineLife, bell: ChangeBell) -> None:
 
 
 async def _settle(life: EngineLife) -> None:
-    """Waits for the engine's past events, for a limited time."""
+    """Wait for the engine's past events, for a limited time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
             for stream in life.streams:
@@ -200,7 +200,7 @@ async def _tell_changes(life: EngineLife, memberships: Sequence[ClusterMembershi
 
 
 async def _watch(life: EngineLife, client: EngineClient, ended: asyncio.Event) -> None:
-    """Follows the engine's load, until the engine is lost or is another one."""
+    """Follow the engine's load, until the engine is lost or is another one."""
     failed = 0
     while not ended.is_set():
         try:

@@ -82,7 +82,7 @@ class AdapterPrefillServicer:
     async def _hand_over(
         self, target: kv_pb2.TransferTarget, live: PromisedRequest, transfers: Sequence[Mapping[str, Any] | None]
     ) -> None:
-        """Tells the adapter of the decode side where the prompt's KV is, or will be."""
+        """Tell the adapter of the decode side where the prompt's KV is, or will be."""
         if not all(transfers):
             raise TransferFailed("the engine names no KV: it runs without a connector that moves KV (docs/engines.md)")
         stub: Any = AdapterServiceStub(self._channels.get(target.decode.address))
@@ -110,7 +110,6 @@ class AdapterPrefillServicer:
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context
     ) -> prefill_pb2.CancelResponse:
-        """Cancels a prefill by request id."""
         found = [live for live in self._open if live.request_id == request.request_id]
         for live in found:
             live.end()
@@ -118,13 +117,11 @@ class AdapterPrefillServicer:
         return prefill_pb2.CancelResponse(outcome=outcome)
 
     async def Forget(self, request: kv_pb2.ForgetRequest, context: Context) -> kv_pb2.ForgetResponse:  # noqa: N802
-        """Deletes KV."""
         return await self._adapter.engine().forget(request)
 
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context
     ) -> prefill_pb2.PrefillStatsResponse:
-        """Everything the adapter holds."""
         return prefill_pb2.PrefillStatsResponse(gauges=self._gauges.read())
 
 
@@ -138,7 +135,6 @@ class AdapterDecodeServicer:
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
-        """Promises memory, or refuses."""
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
         if not 0 <= request.starts_in_s < math.inf:
@@ -159,17 +155,15 @@ class AdapterDecodeServicer:
         )
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context) -> None:  # noqa: N802
-        """Starts and cancels sequences; returns tokens."""
+        """Start and cancel sequences; return tokens."""
         await _StepsStream(self._adapter).run(requests, bare_write(context))
 
     async def Forget(self, request: kv_pb2.ForgetRequest, context: Context) -> kv_pb2.ForgetResponse:  # noqa: N802
-        """Deletes KV."""
         return await self._adapter.engine().forget(request)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
-        """Everything the adapter holds."""
         return decode_pb2.DecodeStatsResponse(gauges=self._gauges.read())
 
 
@@ -210,7 +204,6 @@ class _StepsStream(SubscribedStream):
         self._adapter.subscribers[self._subscriber] = None
 
     def carry_out(self, message: decode_pb2.StepsRequest) -> None:
-        """Carries out one order."""
         match message.WhichOneof("message"):
             case "start":
                 self._start(message.start)
@@ -220,7 +213,7 @@ class _StepsStream(SubscribedStream):
                 self._subscriber.failed(message.resume.request_id, "an adapter keeps no sequences for other conductors")
 
     def give_up(self, order: Order, reason: str) -> None:
-        """Ends the requests of the order's id that are this conductor's."""
+        """End the requests of the order's id that are this conductor's."""
         life, who = self._adapter.life, conductor_identity(self._subscriber.conductor)
         for live in list(life.requests.values()) if life is not None else ():
             if live.request_id == order.request_id and live.conductor == who:

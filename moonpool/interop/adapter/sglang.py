@@ -32,7 +32,6 @@ class SglangClient(EngineClient):
         self._bootstrap: tuple[str, int] | None = None
 
     async def describe(self) -> EngineFacts:
-        """See `EngineClient`."""
         info = await self._info()
         block_size, tokens = int(info.get("page_size") or 1), int(info.get("max_total_num_tokens") or 0)
         self._mode = info.get("disaggregation_mode") or "null"
@@ -75,7 +74,6 @@ class SglangClient(EngineClient):
         ])  # fmt: skip
 
     async def load(self) -> tuple[str, EngineLoad]:
-        """See `EngineClient`."""
         info, told = await self._info(), await self._http.get_json("/v1/loads")
         loads = told["loads"]
         running, waiting = (sum([int(rank[f"num_{kind}_reqs"]) for rank in loads]) for kind in ("running", "waiting"))
@@ -83,7 +81,6 @@ class SglangClient(EngineClient):
         return _life(info), EngineLoad(running, waiting, sum(usage) / len(usage) if usage else 0.0)
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        """See `EngineClient`."""
         if prompt.transfer is None and (self._mode == "prefill" or (self._mode == "decode" and prompt.timed)):
             prompt = replace(prompt, transfer=_meeting(NOBODY, 0))
         reader = _AnswerReader(prompt.params.logprobs)
@@ -101,11 +98,9 @@ class SglangClient(EngineClient):
         return _meeting(*self._bootstrap)
 
     async def clear_cache(self) -> bool:
-        """See `EngineClient`."""
         return await self._http.posted("/flush_cache")
 
     async def aclose(self) -> None:
-        """See `EngineClient`."""
         await self._http.aclose()
 
     async def _info(self) -> Mapping[str, Any]:

@@ -31,7 +31,6 @@ class VllmClient(EngineClient):
         self._block_size = 1
 
     async def describe(self) -> EngineFacts:
-        """See `EngineClient`."""
         models = await self._http.get_json("/v1/models")
         version = (await self._http.get_json("/version"))["version"]
         samples = read_samples(await self._http.get("/metrics"))
@@ -74,7 +73,6 @@ class VllmClient(EngineClient):
         ])  # fmt: skip
 
     async def load(self) -> tuple[str, EngineLoad]:
-        """See `EngineClient`."""
         samples = read_samples(await self._http.get("/metrics"))
         usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
         running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
@@ -88,7 +86,6 @@ class VllmClient(EngineClient):
         )  # fmt: skip
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        """See `EngineClient`."""
         if prompt.keep:
             yield await self._prefill(prompt)
             return
@@ -146,7 +143,6 @@ class VllmClient(EngineClient):
         return await self._http.posted("/reset_prefix_cache")
 
     async def aclose(self) -> None:
-        """See `EngineClient`."""
         await self._http.aclose()
 
 

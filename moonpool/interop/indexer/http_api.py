@@ -121,7 +121,7 @@ class _Routes:
         self._indexer = indexer
 
     async def register(self, request: web.Request) -> web.Response:
-        """Begins to follow a publisher."""
+        """Begin to follow a publisher."""
         body = await _body(request, Registration)
         model, instance = _model(body.modelname, body.model_name), str(body.instance_id)
         if body.type.lower() not in PUBLISHER_TYPES:
@@ -145,7 +145,6 @@ class _Routes:
         return web.json_response({"status": "registered successfully", "instance_id": instance})
 
     async def unregister(self, request: web.Request) -> web.Response:
-        """Forgets publishers."""
         body = await _body(request, Removal)
         model = _model(body.modelname, body.model_name)
         removed = await self._indexer.unregister(str(body.instance_id), model, body.tenant_id, body.dp_rank)
@@ -208,7 +207,6 @@ class _Routes:
         })  # fmt: skip
 
     async def health(self, request: web.Request) -> web.Response:
-        """The process answers."""
         return web.json_response({"status": "ok"})
 
 

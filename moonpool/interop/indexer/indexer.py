@@ -57,7 +57,6 @@ class Indexer:
 
     @property
     def publishers(self) -> Sequence[Publisher]:
-        """The registered publishers."""
         return list(self._followed)
 
     @property
@@ -68,7 +67,7 @@ class Indexer:
     # --- registered publishers ----------------------------------------------------------------------------------------
 
     def register(self, publisher: Publisher) -> None:
-        """Begins to follow a publisher.
+        """Begin to follow a publisher.
 
         Raises:
             InvalidRequest: one is registered under the same instance, tenant and rank.
@@ -84,7 +83,7 @@ class Indexer:
         self._followed[publisher] = _Followed(cache, stream, asyncio.create_task(stream.run()))
 
     async def unregister(self, instance: str, model: str, tenant: str | None, rank: int | None) -> Sequence[Publisher]:
-        """Forgets publishers, and what they told; `tenant` and `rank` None = all. Returns the forgotten ones."""
+        """Forget publishers, and what they told; `tenant` and `rank` None = all. Returns the forgotten publishers."""
         removed = [
             publisher
             for publisher in self._followed
@@ -100,7 +99,7 @@ class Indexer:
         return removed
 
     async def aclose(self) -> None:
-        """Follows no publisher any more."""
+        """Follow no publisher any more."""
         tasks = [followed.task for followed in self._followed.values()]
         for task in tasks:
             task.cancel()
@@ -120,7 +119,7 @@ class Indexer:
             self._news.set()
 
     async def follow(self, channels: Channels) -> None:
-        """Follows the conductor's cluster until cancelled."""
+        """Follow the conductor's cluster until cancelled."""
         told = ""
         while True:
             stub: Any = ConductorServiceStub(channels.get(self._config.conductor))
@@ -159,7 +158,7 @@ class Indexer:
                 self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids), chain.lora.name)
 
     async def publish(self) -> None:
-        """Publishes the events of the cluster's instances until cancelled."""
+        """Publish the events of the cluster's instances until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()

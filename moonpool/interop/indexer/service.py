@@ -28,7 +28,7 @@ INDEXER_METRICS: tuple[Metric[Indexer], ...] = (
 
 
 async def serve(context: ProcessContext, config: IndexerConfig) -> None:
-    """Runs an indexer until told to stop.
+    """Run an indexer until told to stop.
 
     Raises:
         ConfigError: a setting is refused.
