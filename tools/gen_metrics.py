@@ -21,7 +21,7 @@ from moonpool.engine.loras import LORA_METRICS
 from moonpool.engine.prefill.service import PREFILL_METRICS
 from moonpool.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
-from moonpool.interop.adapter.service import ADAPTER_METRICS
+from moonpool.interop.adapter.adapter import ADAPTER_METRICS
 from moonpool.interop.indexer.service import INDEXER_METRICS
 from moonpool.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
 

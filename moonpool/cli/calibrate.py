@@ -128,7 +128,7 @@ def _write(
 
 
 def run_calibrate_engine(make: str, url: str, model: str, out: Path, *, name: str, hardware: str, repeats: int) -> None:
-    """Measures a running engine of another make, fits, prints times and errors of the fit, and writes the profile.
+    """Measure a running engine of another make, fit, print times and errors of the fit, and write the profile.
 
     Raises:
         ConfigError: the file cannot be written, or the engine is too small to be measured.
@@ -147,15 +147,15 @@ async def measure_engine(
 ) -> "tuple[EngineFacts, list[PrefillTime], list[DecodeTime]]":
     """An engine's description, given a URL, and the engine's step seconds. Raises Unavailable."""
     from moonpool.interop.adapter.calibration import EngineTimer
-    from moonpool.interop.adapter.http_session import HttpSession
+    from moonpool.interop.adapter.engine_http import EngineHttp
     from moonpool.interop.adapter.service import ENGINE_CLIENTS
 
     named, made = ENGINE_CLIENTS[make]
-    client = made(HttpSession(named, url))
+    client = made(EngineHttp(named, url))
     try:
         facts = await client.describe()
         timer = EngineTimer(client, facts, vocab_size, repeats)
-        prefills = [PrefillTime(*one.size, one.seconds) for one in await timer.prefill()]
+        prefills = [PrefillTime(*step.size, step.seconds) for step in await timer.prefill()]
         decodes = [DecodeTime(batch, batch * each, seconds) for (batch, each), seconds in await timer.decode()]
         return facts, prefills, decodes
     finally:

@@ -50,16 +50,16 @@ def create(
 ) -> None:
     """Make certificates: NAME.pem and NAME.key in the folder, and the authority if there is none yet."""
     roles = role or list(ROLES)
-    for one in roles:
-        if one not in ROLES:
-            raise ConfigError("role", f"is one of {', '.join(ROLES)}, not {one!r}")
+    for granted in roles:
+        if granted not in ROLES:
+            raise ConfigError("role", f"is one of {', '.join(ROLES)}, not {granted!r}")
     if name and len(roles) > 1:
         raise ConfigError("name", "is for one role at a time")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority = Authority.at(folder)
-    for one in roles:
-        path = authority.issue(folder, one, name or one, host, days)
-        typer.echo(f"{path}  {one}  sha256:{fingerprint(path.read_bytes())}")
+    for granted in roles:
+        path = authority.issue(folder, granted, name or granted, host, days)
+        typer.echo(f"{path}  {granted}  sha256:{fingerprint(path.read_bytes())}")
 
 
 class Authority:
@@ -103,7 +103,7 @@ class Authority:
         return cls(made, private)
 
     def issue(self, folder: Path, role: str, name: str, hosts: Sequence[str], days: int) -> Path:
-        """Makes NAME.pem and NAME.key, replacing earlier files; returns the former's path.
+        """Make NAME.pem and NAME.key, replacing earlier files; return the former's path.
 
         Raises:
             ConfigError: the name cannot be used.
@@ -165,7 +165,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Replaces an earlier file atomically, so that a concurrent reader gets a whole file."""
+    """Replace an earlier file atomically, so that a concurrent reader gets a whole file."""
     beside = path.with_name(path.name + ".new")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

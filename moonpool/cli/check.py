@@ -103,7 +103,7 @@ class GaugeReader:
     """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
     def __init__(self, conductors: str | Sequence[str], tls: Tls | None = None) -> None:
-        """Takes the conductors' addresses; the instances are all that any conductor knows.
+        """Take the conductors' addresses; the instances are all that any conductor knows.
 
         Without `tls` connections are secured as the environment says.
         """
@@ -121,7 +121,7 @@ class GaugeReader:
             self._channels.popitem()[1].close()
 
     def survey(self) -> GaugeSurvey:
-        """Reads all gauges once.
+        """Read all gauges once.
 
         Raises:
             Unavailable: no conductor answers.
@@ -137,7 +137,7 @@ class GaugeReader:
         if not readings:
             raise Unavailable("; ".join(silent))
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            answers = list(pool.map(lambda one: _ask(one, self._channel(one.address)), members.values()))
+            answers = list(pool.map(lambda member: _ask(member, self._channel(member.address)), members.values()))
         for answer in answers:
             if isinstance(answer, str):
                 silent.append(answer)
@@ -167,7 +167,7 @@ class GaugeReader:
 
 
 def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[GaugeReading] | str:
-    """Returns an instance's readings, or the reason why there are none."""
+    """Return an instance's readings, or the reason why there are none."""
     ask = _ASK_BY_KIND.get(instance.kind)
     if ask is None:
         return f"{instance.id} is of unknown kind {instance.kind}"
@@ -195,7 +195,7 @@ def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list
 
 
 def wait_at_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> list[GaugeReading]:
-    """Reads gauges until all are at rest; releases travel between processes, so the first reading may be too early.
+    """Read gauges until all are at rest; releases travel between processes, so the first reading may be too early.
 
     Returns:
         The last readings.
@@ -236,7 +236,7 @@ def describe(reading: GaugeReading) -> str:
 
 
 def run_check(conductors: Sequence[str], *, wait_s: float = 0.0, as_json: bool = False) -> int:
-    """Prints all gauges, for people or as one JSON object.
+    """Print all gauges, for people or as one JSON object.
 
     Args:
         conductors: their addresses, "host:port".

@@ -28,7 +28,7 @@ CANDIDATE_FIGURES = ("own", "used", "queue", "load", "compute", "calls", "TTFT")
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
-    """Prints the model and every instance, as a table or as one JSON object."""
+    """Print the model and every instance, as a table or as one JSON object."""
     state = client.cluster_state()
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(state)))
@@ -74,7 +74,7 @@ def headline(state: ClusterState) -> str:
 
 
 def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
-    """Prints every prefill candidate with predicted parts, the choice, and the later measurements.
+    """Print every prefill candidate with predicted parts, the choice, and the later measurements.
 
     Raises:
         NotFound: the conductor knows no such request, or has forgotten the request.
@@ -197,7 +197,7 @@ def state_figures(state: ClusterState) -> dict[str, object]:
 
 
 def run_top(client: Client, *, interval_s: float, once: bool, as_json: bool) -> None:
-    """Shows the cluster again and again until Ctrl-C, or once.
+    """Show the cluster again and again until Ctrl-C, or once.
 
     Args:
         client: the conductor's client.

@@ -64,7 +64,7 @@ def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) 
 
 
 def print_contexts(found: Iterable[Context]) -> None:
-    """Prints a table of contexts."""
+    """Print a table of contexts."""
     figures = ("tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
     table = RecordTable("id", "name", "tags", "status", *figures, right=figures)
     for each in found:
@@ -129,9 +129,13 @@ def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
         sums = {"blocks": deleted.blocks, "bytes": deleted.bytes, "complete": deleted.complete}
         typer.echo(json.dumps({**more, **dataclasses.asdict(deleted), **sums}))
     else:
-        for one in deleted.instances:
-            what = f"not done yet: {one.error}" if one.error else f"{one.blocks:,} blocks, {one.bytes / 1e6:.1f} MB"
-            typer.echo(f"{one.instance}: {what}")
+        for instance in deleted.instances:
+            what = (
+                f"not done yet: {instance.error}"
+                if instance.error
+                else f"{instance.blocks:,} blocks, {instance.bytes / 1e6:.1f} MB"
+            )
+            typer.echo(f"{instance.instance}: {what}")
         typer.echo(f"{deleted.recorded} kvstores repeat the deletion to instances that join later")
     raise typer.Exit(0 if deleted.complete else EXIT_INCOMPLETE)
 
@@ -149,14 +153,14 @@ def _tools(text: str) -> list[dict[str, Any]]:
         found = json.loads(text)
     except ValueError as error:
         raise InvalidRequest("tools", f"must be a JSON list of functions: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    if not isinstance(found, list) or not all(isinstance(value, dict) for value in found):
         raise InvalidRequest("tools", "must be a JSON list of functions")
     return found
 
 
 def _bytes(option: str, given: list[str]) -> list[bytes]:
     try:
-        return [bytes.fromhex(one) for one in given]
+        return [bytes.fromhex(text) for text in given]
     except ValueError:
         raise InvalidRequest(option, "must be hexadecimal digits") from None
 
@@ -184,5 +188,5 @@ def _left(context: Context) -> str:
 
 
 def run_delete(args: list[str]) -> None:
-    """Runs `moonpool delete ...`; errors are raised, for the caller to print."""
+    """Run `moonpool delete ...`; errors are raised, for the caller to print."""
     delete_app(args, prog_name="moonpool delete")

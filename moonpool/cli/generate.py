@@ -79,10 +79,10 @@ def _list_answers(result: GenerateResult) -> str:
 def _logprob_lines(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
     """Log probabilities, a line for each token: id, log probability, rank, and the likely tokens. "" when none came."""
     lines = [f"--- log probabilities of {title}: token, its own, rank; likely tokens with theirs"] if logprobs else []
-    for its in logprobs:
-        if its is not None:
-            likely = "  ".join(f"{token} {value:.4f}" for token, value in its.top)
-            lines.append(f"{its.token_id} {its.logprob:.4f} {its.rank}; {likely}".rstrip("; "))
+    for logprob in logprobs:
+        if logprob is not None:
+            likely = "  ".join(f"{token} {value:.4f}" for token, value in logprob.top)
+            lines.append(f"{logprob.token_id} {logprob.logprob:.4f} {logprob.rank}; {likely}".rstrip("; "))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -104,7 +104,7 @@ CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops 
 
 
 @dataclass(slots=True)
-class ChatSession:
+class Conversation:
     """The turns so far, what goes before them, and how answers are sampled."""
 
     client: Client
@@ -115,7 +115,7 @@ class ChatSession:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, out: TextIO) -> GenerateResult | None:
-        """Sends a turn and writes the answer as produced; both stay in the conversation, also a stopped answer.
+        """Send a turn and write the answer as produced; both stay in the conversation, also a stopped answer.
 
         Returns:
             The answer; None if Ctrl-C stopped the answer.
@@ -140,8 +140,8 @@ class ChatSession:
         return stream.result
 
 
-def run_chat(conversation: ChatSession, lines: Iterable[str], out: TextIO, err: TextIO, *, forgiving: bool) -> None:
-    """Answers each line; figures and remarks go to `err`.
+def run_chat(conversation: Conversation, lines: Iterable[str], out: TextIO, err: TextIO, *, forgiving: bool) -> None:
+    """Answer each line; figures and remarks go to `err`.
 
     Args:
         conversation: to go on with.
@@ -166,7 +166,7 @@ def run_chat(conversation: ChatSession, lines: Iterable[str], out: TextIO, err: 
             _answer_line(conversation, text, out, err, forgiving=forgiving)
 
 
-def _answer_line(conversation: ChatSession, text: str, out: TextIO, err: TextIO, *, forgiving: bool) -> None:
+def _answer_line(conversation: Conversation, text: str, out: TextIO, err: TextIO, *, forgiving: bool) -> None:
     try:
         run_chat_turn(conversation, text, out, err)
     except MoonpoolError as error:
@@ -195,8 +195,8 @@ def serving_address(model: str) -> Iterator[str]:
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 
-def run_model(model: str, prompt: str, converse: Callable[[Client], ChatSession]) -> None:
-    """Answers a prompt as a user's turn, or chats.
+def run_model(model: str, prompt: str, converse: Callable[[Client], Conversation]) -> None:
+    """Answer a prompt as a user's turn, or chats.
 
     Args:
         model: see `serving_address`.
@@ -214,8 +214,8 @@ def run_model(model: str, prompt: str, converse: Callable[[Client], ChatSession]
             run_chat_turn(converse(client), prompt, sys.stdout, sys.stderr)
 
 
-def run_chat_turn(conversation: ChatSession, text: str, out: TextIO, err: TextIO) -> None:
-    """Answers one turn; the figures go to `err`.
+def run_chat_turn(conversation: Conversation, text: str, out: TextIO, err: TextIO) -> None:
+    """Answer one turn; the figures go to `err`.
 
     Raises:
         MoonpoolError: there is no answer.
@@ -237,7 +237,7 @@ def typed_lines() -> Iterator[str]:
             return
 
 
-def run_terminal_chat(address: str, converse: Callable[[Client], ChatSession]) -> None:
+def run_terminal_chat(address: str, converse: Callable[[Client], Conversation]) -> None:
     """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends the chat.
 
     Args:

@@ -23,7 +23,7 @@ MAX_ANSWER_BYTES = 4096
 
 
 def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) -> int:
-    """Asks whether a service serves; with `joined`, also asks a conductor how many instances have joined.
+    """Ask whether a service serves; with `joined`, also ask a conductor how many instances have joined.
 
     Args:
         address: "host:port" for any gRPC service, "http://host:port" or "https://host:port" for a gateway.

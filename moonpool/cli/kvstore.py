@@ -293,7 +293,7 @@ def _progress(what: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]
 
 
 def _wait_until(done: Callable[[], bool], wait_s: float, what: str) -> None:
-    """Waits until a condition holds; raises DeadlineExceeded if the time is over before."""
+    """Wait until a condition holds; raise DeadlineExceeded if the time is over before."""
     deadline, pause = time.monotonic() + wait_s, threading.Event()
     while not done():
         if time.monotonic() >= deadline:
@@ -302,5 +302,5 @@ def _wait_until(done: Callable[[], bool], wait_s: float, what: str) -> None:
 
 
 def run_kvstore(args: list[str]) -> None:
-    """Runs `moonpool kvstore VERB ...`; errors are raised, for the caller to print."""
+    """Run `moonpool kvstore VERB ...`; errors are raised, for the caller to print."""
     app(args, prog_name="moonpool kvstore")

@@ -78,7 +78,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def run_list(*, as_json: bool) -> None:
-    """Prints the models on this machine, and the names of those that `pull` fetches."""
+    """Print the models on this machine, and the names of those that `pull` fetches."""
     found = local_models()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(model) for model in found]))
@@ -100,7 +100,7 @@ def run_inspect(
     quantization: Quantization,
     as_json: bool,
 ) -> None:
-    """Prints the report as a table or as one JSON object."""
+    """Print the report as a table or as one JSON object."""
     from rich.console import Console
     from rich.table import Table
 

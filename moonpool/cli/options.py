@@ -33,6 +33,7 @@ UsedContextTtl = Annotated[
     typer.Option("--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = no change."),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
+LOCAL_CONDUCTOR = "127.0.0.1:50051"
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings for a verb that reads the verb's own flags."""
@@ -68,6 +69,12 @@ def verb(run: Callable[[Any], None]) -> Callable[..., None]:
     return call
 
 
+def same_fields(options: Any, target: type[Any]) -> dict[str, Any]:
+    """Return the options whose names are fields of the dataclass `target`, which takes them unchanged."""
+    wanted = {field.name for field in dataclasses.fields(target)}
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name in wanted}
+
+
 class RootGroup(TyperGroup):
     """The verbs of `moonpool`. An error about a verb or a flag that had another name says the new name."""
 
@@ -89,7 +96,7 @@ class RootGroup(TyperGroup):
 
 
 def _renamed_flag(flag: str, command: Any) -> str:
-    """The new name for a verb's former flag, or the argument that the flag has become; "" for any other flag."""
+    """Return the new name for a verb's former flag, or the argument that the flag has become; "" for any other flag."""
     options = {name for parameter in command.params for name in parameter.opts}
     if flag in options:
         return ""
@@ -100,7 +107,7 @@ def _renamed_flag(flag: str, command: Any) -> str:
 
 
 def addresses(text: str) -> list[str]:
-    """The addresses in a list with commas.
+    """Split a list of addresses with commas.
 
     Raises:
         InvalidRequest: the list is empty, or has an empty place.
@@ -112,7 +119,7 @@ def addresses(text: str) -> list[str]:
 
 
 def prompt_text(prompt: str) -> str:
-    """The prompt; "-" or "" = standard input, without the line's end that `echo` adds.
+    """Return the prompt; "-" or "" = standard input, without the line's end that `echo` adds.
 
     Raises:
         InvalidRequest: the prompt cannot be read, or the pipe is empty.
@@ -128,7 +135,7 @@ def prompt_text(prompt: str) -> str:
 
 
 def text_of(path: str, option: str) -> str:
-    """What a file says.
+    """Read a file.
 
     Raises:
         InvalidRequest: the file cannot be read; names the option.

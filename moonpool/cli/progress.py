@@ -43,7 +43,6 @@ class PlainProgress:
         self._last: dict[str, tuple[str, float]] = {}
 
     def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
-        """See `StartProgress`."""
         kind, now = _NUMBER.sub("", what), self._clock()
         with self._lock:
             last, at = self._last.get(part, ("", 0.0))
@@ -65,7 +64,6 @@ class TerminalProgress:
         self._lock = threading.Lock()
 
     def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
-        """See `StartProgress`."""
         text = f"{part}: {what}" + (f" {done}/{of}" if of else "")
         with self._lock:
             if part not in self._bars:
@@ -73,7 +71,6 @@ class TerminalProgress:
             self._progress.update(self._bars[part], description=text, completed=done, total=of or None)
 
     def finish(self, part: str) -> None:
-        """See `StartProgress`."""
         with self._lock:
             if (bar := self._bars.pop(part, None)) is not None:
                 self._progress.remove_task(bar)
@@ -81,7 +78,7 @@ class TerminalProgress:
 
 @contextlib.contextmanager
 def start_progress(console: Console | None = None) -> Iterator[StartProgress]:
-    """Shows on standard error, while the body runs, what a start does."""
+    """Show on standard error, while the body runs, what a start does."""
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         yield PlainProgress(lambda line: print(line, file=console.file, flush=True))

@@ -5,12 +5,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.errors import ConfigError
 from moonpool.cli.load_generator.loops import trace_loop
 from moonpool.cli.load_generator.senders import greedy, sdk_sender
+from moonpool.cli.models import chosen_model
+from moonpool.cli.options import addresses
+from moonpool.cli.predict_options import ReplayOptions
 from moonpool.client import AsyncClient, GenerateArguments, GenerateResult, Slo, TokenEvent
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.simulator.clock import PS
@@ -205,59 +207,33 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayPlan:
-    """A replay as ordered on the command line.
-
-    Attributes:
-        trace: file of the trace; the first `requests` are sent, 0 = all.
-        addresses: the conductors'.
-        model: folder or file of the checkpoint that is served.
-        time_scale: trace and report seconds that pass in one second.
-        prompt_tokens, output_tokens: of each request at most; 0 = all.
-        slo: for goodput.
-        profile: simulates the same; "" = no simulation.
-        max_num_batched_tokens: prompt tokens that a simulated prefill instance computes in a step.
-        calibrate_on: first requests to fit the simulation to; the others are compared.
-    """
-
-    trace: Path
-    addresses: Sequence[str]
-    model: str
-    slo: SloTargets
-    requests: int = 0
-    time_scale: float = 1.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    profile: str = ""
-    max_num_batched_tokens: int = 512
-    calibrate_on: int = 0
-
-
-def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
+def run_replay(options: ReplayOptions) -> int:
     """Replay, and simulate the same when a profile is given. Return 1 when a request failed.
 
     Raises:
         TraceError: the trace is wrong.
         ConfigError: the profile is missing, the time scale is not positive, or no request is left to compare.
     """
-    calibrate_on, slo = plan.calibrate_on, plan.slo
-    if plan.time_scale <= 0:
-        raise ConfigError("time_scale", f"must be positive, is {plan.time_scale:g}")
-    source = Trace(plan.trace, plan.requests)
-    wanted = [cut_request(request, plan.prompt_tokens, plan.output_tokens, source.block_size) for request in source]
-    if calibrate_on and not plan.profile:
+    calibrate_on, slo = options.calibrate_on, SloTargets(options.ttft_slo_s, options.tbt_slo_s)
+    conductors, model = addresses(options.address), chosen_model(options.model)
+    if options.time_scale <= 0:
+        raise ConfigError("time_scale", f"must be positive, is {options.time_scale:g}")
+    source = Trace(options.trace, options.requests)
+    wanted = [
+        cut_request(request, options.prompt_tokens, options.output_tokens, source.block_size) for request in source
+    ]
+    if calibrate_on and not options.simulate:
         raise ConfigError("calibrate_on", "needs a profile to simulate with")
     if calibrate_on >= len(wanted):
         raise ConfigError("calibrate_on", f"must be less than the {len(wanted)} requests, is {calibrate_on}")
     config = None
-    if plan.profile:
-        config = ClusterConfig(profile=load_profile(plan.profile), slo=slo, block_size=source.block_size,
-                               max_num_batched_tokens=plan.max_num_batched_tokens)  # fmt: skip
-        config = asyncio.run(cluster_like(plan.addresses, config))
-    vocab_size = load_config(resolve(plan.model)).vocab_size
-    replay = TraceReplay(wanted, source.block_size, plan.time_scale, vocab_size, slo)
-    measured = asyncio.run(send_trace(plan.addresses, replay))
+    if options.simulate:
+        config = ClusterConfig(profile=load_profile(options.simulate), slo=slo, block_size=source.block_size,
+                               max_num_batched_tokens=options.max_num_batched_tokens)  # fmt: skip
+        config = asyncio.run(cluster_like(conductors, config))
+    vocab_size = load_config(resolve(model)).vocab_size
+    replay = TraceReplay(wanted, source.block_size, options.time_scale, vocab_size, slo)
+    measured = asyncio.run(send_trace(conductors, replay))
     columns = {"measured": summary_of(measured[calibrate_on:], slo)}
     found = None
     if config is not None and calibrate_on:
@@ -265,7 +241,7 @@ def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
         columns["simulated"] = summary_of(found.simulated[0], slo)
     elif config is not None:
         columns["simulated"] = summary_of(serve(config, wanted), slo)
-    if as_json:
+    if options.as_json:
         report = {name: summary.to_json() for name, summary in columns.items()}
         print(json.dumps(report if found is None else report | found.to_json(), indent=1))
     else:

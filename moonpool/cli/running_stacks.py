@@ -105,7 +105,7 @@ class StackRecord:
         self.path = folder / f"{hashlib.blake2s(self._data_dir.encode(), digest_size=8).hexdigest()}.json"
 
     def write(self, address: str, http_address: str) -> None:
-        """Writes the record with the addresses of conductors and gateway, "" while the stack starts."""
+        """Write the record with the addresses of conductors and gateway, "" while the stack starts."""
         pid = os.getpid()
         record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, address, http_address)
         written = self.path.with_suffix(".new")
@@ -119,7 +119,7 @@ def running_stacks() -> list[RunningStack]:
 
 
 def run_ps(*, as_json: bool) -> None:
-    """Prints the stacks that run."""
+    """Print the stacks that run."""
     running = running_stacks()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(stack) for stack in running]))
@@ -132,7 +132,7 @@ def run_ps(*, as_json: bool) -> None:
 
 
 def run_stop(data_dir: Path | None) -> int:
-    """Stops a stack that `moonpool serve` runs, and waits until all processes have ended.
+    """Stop a stack that `moonpool serve` runs, and wait until all processes have ended.
 
     Args:
         data_dir: the stack's; None = the only stack of this user.

@@ -53,7 +53,7 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
 
 
 def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
-    """Starts a stack, reports the addresses, runs until SIGINT or SIGTERM, and drains.
+    """Start a stack, report the addresses, run until SIGINT or SIGTERM, and drain.
 
     Args:
         plan: the stack's parts and settings.
@@ -101,7 +101,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
 def started_stack(
     plan: StackPlan, on_ready: Callable[[ServiceProcess], None], console: Console | None = None
 ) -> Iterator[LocalStack]:
-    """Starts a stack and shows how that goes; what can be found out before anything is loaded is found out first.
+    """Start a stack and show how that goes; what can be found out before anything is loaded is found out first.
 
     Raises:
         ConfigError: a port is taken, or the packages of engines are not installed.
@@ -128,7 +128,7 @@ def started_stack(
 
 
 def check_ports(plan: StackPlan) -> None:
-    """Sees that a stack's ports are free.
+    """See that a stack's ports are free.
 
     Raises:
         ConfigError: naming the flag of `moonpool serve`: another program listens there.
@@ -155,7 +155,7 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
         kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
         blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
         most_loras, rank = (
-            int(setting_of(plan, "prefill", *its)) for its in (("max_loras", "0"), ("max_lora_rank", "16"))
+            int(setting_of(plan, "prefill", *asked)) for asked in (("max_loras", "0"), ("max_lora_rank", "16"))
         )
         spec = EngineSpec(
             plan.model, found.dtype, layout, blocks,
@@ -188,7 +188,7 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
 
 
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
-    """Compiles the native code that the stack's services need, so that they find the code."""
+    """Compile the native code that the stack's services need, so that they find the code."""
 
     def report(what: str) -> None:
         progress.show("kernels", what)
@@ -218,7 +218,7 @@ def _emulated_note(plan: StackPlan) -> tuple[dict[str, object], str]:
 
 
 def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) -> str:
-    """Restarts services until a signal comes; returns why a service was given up, or ""."""
+    """Restart services until a signal comes; return why a service was given up, or ""."""
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
@@ -240,7 +240,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
 
 def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
-    """Waits for a signal or a service's end; returns which service ended, or "".
+    """Wait for a signal or a service's end; return which service ended, or "".
 
     A service that ended to change roles is started anew.
     """
@@ -267,7 +267,7 @@ class DemoRow:
 
 
 def run_demo(model: str, max_tokens: int, instead: str) -> int:
-    """Serves the demonstration's prompts and prints a table.
+    """Serve the demonstration's prompts and print a table.
 
     Args:
         model: folder or file to serve.

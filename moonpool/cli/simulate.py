@@ -15,6 +15,7 @@ import typer
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.cli.options import verb
+from moonpool.cli.predict_options import PlanOptions
 from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from moonpool.engine.emulated.profile import load_profile
@@ -61,7 +62,7 @@ again: 3 % of a run's time.
 
 
 def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
-    """Runs an experiment and prints the result; the wall-clock goes to standard error."""
+    """Run an experiment and print the result; the wall-clock goes to standard error."""
     begun, cpu = time.perf_counter(), time.process_time()
     with _less_garbage_collection():
         result = run(lambda line: print(line, file=sys.stderr))
@@ -129,7 +130,6 @@ class Traced(Printed):
     sessions: Sessions = 0
 
     def source(self) -> RequestSource:
-        """Return the requests."""
         return RequestSource(self.trace, self.requests, self.seed, sessions=self.sessions)
 
 
@@ -160,7 +160,6 @@ class ClusterOptions(Traced, MachineOptions):
     rate: Rate = 1.0
 
     def config(self) -> ClusterConfig:
-        """Return the cluster."""
         return self.machines(self.prefill, self.decode, self.rate)
 
 
@@ -470,45 +469,22 @@ def faults(options: FaultsOptions) -> None:
         raise typer.Exit(1) from failure
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What `moonpool plan` searches for.
-
-    Attributes:
-        trace: file of the trace; the first `requests` count, 0 = all. They come `rate` times as fast.
-        model: a model that the hardware's file names.
-        hardware: bundled name, or path of a YAML file.
-        slo: limits as text, `ttft=SECONDS,tbt=SECONDS`.
-        goodput: share of requests that must keep both limits.
-        bound: instances of a kind at most.
-    """
-
-    trace: Path
-    model: str
-    hardware: str
-    slo: str
-    goodput: float
-    rate: float
-    requests: int
-    bound: int
-
-
-def run_plan(wanted: PlanRequest, *, report: Path | None, as_json: bool) -> None:
-    """Searches, prints the plan, writes the report.
+def run_plan(options: PlanOptions) -> None:
+    """Search, print the plan, write the report.
 
     Raises:
         ConfigError: model, hardware or limits are unknown, wrong or cannot be kept.
         TraceError: the trace is wrong.
         NoPlan: no mix within the bound is good enough.
     """
-    if not 0 < wanted.goodput <= 1:
-        raise ConfigError("goodput", f"must be a share above 0 and at most 1, is {wanted.goodput:g}")
-    machines, limits = load_hardware(wanted.hardware), parse_slo(wanted.slo)
-    source = RequestSource(wanted.trace, wanted.requests)
-    profile = machines.profile(wanted.model)
+    if not 0 < options.goodput <= 1:
+        raise ConfigError("goodput", f"must be a share above 0 and at most 1, is {options.goodput:g}")
+    machines, limits = load_hardware(options.hardware), parse_slo(options.slo)
+    source = RequestSource(options.trace, options.requests)
+    profile = machines.profile(options.model)
     check_possible(profile, limits)
     base = ClusterConfig(
-        profile=profile, slo=limits, rate=wanted.rate, block_size=source.block_size,
+        profile=profile, slo=limits, rate=options.rate, block_size=source.block_size,
         store_bytes=machines.dram_bytes, disk_bytes=machines.disk_bytes,
     )  # fmt: skip
 
@@ -518,15 +494,15 @@ def run_plan(wanted: PlanRequest, *, report: Path | None, as_json: bool) -> None
     def told(line: str) -> None:
         print(line, file=sys.stderr)
 
-    plan = PlanSearch(base, machines, serve, wanted.goodput, wanted.bound, told).plan()
+    plan = PlanSearch(base, machines, serve, options.goodput, options.bound, told).plan()
     facts: dict[str, object] = {
-        "trace": source.describe(), "rate": wanted.rate, "model": wanted.model, "hardware": machines.name,
+        "trace": source.describe(), "rate": options.rate, "model": options.model, "hardware": machines.name,
         "profile": f"{profile.name}: {profile.hardware}", "limits": f"TTFT {limits.ttft_s:g} s, TBT {limits.tbt_s:g} s",
         "cost an hour": ", ".join(f"{kind} {cost:g}" for kind, cost in machines.cost_per_hour.items()),
     }  # fmt: skip
-    if report is not None:
-        report.write_text(page(plan, facts, wanted.goodput), encoding="utf-8")
-    if as_json:
+    if options.report is not None:
+        options.report.write_text(page(plan, facts, options.goodput), encoding="utf-8")
+    if options.as_json:
         mix = {"prefill": plan.best.prefill, "decode": plan.best.decode, "kvstore": plan.best.kvstore}
         print(
             json.dumps(

@@ -38,7 +38,7 @@ class RecordTable:
         self._rows: list[tuple[str, ...]] = []
 
     def add_row(self, *cells: str) -> None:
-        """Adds a record with a cell per heading; an empty cell is left out where rows become lines."""
+        """Add a record with a cell per heading; an empty cell is left out where rows become lines."""
         assert len(cells) == len(self._headings)
         self._rows.append(cells)
 

@@ -17,17 +17,9 @@ from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking,
 from moonpool.client.cluster_state import ClusterState, GaugeValue, LoraInfo
 from moonpool.client.contexts import DELETE_TIMEOUT_S, AsyncContexts, Contexts, DeletedKV, delete_request, deleted_kv
 from moonpool.client.explain import Explanation
+from moonpool.client.failover import ConductorFailover, ConductorList, loop_time, pause_before_retry, remaining_s
 from moonpool.client.token_stream import AsyncTokenStream, StreamTimeouts, TokenStream
-from moonpool.client.transport import (
-    ConductorFailover,
-    ConductorList,
-    ConductorTransport,
-    GrpcTransport,
-    NotConnected,
-    loop_time,
-    pause_before_retry,
-    remaining_s,
-)
+from moonpool.client.transport import ConductorTransport, GrpcTransport, NotConnected
 from moonpool.client.types import GenerateArguments, GenerateResult
 from moonpool.v1 import conductor_pb2
 
@@ -215,7 +207,7 @@ class AsyncClient:
             InvalidRequest: a value is wrong; names the field.
         """
         prompts = 0
-        for messages in translate.in_portions([translate.generate_request(it) for it in requests]):
+        for messages in translate.in_portions([translate.generate_request(given) for given in requests]):
             request = conductor_pb2.AnnouncePromptsRequest(tenant=tenant, requests=messages, within_s=within_s)
             answer: conductor_pb2.AnnouncePromptsResponse = await self._query(request, timeout_s)
             prompts += answer.prompts

@@ -272,7 +272,10 @@ def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Se
 
 def deleted_kv(message: pb.DeleteKVResponse) -> DeletedKV:
     """Translate a deletion's result."""
-    instances = (InstanceDeletion(it.instance, it.blocks, it.bytes, it.error) for it in message.instances)
+    instances = (
+        InstanceDeletion(instance.instance, instance.blocks, instance.bytes, instance.error)
+        for instance in message.instances
+    )
     return DeletedKV(message.id, tuple(instances), message.recorded)
 
 

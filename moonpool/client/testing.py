@@ -178,7 +178,7 @@ class _FakeTransport:
         return self._fake.answer(request)
 
     async def aclose(self) -> None:
-        """Returns at once: a fake conductor has no connection to close."""
+        """Return at once: a fake conductor has no connection to close."""
 
 
 def _default_script(request: pb.GenerateRequest) -> Script:

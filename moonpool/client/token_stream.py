@@ -10,17 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from moonpool.base.errors import Overloaded, Unavailable
-from moonpool.client import translate
 from moonpool.client.background import BackgroundLoop
-from moonpool.client.transport import (
-    ConductorFailover,
-    ConductorList,
-    GenerateCall,
-    NotConnected,
-    loop_time,
-    pause_before_retry,
-    remaining_s,
-)
+from moonpool.client.failover import ConductorFailover, ConductorList, loop_time, pause_before_retry, remaining_s
+from moonpool.client.result_collector import ResultCollector
+from moonpool.client.transport import GenerateCall, NotConnected
 from moonpool.client.types import GenerateResult, Placement, TokenEvent
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -85,7 +78,7 @@ class AsyncTokenStream:
         self._request = request
         self._timeouts = timeouts
         self._on_placed = on_placed
-        self._collector = translate.ResultCollector()
+        self._collector = ResultCollector()
         self._failover = ConductorFailover(conductors, timeouts.connect_s)
         self._state = StreamState.NEW
         self._call: GenerateCall | None = None
@@ -131,7 +124,6 @@ class AsyncTokenStream:
             self._call.cancel()
 
     async def aclose(self) -> None:
-        """As `cancel`."""
         self.cancel()
 
     async def __aenter__(self) -> Self:

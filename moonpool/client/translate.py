@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from moonpool.base.contracts import assign, logprobs_from_proto, sampling_to_proto
-from moonpool.base.errors import InvalidRequest, StreamBroken
-from moonpool.base.logprobs import TokenLogprobs
+from moonpool.base.contracts import assign, sampling_to_proto
+from moonpool.base.errors import InvalidRequest
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.client.cluster_state import (
     ClusterState,
@@ -25,31 +22,14 @@ from moonpool.client.cluster_state import (
 )
 from moonpool.client.explain import Attempt, Candidate, Explanation, Timeline
 from moonpool.client.types import (
-    Choice,
-    FinishReason,
     GenerateArguments,
-    GenerateResult,
     Message,
     Placement,
-    Timing,
-    TokenEvent,
-    Usage,
 )
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
 """A gRPC message's maximum size, at the client and at the conductor."""
-_FINISH: dict[int, FinishReason] = {
-    kv_pb2.FINISH_REASON_STOP: "stop",
-    kv_pb2.FINISH_REASON_LENGTH: "length",
-    kv_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
-_KINDS: dict[int, str] = {
-    kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
-    kv_pb2.INSTANCE_KIND_PREFILL: "prefill",
-    kv_pb2.INSTANCE_KIND_DECODE: "decode",
-    kv_pb2.INSTANCE_KIND_KVSTORE: "kvstore",
-}
 
 
 def generate_request(given: GenerateArguments, *, whole: bool = False) -> conductor_pb2.GenerateRequest:
@@ -148,176 +128,22 @@ def _set_json(chat: conductor_pb2.ChatPrompt, field: str, value: Any) -> None:
     setattr(chat, field, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-class ResultCollector:
-    """Turns a stream's messages into events and a result, and checks that no token is missing or repeated."""
-
-    def __init__(self) -> None:
-        self.result: GenerateResult | None = None
-        """The whole answer; None before the end."""
-        self.request_id = ""
-        self.prompt_tokens = 0
-        """Number of prompt tokens; 0 before the request is placed."""
-        self.placements: list[Placement] = []
-        self.resumes = 0
-        """How many times the stream was resumed."""
-        self._seed = 0
-        self._point: conductor_pb2.ResumePoint | None = None
-        self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
-        self._text: defaultdict[int, list[str]] = defaultdict(list)
-        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
-        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._new_prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # no event has had these
-        self._embedding: tuple[float, ...] = ()
-
-    @property
-    def started(self) -> bool:
-        """Whether a message has arrived."""
-        return bool(self.placements or self._tokens or self.result)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the conductor has sent the point from which the stream can be resumed."""
-        return self._point is not None
-
-    def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
-        """The request for the rest of the answer; at first the original request."""
-        if self._point is None:
-            return request
-        self.resumes += 1
-        again = conductor_pb2.GenerateRequest()
-        again.CopyFrom(request)
-        again.request_id, again.from_position = self.request_id, len(self._tokens[0])
-        if self._seed:  # 0: none was drawn
-            again.sampling.seed = self._seed
-        first, *further = [
-            conductor_pb2.AnswerSoFar(token_ids=self._tokens[it], text_chars=sum(map(len, self._text[it])))
-            for it in range(max(1, request.sampling.n))
-        ]
-        again.resume.CopyFrom(
-            conductor_pb2.Resume(
-                point=self._point,
-                token_ids=first.token_ids,
-                text_chars=first.text_chars,
-                count=self.resumes,
-                further=further,
-                prompt_scored=bool(self._prompt_logprobs or self._embedding),
-            )
-        )
-        return again
-
-    def take(self, message: conductor_pb2.GenerateResponse) -> TokenEvent | None:
-        """Take a message. Returns the message's event, or None.
-
-        Raises:
-            StreamBroken: tokens are missing or repeated.
-        """
-        match message.WhichOneof("event"):
-            case "placed":
-                self.request_id = message.placed.request_id
-                self.prompt_tokens = message.placed.prompt_tokens
-                self._seed = message.placed.seed
-                self._point = message.placed.resume if message.placed.HasField("resume") else None
-                if message.placed.corrected:
-                    del self.placements[-1:]
-                self.placements.append(from_message(Placement, message.placed.placement))
-            case "delta":
-                return self._delta(message.delta)
-            case "prompt_logprobs":
-                self._prompt_logprobs = (None, *_prompt_logprobs(message.prompt_logprobs))
-                self._new_prompt_logprobs = self._prompt_logprobs
-            case "embedding":
-                self._embedding = _floats(message.embedding.values)
-            case "finished":
-                self.result = self._finished(message.finished)
-        return None
-
-    def ended(self) -> GenerateResult:
-        """The result, at the end of the stream.
-
-        Raises:
-            StreamBroken: the stream ended before the answer.
-        """
-        if self.result is None:
-            raise StreamBroken("the stream ended before the answer did")
-        return self.result
-
-    def _delta(self, delta: conductor_pb2.TokenDelta) -> TokenEvent:
-        tokens = self._tokens[delta.choice]
-        if delta.position != len(tokens):
-            raise StreamBroken(f"expected token {len(tokens)} of the answer, got {delta.position}")
-        tokens.extend(delta.token_ids)
-        self._text[delta.choice].append(delta.text)
-        logprobs = _logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else ()
-        self._logprobs[delta.choice].extend(logprobs)
-        prompt_logprobs, self._new_prompt_logprobs = self._new_prompt_logprobs, ()
-        return TokenEvent(
-            delta.position,
-            tuple(delta.token_ids),
-            delta.text,
-            delta.choice,
-            logprobs,
-            _FINISH.get(delta.reason),
-            prompt_logprobs,
-        )
-
-    def _choices(self, finished: conductor_pb2.Finished) -> tuple[Choice, ...]:
-        ends = finished.choices or [conductor_pb2.FinishedChoice(reason=finished.reason)]
-        return tuple(
-            Choice(
-                list(self._tokens[index]),
-                "".join(self._text[index]),
-                _FINISH.get(end.reason, "cancelled"),
-                end.score if end.HasField("score") else None,
-                tuple(self._logprobs[index]),
-            )
-            for index, end in enumerate(ends)
-        )
-
-    def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:
-        last, choices = from_message(Placement, finished.placement), self._choices(finished)
-        return GenerateResult(
-            request_id=self.request_id,
-            token_ids=choices[0].token_ids,
-            text=choices[0].text,
-            finish_reason=choices[0].finish_reason,
-            usage=from_message(Usage, finished.usage),
-            timing=from_message(Timing, finished.timing),
-            placement=last,
-            seed=self._seed,
-            placements=(*self.placements[:-1], last),
-            choices=choices,
-            resumes=self.resumes,
-            logprobs=choices[0].logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-            embedding=self._embedding,
-        )
+def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
+    unknown = set(message) - Message.__annotations__.keys()
+    if unknown:
+        raise ValueError(f"a message has {', '.join(Message.__annotations__)}, not {', '.join(sorted(unknown))}")
+    return conductor_pb2.ChatMessage(
+        role=message["role"],
+        content=message["content"],
+        tool_calls=map(_tool_call, message.get("tool_calls", ())),
+        tool_call_id=message.get("tool_call_id", ""),
+        reasoning_content=message.get("reasoning_content", ""),
+    )
 
 
-def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Each token's log probabilities.
-
-    Raises:
-        StreamBroken: their number does not match the tokens.
-    """
-    found = logprobs_from_proto(message)
-    if len(found) != len(token_ids) or not found.consistent:
-        raise StreamBroken(f"the log probabilities are not those of {len(token_ids)} tokens")
-    return tuple(found.of(token_ids))
-
-
-def _floats(values: bytes) -> tuple[float, ...]:
-    """Little-endian float32 as numbers.
-
-    Raises:
-        StreamBroken: the bytes are no whole numbers.
-    """
-    if len(values) % 4:
-        raise StreamBroken(f"{len(values)} bytes are no float32 numbers")
-    return struct.unpack(f"<{len(values) // 4}f", values)
-
-
-def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
-    return _logprobs(message.logprobs, message.token_ids[1:])
+def _tool_call(call: Mapping[str, Any]) -> conductor_pb2.ToolCall:
+    function = call["function"]
+    return conductor_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
 _ENGINE_KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
@@ -373,6 +199,37 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
     )
 
 
+_KINDS: dict[int, str] = {
+    kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
+    kv_pb2.INSTANCE_KIND_PREFILL: "prefill",
+    kv_pb2.INSTANCE_KIND_DECODE: "decode",
+    kv_pb2.INSTANCE_KIND_KVSTORE: "kvstore",
+}
+
+
+def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
+    load = state.load
+    return InstanceInfo(
+        id=state.instance.id,
+        kind=_KINDS.get(state.instance.kind, "unknown"),
+        address=state.instance.address,
+        epoch=state.instance.epoch,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        total_blocks=state.total_blocks,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        promised_blocks=load.promised_blocks,
+        indexed_blocks=state.indexed_blocks,
+        draining=load.draining,
+        tiers=tuple(from_message(TierInfo, tier) for tier in load.tiers),
+        preemptions=load.preemptions,
+        draft_tokens=load.draft_tokens,
+        accepted_tokens=load.accepted_tokens,
+    )
+
+
 def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
     """Translate an explanation."""
     return Explanation(
@@ -401,47 +258,6 @@ def gauges(message: conductor_pb2.ConductorStatsResponse) -> tuple[GaugeValue, .
         GaugeValue(gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
         for gauge in message.gauges
     )
-
-
-def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
-    load = state.load
-    return InstanceInfo(
-        id=state.instance.id,
-        kind=_KINDS.get(state.instance.kind, "unknown"),
-        address=state.instance.address,
-        epoch=state.instance.epoch,
-        running=load.running,
-        waiting=load.waiting,
-        queued_tokens=load.queued_tokens,
-        total_blocks=state.total_blocks,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        promised_blocks=load.promised_blocks,
-        indexed_blocks=state.indexed_blocks,
-        draining=load.draining,
-        tiers=tuple(from_message(TierInfo, tier) for tier in load.tiers),
-        preemptions=load.preemptions,
-        draft_tokens=load.draft_tokens,
-        accepted_tokens=load.accepted_tokens,
-    )
-
-
-def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
-    unknown = set(message) - Message.__annotations__.keys()
-    if unknown:
-        raise ValueError(f"a message has {', '.join(Message.__annotations__)}, not {', '.join(sorted(unknown))}")
-    return conductor_pb2.ChatMessage(
-        role=message["role"],
-        content=message["content"],
-        tool_calls=map(_tool_call, message.get("tool_calls", ())),
-        tool_call_id=message.get("tool_call_id", ""),
-        reasoning_content=message.get("reasoning_content", ""),
-    )
-
-
-def _tool_call(call: Mapping[str, Any]) -> conductor_pb2.ToolCall:
-    function = call["function"]
-    return conductor_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
 DataclassT = TypeVar("DataclassT")

@@ -1,13 +1,9 @@
-"""How the client reaches a conductor: the transport interface, the gRPC transport, and failover.
-
-A transport takes and returns messages of the contract and raises Moonpool's errors. Tests use the transport of
-`moonpool.client.testing.FakeConductor`.
-"""
+"""How the SDK reaches a conductor: the transport's contract, and gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -15,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from moonpool.base import world
-from moonpool.base.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.rpc.channels import ConnectionMonitor, check_health
 from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
@@ -34,23 +30,6 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
 ]
-Response = TypeVar("Response", bound=Message)
-
-
-class NotConnected(Unavailable):
-    """The conductor could not be reached, or the connection broke before an answer."""
-
-
-class GenerateCall(Protocol):
-    """A running Generate call."""
-
-    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        """Iterate over the messages; raises MoonpoolError."""
-        ...
-
-    def cancel(self) -> None:
-        """End the call, and cancel the request everywhere. Idempotent."""
-        ...
 
 
 class ConductorTransport(Protocol):
@@ -69,14 +48,20 @@ class ConductorTransport(Protocol):
         ...
 
 
-def moonpool_error(error: grpc.RpcError) -> MoonpoolError:
-    """The Moonpool error for a failed call. UNAVAILABLE from other than a Moonpool service is `NotConnected`."""
-    ours = from_rpc_error(error)
-    metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
-    answered = any(key == DETAIL_KEY for key, _ in metadata)
-    if isinstance(ours, Unavailable) and not answered:
-        return NotConnected(ours.message)
-    return ours
+class GenerateCall(Protocol):
+    """A running Generate call."""
+
+    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        """Iterate over the messages; raises MoonpoolError."""
+        ...
+
+    def cancel(self) -> None:
+        """End the call, and cancel the request everywhere. Idempotent."""
+        ...
+
+
+class NotConnected(Unavailable):
+    """The conductor could not be reached, or the connection broke before an answer."""
 
 
 class GrpcTransport:
@@ -172,105 +157,14 @@ async def _await_answer(
             raise
 
 
-FIRST_PAUSE_S = 0.05
-LAST_PAUSE_S = 1.0
+Response = TypeVar("Response", bound=Message)
 
 
-class ConductorList:
-    """All conductors' transports, in the order given. The conductor that answered last is tried first.
-
-    Raises:
-        InvalidRequest: the list is empty.
-    """
-
-    def __init__(self, transports: Sequence[ConductorTransport]) -> None:
-        if not transports:
-            raise InvalidRequest("address", "at least one conductor must be given")
-        self._transports = transports
-        self.first = 0
-
-    def __len__(self) -> int:
-        return len(self._transports)
-
-    def __getitem__(self, number: int) -> ConductorTransport:
-        return self._transports[number]
-
-    async def aclose(self) -> None:
-        """Close all transports."""
-        for transport in self._transports:
-            await transport.aclose()
-
-
-class ConductorFailover:
-    """The order in which a call tries the conductors.
-
-    Attributes:
-        round: how many times all conductors were tried.
-        number: index of the conductor to try now.
-    """
-
-    def __init__(self, conductors: ConductorList, limit_s: float, number: int | None = None) -> None:
-        """Try the conductors with pauses of at most `limit_s` seconds in total.
-
-        `number`: index of the conductor to try first; None: the conductor that answered last.
-        """
-        self.round = 0
-        self.number = conductors.first if number is None else number
-        self._conductors = conductors
-        self._left = len(conductors)
-        self._pauses = backoff_pauses(limit_s)
-
-    @property
-    def transport(self) -> ConductorTransport:
-        """Transport of the conductor to try now."""
-        return self._conductors[self.number]
-
-    def found(self) -> None:
-        """Note that the conductor has answered."""
-        self._conductors.first = self.number
-
-    def failed(self) -> float | None:
-        """Note that the conductor was not reached. Returns the pause before the next attempt; None: give up."""
-        self.number = (self.number + 1) % len(self._conductors)
-        self._left -= 1
-        if self._left:
-            return 0.0
-        self.round += 1
-        self._left = len(self._conductors)
-        return next(self._pauses, None)
-
-
-def backoff_pauses(limit_s: float, first_s: float = FIRST_PAUSE_S, last_s: float = LAST_PAUSE_S) -> Iterator[float]:
-    """Pauses between attempts to reach a conductor, in seconds: they double, and their sum is at most `limit_s`."""
-    spent, pause = 0.0, first_s
-    while spent + pause <= limit_s:
-        yield pause
-        spent += pause
-        pause = min(pause * 2, last_s)
-
-
-def loop_time() -> float:
-    """The running event loop's time, in seconds."""
-    return asyncio.get_running_loop().time()
-
-
-def remaining_s(deadline: float) -> float:
-    """Seconds until `deadline`, a time of the event loop.
-
-    Raises:
-        DeadlineExceeded: the deadline has passed.
-    """
-    left = deadline - loop_time()
-    if left <= 0:
-        raise DeadlineExceeded("the time for this call has passed")
-    return left
-
-
-async def pause_before_retry(pause_s: float | None, deadline: float) -> None:
-    """Wait before the next attempt.
-
-    Call this while the last attempt's error is handled: without a further attempt, the error is raised again.
-    """
-    if pause_s is None or loop_time() + pause_s >= deadline:
-        raise
-    await asyncio.sleep(pause_s)
+def moonpool_error(error: grpc.RpcError) -> MoonpoolError:
+    """The Moonpool error for a failed call. UNAVAILABLE from other than a Moonpool service is `NotConnected`."""
+    ours = from_rpc_error(error)
+    metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
+    answered = any(key == DETAIL_KEY for key, _ in metadata)
+    if isinstance(ours, Unavailable) and not answered:
+        return NotConnected(ours.message)
+    return ours

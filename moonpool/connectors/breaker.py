@@ -29,11 +29,9 @@ class Breaker:
         return True
 
     def answered(self) -> None:
-        """A call has succeeded."""
         self._failed = 0
 
     def failed(self, now: float) -> None:
-        """A call has failed."""
         self._failed += 1
         self._paused_until = now + self.pause_s
 

@@ -40,7 +40,7 @@ class MoonpoolL2AdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> MoonpoolL2AdapterConfig:
-        """Raises ConfigError for unknown names and wrong values."""
+        """Raise ConfigError for unknown names and wrong values."""
         return cls(ValueSettings.read(d))
 
     @classmethod
@@ -80,8 +80,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         return int(self._load_event.fileno())
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
-        """Begins to save chunks; they must not change before the task is over."""
-        memory, sizes = [one.byte_array for one in objects], [one.get_size() for one in objects]
+        """Begin to save chunks; they must not change before the task is over."""
+        memory, sizes = [stored.byte_array for stored in objects], [stored.get_size() for stored in objects]
         return self._begin(self._stores.save(_names(keys), memory), partial(self._take_saved, list(keys), sizes))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -91,7 +91,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         return saved
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
-        """Begins to look chunks up."""
+        """Begin to look chunks up."""
         return self._begin(self._stores.look_up(_names(keys)), partial(self._take_found, list(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -103,8 +103,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         """Nothing was locked."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
-        """Begins to load chunks into memory, which must stay until the task is over."""
-        memory = [one.byte_array for one in objects]
+        """Begin to load chunks into memory, which must stay until the task is over."""
+        memory = [stored.byte_array for stored in objects]
         return self._begin(self._stores.load(_names(keys), memory), partial(self._take_loaded, list(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -113,7 +113,6 @@ class MoonpoolL2Adapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Begins to delete chunks."""
         self._begin(self._stores.delete(_names(keys)), partial(self._take_deleted, list(keys)))
 
     def report_status(self) -> dict[str, Any]:
@@ -126,13 +125,12 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         return {"is_healthy": healthy, "type": type(self).__name__, "stores": stores, "counts": counts}
 
     def close(self) -> None:
-        """Ends all tasks."""
         self._stores.close()
         for event in (self._save_event, self._look_up_event, self._load_event):
             event.close()
 
     def _begin(self, work: Future[list[bool]], over: Callable[[int, list[bool]], None]) -> int:
-        """Calls `over` with the task's number and what is told of each chunk; with nothing if the task has failed."""
+        """Call `over` with the task's number and what is told of each chunk; with nothing if the task has failed."""
         number = next(self._numbers)
 
         def done(future: Future[list[bool]]) -> None:
@@ -169,7 +167,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         self._forget([key for key, gone in zip(keys, told, strict=False) if gone])
 
     def _remember(self, saved: Sequence[tuple[ObjectKey, int]]) -> None:
-        """Tells LMCache of chunks that were saved for the first time."""
+        """Tell LMCache of chunks that were saved for the first time."""
         with self._lock:
             new = [(key, size) for key, size in saved if key not in self._sizes]
             self._sizes.update(new)
@@ -179,7 +177,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):
         self._forget(old)
 
     def _forget(self, keys: Sequence[ObjectKey]) -> None:
-        """Tells LMCache of chunks that are gone, or may be."""
+        """Tell LMCache of chunks that are gone, or may be."""
         with self._lock:
             gone = {key: self._sizes.pop(key) for key in keys if key in self._sizes}
         if gone:
@@ -189,8 +187,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):
 def _names(keys: Sequence[ObjectKey]) -> list[bytes]:
     """The chunks' keys in the stores."""
     return [
-        msgspec.msgpack.encode((one.model_name, one.kv_rank, one.object_group_id, one.cache_salt, one.chunk_hash))
-        for one in keys
+        msgspec.msgpack.encode((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, key.chunk_hash))
+        for key in keys
     ]
 
 

@@ -112,7 +112,6 @@ class RequestPlanner:
         self.lookups_late = 0
 
     def __len__(self) -> int:
-        """Requests."""
         return len(self._requests)
 
     def add(self, request: PooledRequest) -> None:
@@ -172,7 +171,7 @@ class RequestPlanner:
         return request.plan(missing) if missing else None
 
     def take_loads(self) -> list[BlockPlan]:
-        """Loads to begin."""
+        """Return the loads to begin."""
         loads, self._to_load = list(self._to_load.values()), {}
         return loads
 

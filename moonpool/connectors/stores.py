@@ -51,14 +51,14 @@ class StoreSettings:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Settings by name. Raises ConfigError for unknown names and wrong values."""
-        defaults = {it.name: it.default for it in dataclasses.fields(cls)}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name in given:
             if name not in defaults:
                 raise ConfigError(name, f"is no setting of the connector{suggestion(name, list(defaults))}")
         stores = given.get("stores")
         if isinstance(stores, str):
-            stores = [one.strip() for one in stores.split(",")]
-        if not stores or not all(isinstance(one, str) and ":" in one for one in stores):
+            stores = [address.strip() for address in stores.split(",")]
+        if not stores or not all(isinstance(store, str) and ":" in store for store in stores):
             raise ConfigError("stores", 'must be a list of "host:port"')
         values: dict[str, Any] = {"stores": tuple(stores)}
         for name, value in given.items():
@@ -144,11 +144,11 @@ class Stores(ABC, Generic[ClientT]):
         return sum([breaker.open for breaker in self._breakers.values()])
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all saves are over; returns whether they are."""
+        """Wait until all saves are over; return whether they are."""
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends all calls. Idempotent."""
+        """End all calls. Idempotent."""
         self._loop.close(self._close_clients)
 
     async def _look_up(self, store: str, tenant: str, keys: Sequence[bytes]) -> list[bool]:
@@ -184,7 +184,7 @@ class Stores(ABC, Generic[ClientT]):
     async def _save(
         self, store: str, tenant: str, count: int, nbytes: int, put: Callable[[ClientT], Awaitable[int]]
     ) -> bool:
-        """Saves `count` blocks of together `nbytes`, which `_may_save` has counted. Returns whether all are there."""
+        """Save `count` blocks of together `nbytes`, which `_may_save` has counted. Returns whether all are there."""
         began, saved = self._clock(), False
         try:
             new = await put(self._client(store, tenant))
@@ -243,7 +243,7 @@ class Stores(ABC, Generic[ClientT]):
         """The store of a chain: the first by rendezvous that answers."""
         now = self._clock()
         with self._lock:
-            return next((one for one in ranked(chain, self._weights) if self._breakers[one].allows(now)), None)
+            return next((store for store in ranked(chain, self._weights) if self._breakers[store].allows(now)), None)
 
     def _failed(self, store: str, error: Exception, **counts: int) -> None:
         if not isinstance(error, Overloaded):
@@ -293,7 +293,7 @@ class EngineStores(Stores[AsyncBlockClient]):
         return self._loop.submit(self._look_up(store, tenant, keys))
 
     def load(self, tenant: str, chain: bytes, items: Mapping[BlockKey, Buffer]) -> Future[list[bool]]:
-        """Reads blocks, each into memory of its size. Returns which ones are complete."""
+        """Read blocks, each into memory of its size. Returns which ones are complete."""
         store = self._home(chain)
         if store is None:
             self._count(load_misses=len(items))
@@ -302,7 +302,7 @@ class EngineStores(Stores[AsyncBlockClient]):
         return self._loop.submit(self._load(store, tenant, buffers))
 
     def save(self, tenant: str, chain: bytes, pages: Sequence[Page], asked_at: float) -> None:
-        """Saves blocks of a request that came at `asked_at` (of the epoch); drops what is too much or was deleted."""
+        """Save blocks of a request that came at `asked_at` (of the epoch); drops what is too much or was deleted."""
         nbytes = sum([memoryview(page.data).nbytes for page in pages])
         store = self._home(chain)
         with self._lock:
@@ -344,7 +344,7 @@ class ValueStores(Stores[AsyncKVClient]):
         )
 
     def load(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> Future[list[bool]]:
-        """Reads values, each into memory of its size. Returns which ones are complete."""
+        """Read values, each into memory of its size. Returns which ones are complete."""
 
         def read(store: str, part: Sequence[int]) -> Awaitable[list[bool]]:
             return self._load(store, self._tenant, {keys[at]: buffers[at] for at in part})
@@ -352,7 +352,7 @@ class ValueStores(Stores[AsyncKVClient]):
         return self._loop.submit(self._spread(keys, read))
 
     def save(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> Future[list[bool]]:
-        """Saves values, which must not change meanwhile. Returns which ones are there."""
+        """Save values, which must not change meanwhile. Returns which ones are there."""
         return self._loop.submit(self._spread(keys, lambda store, part: self._save_part(store, keys, values, part)))
 
     async def _save_part(
@@ -371,7 +371,7 @@ class ValueStores(Stores[AsyncKVClient]):
         return [await self._save(store, self._tenant, len(items), nbytes, put)] * len(part)
 
     def delete(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Deletes values. Returns which ones are gone, or were never there."""
+        """Delete values. Returns which ones are gone, or were never there."""
         return self._loop.submit(self._spread(keys, lambda store, part: self._delete(store, [keys[at] for at in part])))
 
     async def _delete(self, store: str, keys: Sequence[bytes]) -> list[bool]:
@@ -387,7 +387,7 @@ class ValueStores(Stores[AsyncKVClient]):
     async def _spread(
         self, keys: Sequence[bytes], call: Callable[[str, Sequence[int]], Awaitable[list[bool]]]
     ) -> list[bool]:
-        """Calls each store with the positions of the keys at home there; False for keys without a store."""
+        """Call each store with the positions of the keys at home there; False for keys without a store."""
         parts: dict[str, list[int]] = {}
         now, found = self._clock(), [False] * len(keys)
         with self._lock:
@@ -397,10 +397,10 @@ class ValueStores(Stores[AsyncKVClient]):
             if home is not None:
                 parts.setdefault(home, []).append(at)
         for part, told in zip(
-            parts.values(), await asyncio.gather(*[call(*one) for one in parts.items()]), strict=True
+            parts.values(), await asyncio.gather(*[call(*each) for each in parts.items()]), strict=True
         ):
-            for at, one in zip(part, told, strict=True):
-                found[at] = one
+            for at, answer in zip(part, told, strict=True):
+                found[at] = answer
         return found
 
 

@@ -38,7 +38,6 @@ class HttpServer(uvicorn.Server):
 
     @property
     def open_connections(self) -> int:
-        """Number of open connections."""
         return len(self.server_state.connections)
 
     @contextlib.contextmanager

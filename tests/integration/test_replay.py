@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moonpool.base.bundled import model_dir
-from moonpool.cli.replay import ReplayPlan, run_replay
+from moonpool.cli.predict_options import ReplayOptions
+from moonpool.cli.replay import run_replay
 from moonpool.cli.stack import StackPlan
-from moonpool.simulator.cluster.config import SloTargets
 from moonpool.simulator.traces.mooncake import write_trace
 from moonpool.simulator.traces.workload import CHAT, Workload
 from tests.integration.stack import CheckedStack
@@ -37,8 +37,10 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         status = run_replay(
-            ReplayPlan(trace, [stack.address], str(model_dir()), SloTargets(), time_scale=TIME_SCALE, profile=PROFILE,
-                       max_num_batched_tokens=4096, calibrate_on=FITTED), as_json=True,
+            ReplayOptions(
+                trace=trace, address=stack.address, model=str(model_dir()), time_scale=TIME_SCALE, simulate=PROFILE,
+                max_num_batched_tokens=4096, calibrate_on=FITTED, as_json=True,
+            )
         )  # fmt: skip
     assert status == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -28,7 +28,7 @@ class LoadSummary:
 def summarize(
     outcomes: Sequence[RequestOutcome], *, warmup: int = 0, ttft_slo_s: float = math.inf, tpot_slo_s: float = math.inf
 ) -> LoadSummary:
-    """Sums up all but the first `warmup` requests by due time; goodput counts requests within both SLOs."""
+    """Sum up all but the first `warmup` requests by due time; goodput counts requests within both SLOs."""
     counted = sorted(outcomes, key=lambda outcome: outcome.due)[warmup:]
     good = [outcome for outcome in counted if not outcome.error and outcome.first is not None]
     duration = max((outcome.ended for outcome in counted), default=0.0) - min((o.due for o in counted), default=0.0)

@@ -19,7 +19,9 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.base.kv.values import MAX_KEY_BYTES, MAX_VALUE_BYTES, content_key
-from moonpool.client.kv.client import AsyncBlockClient, AsyncKVClient, KVClient
+from moonpool.client.kv.async_client import AsyncKVClient
+from moonpool.client.kv.block_client import AsyncBlockClient
+from moonpool.client.kv.blocking_client import KVClient
 
 __all__ = [
     "MAX_KEY_BYTES",

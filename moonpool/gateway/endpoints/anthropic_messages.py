@@ -86,7 +86,7 @@ class MessagesContentBlock(CacheablePart):
     def breakpoint(self) -> CacheControl | None:
         """The breakpoint of the block, or of a part within."""
         parts = self.content if isinstance(self.content, list) else ()
-        return self.cache_control or next((it.cache_control for it in reversed(parts) if it.cache_control), None)
+        return self.cache_control or next((part.cache_control for part in reversed(parts) if part.cache_control), None)
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         return iter(()) if self.type == "thinking" else super().ignored_fields(place)

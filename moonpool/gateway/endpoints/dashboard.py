@@ -99,7 +99,7 @@ def _parse_paragraphs(state: StateCore) -> None:
 
 @cache
 def _sanitizer() -> nh3.Cleaner:
-    """Keeps the tags that Markdown makes, in case the parser lets more pass."""
+    """Keep the tags that Markdown makes, in case the parser lets more pass."""
     return nh3.Cleaner(
         tags={
             "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",

@@ -84,7 +84,7 @@ async def embeddings(gateway: GatewayContext, request: Request) -> GenerationRes
     checked = await gateway.auth.read_body(request, EmbeddingsBody)
     body, state = checked.body, await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, max_tokens=1)  # engines compute at least one token
-    job.prompts = [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in body.inputs()]
+    job.prompts = [{"prompt": given} if isinstance(given, str) else {"token_ids": given} for given in body.inputs()]
     job.prompt_field = "input"
     if body.add_special_tokens is False:
         job.replace_prompts(await gateway.builder.prompt_token_ids(job, special=False))

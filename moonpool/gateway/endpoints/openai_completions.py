@@ -67,8 +67,7 @@ class CompletionBody(OpenAISamplingBody):
         return []
 
     def sdk_prompts(self) -> list[GenerateArguments]:
-        """The prompts for the SDK."""
-        return [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in self.prompts()]
+        return [{"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt} for prompt in self.prompts()]
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         """As the base class. A prompt that is repeated with log probabilities needs those of the prompt, too."""
@@ -114,7 +113,7 @@ async def echoed_prompts(
     Raises:
         InvalidRequest: a token is outside the vocabulary.
     """
-    texts = [it if isinstance(it, str) else await gateway.tokenizer.decode(it) for it in prompts]
+    texts = [prompt if isinstance(prompt, str) else await gateway.tokenizer.decode(prompt) for prompt in prompts]
     return [EchoedPrompt(text, tokens) for text, tokens in zip(texts, token_ids, strict=True)]
 
 
@@ -216,12 +215,14 @@ class CompletionFormatter(OpenAIFormatter):
     def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
         scores = [self._logprobs_formatter.prompt(each.prompt_logprobs) for each in results_of(result)]
         each = self._options.choices
-        choices = [{**it, "prompt_logprobs": scores[it["index"] // each]} for it in response["choices"]]
+        choices = [{**choice, "prompt_logprobs": scores[choice["index"] // each]} for choice in response["choices"]]
         return {**response, "choices": choices}
 
     def with_prompt_token_ids(self, response: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         each = self._options.choices
-        choices = [{**it, "prompt_token_ids": list(prompts[it["index"] // each])} for it in response["choices"]]
+        choices = [
+            {**choice, "prompt_token_ids": list(prompts[choice["index"] // each])} for choice in response["choices"]
+        ]
         return {**response, "choices": choices}
 
     def first_events(self) -> Iterator[bytes]:
@@ -245,7 +246,9 @@ class CompletionFormatter(OpenAIFormatter):
 
 def _without_answers(result: GenerateResult) -> GenerateResult:
     """The result for a request for no tokens, for which one token was computed."""
-    choices = tuple(replace(it, token_ids=[], text="", finish_reason="length", logprobs=()) for it in result.choices)
+    choices = tuple(
+        replace(choice, token_ids=[], text="", finish_reason="length", logprobs=()) for choice in result.choices
+    )
     return replace(result, choices=choices, usage=replace(result.usage, completion_tokens=0))
 
 

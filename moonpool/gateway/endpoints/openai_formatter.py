@@ -145,7 +145,6 @@ class OpenAIFormatter(ResponseFormatter):
         return []
 
     def finish_reason(self, reason: str, choice: int) -> str:
-        """`finish_reason` in the response."""
         return reason
 
     def _event(

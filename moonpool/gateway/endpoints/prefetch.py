@@ -80,15 +80,15 @@ class PrefetchBody(Body):
                 body.check()
                 if isinstance(body, ChatBody) and body.cache is not None:
                     raise InvalidRequest("messages.0", "a chat that begins with a cache cannot be announced")
-        prompts = sum(len(it.prompts()) if isinstance(it, CompletionBody) else 1 for _, it in self.bodies())
+        prompts = sum(len(each.prompts()) if isinstance(each, CompletionBody) else 1 for _, each in self.bodies())
         if not 1 <= prompts <= MAX_PROMPTS:
             raise InvalidRequest("requests", f"must have 1 to {MAX_PROMPTS} prompts")
 
     def bodies(self) -> Iterator[tuple[str, GenerateBody]]:
         """The bodies that will be sent, each with its place."""
-        for index, one in enumerate(self.requests):
+        for index, entry in enumerate(self.requests):
             place = f"requests.{index}"
-            yield (f"{place}.body", one.body) if isinstance(one, BatchLine) else (place, one)
+            yield (f"{place}.body", entry.body) if isinstance(entry, BatchLine) else (place, entry)
 
 
 async def prefetch(gateway: ResponsesContext, request: Request) -> Response:
@@ -100,9 +100,9 @@ async def prefetch(gateway: ResponsesContext, request: Request) -> Response:
     checked = await gateway.auth.read_body(request, PrefetchBody)
     body, state = checked.body, await gateway.cluster.state()
     coming: list[GenerateArguments] = []
-    for place, one in body.bodies():
+    for place, prompt in body.bodies():
         with _named(place):
-            coming += await _prompts(gateway, checked.caller, one, state)
+            coming += await _prompts(gateway, checked.caller, prompt, state)
     checked.caller.budget.charge_answers(len(coming))
     within_s = None if body.cancel else body.within_s
     accepted = await gateway.client.announce(coming, within_s, tenant=checked.caller.tenant)

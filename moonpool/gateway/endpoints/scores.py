@@ -98,7 +98,7 @@ class RerankBody(TextsBody):
             raise InvalidRequest("top_n", "must not be negative")
 
     def texts(self) -> list[str]:
-        documents = [it if isinstance(it, str) else it.text for it in self.documents]
+        documents = [document if isinstance(document, str) else document.text for document in self.documents]
         return [*_listed("query", self.query), *_listed("documents", documents)]
 
 

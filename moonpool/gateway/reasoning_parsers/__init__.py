@@ -15,4 +15,4 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 
 def reasoning_parser_of(chat_template: str) -> str:
     """Name of the parser for a model with this chat template; "" if the model does not think."""
-    return next((name for name, it in REASONING_PARSERS.items() if it.end in chat_template), "")
+    return next((name for name, parser in REASONING_PARSERS.items() if parser.end in chat_template), "")

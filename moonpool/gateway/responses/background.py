@@ -109,7 +109,6 @@ class BackgroundResponses:
             self._forget((tenant, response_id))
 
     async def close(self) -> None:
-        """End all responses."""
         await _cancelled(list(self._tasks.values()))
 
     def _ended(self, key: tuple[str, str]) -> None:

@@ -40,7 +40,6 @@ class BackgroundTurn:
 
     @property
     def name(self) -> str:
-        """Id of the response."""
         return str(self.head["id"])
 
     def response(self, status: str, error: Mapping[str, str] | None = None) -> dict[str, Any]:

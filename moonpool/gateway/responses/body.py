@@ -116,7 +116,6 @@ class ResponsesBody(PromptCacheBody):
         return named.id if isinstance(named, ConversationReference) else named or ""
 
     def items(self) -> list[ResponsesItem]:
-        """The input as items."""
         if isinstance(self.input, str):
             return [ResponsesItem(role="user", content=self.input)]
         return self.input
@@ -139,7 +138,7 @@ class ResponsesBody(PromptCacheBody):
 
     def tool_set(self) -> ToolSet | None:
         tools = enumerate(self.tools or ())
-        definitions = [it for index, tool in tools for it in tool.definitions(f"tools.{index}")]
+        definitions = [definition for index, tool in tools for definition in tool.definitions(f"tools.{index}")]
         return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:

@@ -231,7 +231,6 @@ class ResponseStore:
         return await self._change(lambda: self._find_items(tenant, item_ids, owner))
 
     def close(self) -> None:
-        """Close the database."""
         self._db.close()
 
     async def _change(self, work: Callable[[], T]) -> T:
@@ -280,7 +279,7 @@ class ResponseStore:
             self._remove(tenant, oldest.fetchone()[0])
 
     def _put(self, tenant: str, record: StoredRecord, given: Sequence[Item], output: Sequence[Item]) -> None:
-        body, texts = _json(record.body), [(False, it) for it in given] + [(True, it) for it in output]
+        body, texts = _json(record.body), [(False, entry) for entry in given] + [(True, entry) for entry in output]
         size = _size(body) + sum(_size(_json(item)) for _, item in texts)
         self._remove(tenant, record.id)
         self._make_room(size)
@@ -340,7 +339,7 @@ class ResponseStore:
         return StoredRecord(record_id, json.loads(found[0][0]), found[0][1])
 
     def missing(self, record_id: str) -> str:
-        """Says why a record or an item may not be stored."""
+        """Say why a record or an item may not be stored."""
         if not self.enabled:
             return f"{record_id!r} is not stored: this gateway stores nothing (response_store_bytes is 0)"
         return (

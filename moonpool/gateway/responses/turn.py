@@ -134,7 +134,7 @@ def without_output(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _resolve(store: ResponseStore, tenant: str, items: list[ResponsesItem]) -> None:
-    """Puts stored items in the place of references to them.
+    """Put stored items in the place of references to them.
 
     Raises:
         InvalidRequest: an item is not stored, or the items are too many or too large; names the field.

@@ -205,7 +205,7 @@ class BodyPace:
         """Count bytes that a tenant's body has brought; returns the seconds to wait before more are read."""
         due = max(self._due.get(tenant, 0.0), now) + num_bytes / self._bytes_per_s
         if len(self._due) >= MAX_PACED:
-            self._due = {name: its for name, its in self._due.items() if its > now}
+            self._due = {name: until for name, until in self._due.items() if until > now}
         self._due[tenant] = due
         return max(0.0, due - now - self._ahead_s)
 

@@ -126,7 +126,6 @@ class RequestMetrics:
             self._metrics.running.labels(*self._labels).inc()
 
     def failed(self) -> None:
-        """The request failed."""
         self._reason = "error"
 
     def finished(self, result: GenerateResult) -> None:

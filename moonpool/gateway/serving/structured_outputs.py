@@ -154,7 +154,7 @@ def only_format(found: Iterable[tuple[str, FormatAndGrammar]]) -> tuple[str, str
     Raises:
         InvalidRequest: there are two formats; names the second.
     """
-    formats = [(name, it) for name, it in found if it != UNCONSTRAINED]
+    formats = [(name, asked) for name, asked in found if asked != UNCONSTRAINED]
     if len(formats) > 1:
         raise InvalidRequest(formats[1][0], f"cannot be combined with {formats[0][0]}: an answer has one format")
     return (formats[0][0], *formats[0][1]) if formats else ("", *UNCONSTRAINED)

@@ -46,18 +46,19 @@ class ToolSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the functions."""
         return frozenset(definition["function"]["name"] for definition in self.definitions)
 
     @property
     def parameters(self) -> Mapping[str, Mapping[str, Any]]:
         """JSON schemas of the parameters by function."""
-        return {it["function"]["name"]: it["function"]["parameters"] for it in self.definitions}
+        return {definition["function"]["name"]: definition["function"]["parameters"] for definition in self.definitions}
 
     @property
     def strict(self) -> frozenset[str]:
         """Names of functions whose calls must follow their schemas, also if no call is forced."""
-        return frozenset(it["function"]["name"] for it in self.definitions if it["function"].get("strict"))
+        return frozenset(
+            definition["function"]["name"] for definition in self.definitions if definition["function"].get("strict")
+        )
 
     def grammar(self, family: ToolParserFamily, answer: AnswerGrammar) -> str:
         """Lark grammar for answers in which strict functions' calls follow their schemas; "" if no function is strict.
@@ -205,8 +206,10 @@ class AnswerParser:
 
     def reasoning_tokens(self, answers: Sequence[Choice]) -> int:
         """Number of thinking tokens in the answers, all of which were parsed."""
-        thought = [it for index, it in enumerate(answers) if index in self._thinking and self._thinking[index].thought]
-        return sum(self._reading.count_reasoning(it.token_ids) for it in thought)
+        thought = [
+            answer for index, answer in enumerate(answers) if index in self._thinking and self._thinking[index].thought
+        ]
+        return sum(self._reading.count_reasoning(answer.token_ids) for answer in thought)
 
     def push(self, text: str, choice: int) -> list[AnswerPart]:
         """Take the next text of an answer. Returns the parts that are certain now."""

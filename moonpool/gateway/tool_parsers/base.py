@@ -208,7 +208,7 @@ def _joined(forms: Sequence[ObjectForm]) -> ObjectForm:
             before = members.get(name)  # a schema without words holds nothing
             members[name] = {"allOf": [before, schema]} if before and schema else before or schema
     for form in forms:
-        members = {name: it for name, it in members.items() if form.is_open or name in form.members}
+        members = {name: member for name, member in members.items() if form.is_open or name in form.members}
     required = frozenset(name for form in forms for name in form.required)
     return ObjectForm(members, required, all(form.is_open for form in forms))
 
@@ -274,7 +274,7 @@ class DelimitedToolParser(ToolParser):
                 return False
             self._finish_call(found[0][0], output)
             return True
-        at, mark = min(found, default=(len(self._held) - max(marker_overlap(self._held, it) for it in marks), ""))
+        at, mark = min(found, default=(len(self._held) - max(marker_overlap(self._held, sign) for sign in marks), ""))
         text = self._held[:at].rstrip()
         if mark:
             self._say(text, output)

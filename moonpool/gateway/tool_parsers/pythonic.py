@@ -69,7 +69,11 @@ def read_calls(text: str, names: Collection[str]) -> list[ParsedToolCall]:
 def _read_call(item: ast.expr, names: Collection[str]) -> ParsedToolCall | None:
     if not isinstance(item, ast.Call) or item.args or ast.unparse(item.func) not in names:
         return None
-    arguments = {str(it.arg): ast.literal_eval(_python(it.value)) for it in item.keywords if it.arg is not None}
+    arguments = {
+        str(argument.arg): ast.literal_eval(_python(argument.value))
+        for argument in item.keywords
+        if argument.arg is not None
+    }
     return ParsedToolCall(ast.unparse(item.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
@@ -99,7 +103,7 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 
 def _arguments(answer: AnswerGrammar, parameters: Mapping[str, Any]) -> str:
     """The form of a call's arguments, in the schema's order; values as JSON."""
-    return f"({' | '.join(_form(answer, it) for it in object_forms(parameters))})"
+    return f"({' | '.join(_form(answer, object_form) for object_form in object_forms(parameters))})"
 
 
 def _form(answer: AnswerGrammar, form: ObjectForm) -> str:

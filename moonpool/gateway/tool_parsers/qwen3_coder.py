@@ -74,7 +74,7 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 def _function(answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
     """The form of a function and the function's arguments; all in the order of the schema."""
     begin = answer.text(f"\n<function={name}>\n")
-    return f"{begin} ({' | '.join(_form(answer, it) for it in object_forms(parameters))})"
+    return f"{begin} ({' | '.join(_form(answer, object_form) for object_form in object_forms(parameters))})"
 
 
 def _form(answer: AnswerGrammar, form: ObjectForm) -> str:

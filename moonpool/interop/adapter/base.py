@@ -135,7 +135,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        """Generates an answer; the last output has `finish`.
+        """Generate an answer; the last output has `finish`.
 
         Raises:
             Unavailable: the engine is lost, or cannot go on.
@@ -151,8 +151,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def clear_cache(self) -> bool:
-        """Deletes all KV that no request uses; returns whether the engine could. Raises Unavailable."""
+        """Delete all KV that no request uses; return whether the engine could. Raises Unavailable."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""

@@ -127,7 +127,7 @@ class EngineTimer:
     async def prefill(self) -> list[StepSeconds]:
         """Prompts of several lengths, also behind cached prefixes. Raises Unavailable."""
         size, room = self.facts.block_size, self._room()
-        grid = [(one * size, before * size) for one in PREFILL_BLOCKS for before in (0, *PREFILL_BLOCKS[1:])]
+        grid = [(new * size, before * size) for new in PREFILL_BLOCKS for before in (0, *PREFILL_BLOCKS[1:])]
         await self._prefilled(size, 0)  # an engine's first step takes longer
         found = []
         for tokens, prefix in grid:

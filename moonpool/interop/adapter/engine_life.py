@@ -30,9 +30,10 @@ from moonpool.base.scheduling.latency import SpeedTracker, prefill_seconds
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import conductor_identity
-from moonpool.interop.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
 from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EnginePrompt
 from moonpool.interop.adapter.config import AdapterConfig
+from moonpool.interop.adapter.engine_answer import EngineAnswer, EnginePart
+from moonpool.interop.adapter.promised_request import PromisedRequest
 from moonpool.interop.kv_events.cache import EngineCache
 from moonpool.interop.kv_events.events import ExtraKeys
 from moonpool.interop.kv_events.stream import EventStream
@@ -60,7 +61,7 @@ class ServedCheckpoint:
 
     @classmethod
     def load(cls, config: AdapterConfig) -> "ServedCheckpoint":
-        """Reads it; blocks for as long as hashing the weights takes. Raises CheckpointError."""
+        """Read the checkpoint; blocks for as long as hashing the weights takes. Raises CheckpointError."""
         folder: Path = resolve(config.model)
         model = load_config(folder)
         return cls(model_name(config.model), model, resolve_dtype(model, config.dtype), weights_fingerprint(folder))
@@ -155,7 +156,7 @@ class EngineLife:
         return f"{SALT_MARK}{root.hex()}:{self._epoch}"
 
     async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
-        """Deletes KV: all of it, where some of it is named. What the engine cannot delete is not found any more."""
+        """Delete KV: all of it, where some of it is named. What the engine cannot delete is not found any more."""
         held, concerned = set(self.cache.held), bool(request.ttl_s)
         for chosen in await read_deletions(request.deletions):
             for selection in chosen.values():
@@ -188,28 +189,27 @@ class EngineLife:
         return incoming
 
     def check_open(self) -> None:
-        """Raises Unavailable if new requests are refused."""
+        """Raise Unavailable if new requests are refused."""
         if self.lost or self.draining:
             raise Unavailable(self.lost or "the adapter is draining")
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests hold."""
-        own = sum([self.layout.blocks_for(it.context_tokens) for it in self.requests.values()])
+        own = sum([self.layout.blocks_for(request.context_tokens) for request in self.requests.values()])
         return min(self.facts.blocks, max(own, round(self.load.usage * self.facts.blocks)))
 
     @property
     def promised_blocks(self) -> int:
         """Blocks promised to requests that the engine does not know yet."""
-        return sum([it.blocks for it in self.requests.values() if not it.answers])
+        return sum([request.blocks for request in self.requests.values() if not request.answers])
 
     @property
     def running(self) -> int:
         """Answers that the engine generates for this adapter."""
-        return sum([not answer.over for it in self.requests.values() for answer in it.answers])
+        return sum([not answer.over for request in self.requests.values() for answer in request.answers])
 
     def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> PromisedRequest:
-        """Promises memory.
+        """Promise memory.
 
         Raises:
             Overloaded: there is none now, or the time between tokens cannot be kept.
@@ -252,7 +252,7 @@ class EngineLife:
         return speeds.decode_base_s + speeds.decode_per_sequence_s * (self.running + joining)
 
     def part(self, incoming: IncomingRequest) -> EnginePart:
-        """Begins answers to a request at the rank that holds most of its prompt."""
+        """Begin answers to a request at the rank that holds most of its prompt."""
         _, rank = self.cache.matched_blocks(incoming.spec.keys)
         single = len(self.facts.sources) == 1
         salt = self._salt_of(incoming.chain_root)
@@ -267,11 +267,11 @@ class EngineLife:
         return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled, lora)
 
     def _ordered(self, prompt: EnginePrompt) -> None:
-        """Notes how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""
+        """Note how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""
         self._computable_tokens += 0 if prompt.transfer is not None else len(prompt.token_ids)
 
     def observe(self, load: EngineLoad) -> None:
-        """Takes the engine's load. Warns where KV that should have come from another engine was computed again."""
+        """Take the engine's load. Warn where KV that should have come from another engine was computed again."""
         self.load = load
         if load.computed_tokens is None or self._config.role != "decode":
             return
@@ -324,15 +324,15 @@ class EngineLife:
     @property
     def waiting(self) -> list[PromisedRequest]:
         """Requests without a first token, in the order of their promises."""
-        return [it for it in self.requests.values() if it.answers and not it.answers[0].tokens]
+        return [request for request in self.requests.values() if request.answers and not request.answers[0].tokens]
 
     def shared_tokens(self, incoming: IncomingRequest) -> int:
         """Leading tokens of a prompt that waiting prompts have in common with it: they are computed before it."""
         keys, blocks = incoming.spec.keys, 0
-        for it in self.waiting:
-            other = it.part.incoming.spec.keys
+        for waiting in self.waiting:
+            other = waiting.part.incoming.spec.keys
             most = min(len(keys), len(other))
-            blocks = max(blocks, bisect_left(range(most), True, key=lambda at, its=other: its[at] != keys[at]))  # type: ignore[misc]
+            blocks = max(blocks, bisect_left(range(most), True, key=lambda at, held=other: held[at] != keys[at]))  # type: ignore[misc]
         return min(blocks, (len(incoming.token_ids) - 1) // self.facts.block_size) * self.facts.block_size
 
     def queue(self) -> tuple[float, int]:
@@ -341,13 +341,17 @@ class EngineLife:
         What is computed of the first prompts is known by their KV events.
         """
         seconds, tokens, now = 0.0, 0, world.monotonic()
-        for place, it in enumerate(self.waiting):
-            held = max(it.held_tokens, self.cached_tokens(it.part.incoming)) if place < LOOKED_AT else it.held_tokens
-            new = len(it.answers[0].prompt.token_ids) - held
+        for place, waiting in enumerate(self.waiting):
+            held = (
+                max(waiting.held_tokens, self.cached_tokens(waiting.part.incoming))
+                if place < LOOKED_AT
+                else waiting.held_tokens
+            )
+            new = len(waiting.answers[0].prompt.token_ids) - held
             work_s = prefill_seconds(self.speeds.speeds, new, held)
             if not place:
-                if (it.number, held) != self._front:
-                    self._front, self._front_at = (it.number, held), now
+                if (waiting.number, held) != self._front:
+                    self._front, self._front_at = (waiting.number, held), now
                 since_s = now - self._front_at
                 work_s = max(work_s - since_s, OVERDUE_SHARE * since_s)
             seconds, tokens = seconds + work_s, tokens + new
@@ -367,13 +371,13 @@ class EngineLife:
         drain_s, queued = (None, 0) if decode else self.queue()
         return conductor_pb2.LoadReport(
             running=self.running if decode else len(self.waiting),
-            waiting=len([it for it in self.requests.values() if not it.answers]) if decode else 0,
+            waiting=len([request for request in self.requests.values() if not request.answers]) if decode else 0,
             queued_tokens=queued,
             drain_s=drain_s,
             free_blocks=max(0, self.facts.blocks - used - len(self.cache)),
             cached_blocks=min(len(self.cache), self.facts.blocks - used),
             promised_blocks=self.promised_blocks if decode else 0,
-            context_tokens=sum([it.context_tokens for it in self.requests.values()]) if decode else 0,
+            context_tokens=sum([request.context_tokens for request in self.requests.values()]) if decode else 0,
             speed=speeds_to_proto(self.speeds.speeds),
             draining=self.draining or bool(self.lost),
             taken=self.promises_taken if decode else self.prompts_taken,

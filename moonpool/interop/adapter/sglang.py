@@ -11,7 +11,7 @@ from moonpool.base import world
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.logprobs import Logprobs
 from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from moonpool.interop.adapter.http_session import HttpSession, endpoint_for
+from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 LEAST_BLOCK_SIZE = 16
@@ -24,15 +24,14 @@ UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "respo
 
 
 class SglangClient(EngineClient):
-    """One SGLang server; see `HttpSession`."""
+    """One SGLang server; see `EngineHttp`."""
 
-    def __init__(self, session: HttpSession) -> None:
-        self._http = session
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
         self._mode = "null"
         self._bootstrap: tuple[str, int] | None = None
 
     async def describe(self) -> EngineFacts:
-        """See `EngineClient`."""
         info = await self._info()
         block_size, tokens = int(info.get("page_size") or 1), int(info.get("max_total_num_tokens") or 0)
         self._mode = info.get("disaggregation_mode") or "null"
@@ -75,15 +74,13 @@ class SglangClient(EngineClient):
         ])  # fmt: skip
 
     async def load(self) -> tuple[str, EngineLoad]:
-        """See `EngineClient`."""
         info, told = await self._info(), await self._http.get_json("/v1/loads")
         loads = told["loads"]
-        running, waiting = (sum([int(one[f"num_{kind}_reqs"]) for one in loads]) for kind in ("running", "waiting"))
-        usage = [float(one["token_usage"]) for one in loads]
+        running, waiting = (sum([int(rank[f"num_{kind}_reqs"]) for rank in loads]) for kind in ("running", "waiting"))
+        usage = [float(rank["token_usage"]) for rank in loads]
         return _life(info), EngineLoad(running, waiting, sum(usage) / len(usage) if usage else 0.0)
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        """See `EngineClient`."""
         if prompt.transfer is None and (self._mode == "prefill" or (self._mode == "decode" and prompt.timed)):
             prompt = replace(prompt, transfer=_meeting(NOBODY, 0))
         reader = _AnswerReader(prompt.params.logprobs)
@@ -101,11 +98,9 @@ class SglangClient(EngineClient):
         return _meeting(*self._bootstrap)
 
     async def clear_cache(self) -> bool:
-        """See `EngineClient`."""
         return await self._http.posted("/flush_cache")
 
     async def aclose(self) -> None:
-        """See `EngineClient`."""
         await self._http.aclose()
 
     async def _info(self) -> Mapping[str, Any]:
@@ -202,9 +197,11 @@ class _AnswerReader:
         begin = first if len(chosen) >= first + count else 0
         for at in range(begin, begin + count):
             logprob, token = chosen[at][:2]
-            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda it: -it[0])[: self._top]
+            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda entry: -entry[0])[: self._top]
             found.logprobs.append(logprob)
-            found.ranks.append(next((rank for rank, it in enumerate(ranked, 1) if it[1] == token), len(ranked) + 1))
-            found.top_token_ids.extend([it[1] for it in ranked])
-            found.top_logprobs.extend([it[0] for it in ranked])
+            found.ranks.append(
+                next((rank for rank, entry in enumerate(ranked, 1) if entry[1] == token), len(ranked) + 1)
+            )
+            found.top_token_ids.extend([entry[1] for entry in ranked])
+            found.top_logprobs.extend([entry[0] for entry in ranked])
         return found

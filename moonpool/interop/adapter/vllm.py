@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.logprobs import Logprobs
 from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from moonpool.interop.adapter.http_session import HttpSession, endpoint_for
+from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 GENERATE = "/inference/v1/generate"
@@ -24,14 +24,13 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class VllmClient(EngineClient):
-    """One vLLM server; see `HttpSession`."""
+    """One vLLM server; see `EngineHttp`."""
 
-    def __init__(self, session: HttpSession) -> None:
-        self._http = session
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
         self._block_size = 1
 
     async def describe(self) -> EngineFacts:
-        """See `EngineClient`."""
         models = await self._http.get_json("/v1/models")
         version = (await self._http.get_json("/version"))["version"]
         samples = read_samples(await self._http.get("/metrics"))
@@ -49,14 +48,16 @@ class VllmClient(EngineClient):
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(await self._http.get_json("/kv_event_sources")),
             unsupported=UNSUPPORTED,
-            loras={one["id"]: one["root"] for one in models["data"] if one.get("parent")},
+            loras={model["id"]: model["root"] for model in models["data"] if model.get("parent")},
             page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
             if "moonpool_kv_info" in samples
             else b"",
         )
 
     def _sources(self, told: Mapping[str, Mapping[str, Any]]) -> tuple[EventSource, ...]:
-        if not told or not all(one["enable_kv_cache_events"] and one["publisher"] == "zmq" for one in told.values()):
+        if not told or not all(
+            events["enable_kv_cache_events"] and events["publisher"] == "zmq" for events in told.values()
+        ):
             raise ConfigError(
                 "engine", "vLLM publishes no KV events; start it with --kv-events-config (docs/engines.md)"
             )
@@ -64,15 +65,14 @@ class VllmClient(EngineClient):
         return tuple([
             EventSource(
                 int(rank),
-                endpoint_for(one["endpoint"], int(rank), host),
-                endpoint_for(one.get("replay_endpoint") or "", int(rank), host),
-                one.get("topic") or "",
+                endpoint_for(events["endpoint"], int(rank), host),
+                endpoint_for(events.get("replay_endpoint") or "", int(rank), host),
+                events.get("topic") or "",
             )
-            for rank, one in told.items()
+            for rank, events in told.items()
         ])  # fmt: skip
 
     async def load(self) -> tuple[str, EngineLoad]:
-        """See `EngineClient`."""
         samples = read_samples(await self._http.get("/metrics"))
         usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
         running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
@@ -86,7 +86,6 @@ class VllmClient(EngineClient):
         )  # fmt: skip
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        """See `EngineClient`."""
         if prompt.keep:
             yield await self._prefill(prompt)
             return
@@ -144,7 +143,6 @@ class VllmClient(EngineClient):
         return await self._http.posted("/reset_prefix_cache")
 
     async def aclose(self) -> None:
-        """See `EngineClient`."""
         await self._http.aclose()
 
 
@@ -219,12 +217,12 @@ def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | No
     if message is None:
         return None
     found = Logprobs()
-    for one in message["content"] or ():
-        found.logprobs.append(one["logprob"])
-        found.ranks.append(one.get("rank") or 1)
-        ranked = sorted(one.get("top_logprobs") or (), key=lambda it: (-it["logprob"], it["token_id"]))[:top]
-        found.top_token_ids.extend([it["token_id"] for it in ranked])
-        found.top_logprobs.extend([it["logprob"] for it in ranked])
+    for token in message["content"] or ():
+        found.logprobs.append(token["logprob"])
+        found.ranks.append(token.get("rank") or 1)
+        ranked = sorted(token.get("top_logprobs") or (), key=lambda entry: (-entry["logprob"], entry["token_id"]))[:top]
+        found.top_token_ids.extend([entry["token_id"] for entry in ranked])
+        found.top_logprobs.extend([entry["logprob"] for entry in ranked])
     return found
 
 

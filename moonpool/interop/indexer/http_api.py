@@ -121,7 +121,7 @@ class _Routes:
         self._indexer = indexer
 
     async def register(self, request: web.Request) -> web.Response:
-        """Begins to follow a publisher."""
+        """Begin to follow a publisher."""
         body = await _body(request, Registration)
         model, instance = _model(body.modelname, body.model_name), str(body.instance_id)
         if body.type.lower() not in PUBLISHER_TYPES:
@@ -145,7 +145,6 @@ class _Routes:
         return web.json_response({"status": "registered successfully", "instance_id": instance})
 
     async def unregister(self, request: web.Request) -> web.Response:
-        """Forgets publishers."""
         body = await _body(request, Removal)
         model = _model(body.modelname, body.model_name)
         removed = await self._indexer.unregister(str(body.instance_id), model, body.tenant_id, body.dp_rank)
@@ -153,7 +152,7 @@ class _Routes:
             raise NotFound(f"no publisher of {body.instance_id!r} is registered for {model!r}")
         if body.model_name:
             return web.json_response({"status": "ok"})
-        names = ["|".join(map(str, one.name)) for one in removed]
+        names = ["|".join(map(str, publisher.name)) for publisher in removed]
         return web.json_response({"status": "unregistered successfully", "removed_instances": names})
 
     async def query(self, request: web.Request) -> web.Response:
@@ -190,8 +189,8 @@ class _Routes:
     async def workers(self, request: web.Request) -> web.Response:
         """The registered publishers, by instance."""
         found: dict[str, dict[str, str]] = {}
-        for one in self._indexer.publishers:
-            found.setdefault(one.holder.instance, {})[str(one.holder.rank)] = one.endpoint
+        for publisher in self._indexer.publishers:
+            found.setdefault(publisher.holder.instance, {})[str(publisher.holder.rank)] = publisher.endpoint
         return web.json_response([{"instance_id": name, "endpoints": places} for name, places in found.items()])
 
     async def sources(self, request: web.Request) -> web.Response:
@@ -200,15 +199,14 @@ class _Routes:
             name: {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": one.endpoint,
-                "replay_endpoint": one.replay_endpoint or None,
-                "topic": one.topic,
+                "endpoint": publisher.endpoint,
+                "replay_endpoint": publisher.replay_endpoint or None,
+                "topic": publisher.topic,
             }
-            for name, one in self._indexer.published.items()
+            for name, publisher in self._indexer.published.items()
         })  # fmt: skip
 
     async def health(self, request: web.Request) -> web.Response:
-        """The process answers."""
         return web.json_response({"status": "ok"})
 
 
@@ -238,13 +236,15 @@ def _mooncakes(found: dict[str, InstanceMatch]) -> dict[str, object]:
 
 def _dynamos(found: dict[str, InstanceMatch]) -> dict[str, object]:
     return {
-        "scores": {name: {str(rank): tokens for rank, tokens in it.ranks.items()} for name, it in found.items()},
+        "scores": {
+            name: {str(rank): tokens for rank, tokens in match_.ranks.items()} for name, match_ in found.items()
+        },
         "instances": {
             name: {
-                "longest_matched": it.longest,
-                "dp": {str(rank): tokens for rank, tokens in it.ranks.items()},
-                **{tier.lower(): tokens for tier, tokens in zip(TIERS, it.tiers, strict=True)},
+                "longest_matched": match_.longest,
+                "dp": {str(rank): tokens for rank, tokens in match_.ranks.items()},
+                **{tier.lower(): tokens for tier, tokens in zip(TIERS, match_.tiers, strict=True)},
             }
-            for name, it in found.items()
+            for name, match_ in found.items()
         },
     }

@@ -57,24 +57,23 @@ class Indexer:
 
     @property
     def publishers(self) -> Sequence[Publisher]:
-        """The registered publishers."""
         return list(self._followed)
 
     @property
     def gaps(self) -> int:
         """Times that registered publishers' events were missing."""
-        return sum([one.stream.feed.gaps for one in self._followed.values()])
+        return sum([followed.stream.feed.gaps for followed in self._followed.values()])
 
     # --- registered publishers ----------------------------------------------------------------------------------------
 
     def register(self, publisher: Publisher) -> None:
-        """Begins to follow a publisher.
+        """Begin to follow a publisher.
 
         Raises:
             InvalidRequest: one is registered under the same instance, tenant and rank.
             Overloaded: as many are followed as may be.
         """
-        if any(one.name == publisher.name for one in self._followed):
+        if any(known.name == publisher.name for known in self._followed):
             raise InvalidRequest("instance_id", f"{'|'.join(map(str, publisher.name))} is registered already")
         if len(self._followed) >= self._config.max_publishers:
             raise Overloaded("as many publishers are registered as may be", reason="max_publishers", retry_after_s=0.0)
@@ -84,24 +83,24 @@ class Indexer:
         self._followed[publisher] = _Followed(cache, stream, asyncio.create_task(stream.run()))
 
     async def unregister(self, instance: str, model: str, tenant: str | None, rank: int | None) -> Sequence[Publisher]:
-        """Forgets publishers, and what they told; `tenant` and `rank` None = all. Returns the forgotten ones."""
+        """Forget publishers, and what they told; `tenant` and `rank` None = all. Returns the forgotten publishers."""
         removed = [
-            one
-            for one in self._followed
-            if (one.holder.instance, one.scope.model) == (instance, model)
-            and tenant in (None, one.scope.tenant)
-            and rank in (None, one.holder.rank)
+            publisher
+            for publisher in self._followed
+            if (publisher.holder.instance, publisher.scope.model) == (instance, model)
+            and tenant in (None, publisher.scope.tenant)
+            and rank in (None, publisher.holder.rank)
         ]
-        for one in removed:
-            followed = self._followed.pop(one)
+        for publisher in removed:
+            followed = self._followed.pop(publisher)
             followed.task.cancel()
             await asyncio.wait([followed.task])
             followed.cache.restart()
         return removed
 
     async def aclose(self) -> None:
-        """Follows no publisher any more."""
-        tasks = [one.task for one in self._followed.values()]
+        """Follow no publisher any more."""
+        tasks = [followed.task for followed in self._followed.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,7 +110,7 @@ class Indexer:
     def serves(self, model: str, tenant: str) -> bool:
         """Whether blocks of this model and tenant may come."""
         own = self.cluster.model is not None and self.cluster.model.name == model
-        return own or any(one.scope[:2] == (model, tenant) for one in self._followed)
+        return own or any(publisher.scope[:2] == (model, tenant) for publisher in self._followed)
 
     def learn(self, model: str, tenant: str, cache_salt: str, token_ids: Sequence[int], lora: str = "") -> None:
         """A query's tokens tell what keys of the cluster stand for. Raises InvalidRequest if a token is no int32."""
@@ -120,7 +119,7 @@ class Indexer:
             self._news.set()
 
     async def follow(self, channels: Channels) -> None:
-        """Follows the conductor's cluster until cancelled."""
+        """Follow the conductor's cluster until cancelled."""
         told = ""
         while True:
             stub: Any = ConductorServiceStub(channels.get(self._config.conductor))
@@ -151,7 +150,7 @@ class Indexer:
                 self.cluster.left(message.left)
             case "changed":
                 events = message.changed.events
-                keys = [unpack_keys(one) for one in (events.stored_keys, events.removed_keys, events.cooled_keys)]
+                keys = [unpack_keys(packed) for packed in (events.stored_keys, events.removed_keys, events.cooled_keys)]
                 self.cluster.changed(message.changed.instance_id, *keys, anew=events.snapshot_begin)
             case "chain":
                 chain = message.chain
@@ -159,7 +158,7 @@ class Indexer:
                 self.cluster.named(chain.tenant, chain.cache_salt, tokens_from_bytes(chain.token_ids), chain.lora.name)
 
     async def publish(self) -> None:
-        """Publishes the events of the cluster's instances until cancelled."""
+        """Publish the events of the cluster's instances until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()

@@ -19,16 +19,16 @@ from moonpool.interop.indexer.indexer import Indexer
 log = get_logger(__name__)
 
 INDEXER_METRICS: tuple[Metric[Indexer], ...] = (
-    Metric("publishers", "Registered publishers of KV events.", lambda it: len(it.publishers)),
-    Metric("instances", "Instances of the cluster that are followed.", lambda it: len(it.cluster)),
-    Metric("blocks", "KV blocks in the index.", lambda it: len(it.index)),
-    counter("queries_total", "Answered queries.", lambda it: it.queries),
-    counter("event_gaps_total", "Times that registered publishers' events were missing.", lambda it: it.gaps),
+    Metric("publishers", "Registered publishers of KV events.", lambda indexer: len(indexer.publishers)),
+    Metric("instances", "Instances of the cluster that are followed.", lambda indexer: len(indexer.cluster)),
+    Metric("blocks", "KV blocks in the index.", lambda indexer: len(indexer.index)),
+    counter("queries_total", "Answered queries.", lambda indexer: indexer.queries),
+    counter("event_gaps_total", "Times that registered publishers' events were missing.", lambda indexer: indexer.gaps),
 )
 
 
 async def serve(context: ProcessContext, config: IndexerConfig) -> None:
-    """Runs an indexer until told to stop.
+    """Run an indexer until told to stop.
 
     Raises:
         ConfigError: a setting is refused.

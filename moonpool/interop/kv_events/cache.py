@@ -87,7 +87,6 @@ class RankCache:
         return self._hash_of
 
     def apply(self, event: EngineEvent) -> None:
-        """Takes an event."""
         match event:
             case BlockStored():
                 self._stored(event)
@@ -97,7 +96,7 @@ class RankCache:
                 self.clear()
 
     def clear(self) -> None:
-        """Forgets all blocks. What hashes mean stays known."""
+        """Forget all blocks. What hashes mean stays known."""
         self._groups_of.clear()
         self._retract(list(self._told))
         self._bound_names()
@@ -125,7 +124,7 @@ class RankCache:
         self._tell(event.hashes)
 
     def _name(self, event: BlockStored) -> None:
-        """Notes which keys the hashes mean; none if the blocks are not a chain's of the cluster."""
+        """Note which keys the hashes mean; none if the blocks are not a chain's of the cluster."""
         whole = len(event.token_ids) == len(event.hashes) * event.block_size
         if event.block_size != self._block_size or not whole or not event.hashes:
             return
@@ -151,11 +150,11 @@ class RankCache:
         over = len(self._names) - len(self._groups_of) - self._max_names
         if over > 0:
             most = max(over, self._max_names // 4)  # some more, so that not each event looks for the oldest ones
-            for block in [one for one in self._names if one not in self._groups_of][:most]:
+            for block in [name for name in self._names if name not in self._groups_of][:most]:
                 del self._names[block]
 
     def _tell(self, blocks: Sequence[BlockHash]) -> None:
-        """Tells those blocks that have a name, are held whole, and are not told under another hash."""
+        """Tell those blocks that have a name, are held whole, and are not told under another hash."""
         keys = list[BlockKey]()
         for block in blocks if not self._opaque else ():
             key = self._names.get(block)
@@ -231,7 +230,6 @@ class EngineCache:
         return self._ranks_of
 
     def __len__(self) -> int:
-        """Keys that are told."""
         return len(self._ranks_of)
 
     @property
@@ -254,7 +252,7 @@ class EngineCache:
         return blocks, (best & -best).bit_length() - 1
 
     def restart(self) -> None:
-        """Forgets all blocks; blocks stored later behind today's blocks are ignored."""
+        """Forget all blocks; blocks stored later behind today's blocks are ignored."""
         for cache in self._caches.values():
             cache.restart()
 

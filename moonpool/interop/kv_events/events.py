@@ -102,7 +102,9 @@ def read_batch(message: object, *, salt_field: bool = False) -> EventBatch:
         raise InvalidRequest("batch.ts", f"must be a number, is {time!r}")
     if not isinstance(events, Sequence) or isinstance(events, str | bytes):
         raise InvalidRequest("batch.events", "must be a list")
-    return EventBatch(float(time), tuple([found for one in events if (found := _event(one, salt_field)) is not None]))
+    return EventBatch(
+        float(time), tuple([found for event in events if (found := _event(event, salt_field)) is not None])
+    )
 
 
 def write_batch(batch: EventBatch, rank: int = 0) -> list[object]:
@@ -178,7 +180,7 @@ def _stored(fields: Mapping[str, Any]) -> BlockStored:
         tokens,
         size,
         _text(fields, "medium"),
-        None if extra is None else tuple([_extra_keys(one) for one in extra]),
+        None if extra is None else tuple([_extra_keys(keys) for keys in extra]),
         lora=_lora_of(fields.get("lora_name"), fields.get("lora_id")),
         group=group if isinstance(group, int) else 0,
         kind=_text(fields, "kv_cache_spec_kind"),
@@ -193,21 +195,21 @@ def _lora_of(name: object, number: object) -> str:
 def _removed(fields: Mapping[str, Any]) -> BlockRemoved:
     hashes, left, group = _hashes(fields), fields.get("remaining_copy_counts"), fields.get("group_idx")
     if isinstance(left, Sequence) and len(left) == len(hashes):
-        hashes = tuple([one for one, copies in zip(hashes, left, strict=True) if not copies])
+        hashes = tuple([hash_ for hash_, copies in zip(hashes, left, strict=True) if not copies])
     return BlockRemoved(hashes, _text(fields, "medium"), group if isinstance(group, int) else None)
 
 
 def _hashes(fields: Mapping[str, Any]) -> tuple[BlockHash, ...]:
     hashes = fields.get("block_hashes")
-    if not isinstance(hashes, Sequence) or not all(isinstance(one, int | bytes) for one in hashes):
+    if not isinstance(hashes, Sequence) or not all(isinstance(hash_, int | bytes) for hash_ in hashes):
         raise InvalidRequest("event.block_hashes", "must be a list of numbers or bytes")
     return tuple(hashes)
 
 
-def _extra_keys(one: object) -> ExtraKeys:
-    if one is None:
+def _extra_keys(extra: object) -> ExtraKeys:
+    if extra is None:
         return ()
-    return tuple(one) if isinstance(one, Sequence) and not isinstance(one, str | bytes) else (one,)
+    return tuple(extra) if isinstance(extra, Sequence) and not isinstance(extra, str | bytes) else (extra,)
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

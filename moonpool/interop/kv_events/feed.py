@@ -96,7 +96,7 @@ class EventFeed:
         return [self._ask()]
 
     def handle(self, event: FeedEvent) -> list[FeedAction]:
-        """Takes an event; returns the resulting orders."""
+        """Take an event; return the resulting orders."""
         match event:
             case BatchArrived() if self._replaying:
                 self._held.append(event)

@@ -28,7 +28,7 @@ class EventPublisher:
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, replay_endpoint: str, topic: str) -> None:
-        """Binds the sockets. Raises ConfigError if an endpoint is taken."""
+        """Bind the sockets. Raises ConfigError if an endpoint is taken."""
         self._sent = context.socket(zmq.PUB)
         self._sent.setsockopt(zmq.SNDHWM, KEPT_BATCHES)
         self._replays = context.socket(zmq.ROUTER) if replay_endpoint else None
@@ -39,14 +39,13 @@ class EventPublisher:
         self._next = 0
 
     async def publish(self, events: Sequence[EngineEvent]) -> None:
-        """Publishes a batch."""
         payload = msgspec.msgpack.encode(write_batch(EventBatch(world.unix_time(), tuple(events))))
         number, self._next = self._next, self._next + 1
         self._kept.append((number, payload))
         await self._sent.send_multipart([self.topic.encode(), number.to_bytes(NUMBER_BYTES, "big"), payload])
 
     async def answer_replays(self) -> None:
-        """Answers questions for batches from a number on, until cancelled."""
+        """Answer questions for batches from a number on, until cancelled."""
         socket, topic = self._replays, self.topic.encode()
         while socket is not None:
             client, *_, start = await socket.recv_multipart()
@@ -58,7 +57,6 @@ class EventPublisher:
             await socket.send_multipart([client, b"", topic, END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Closes the sockets."""
         self._sent.close(linger=0)
         if self._replays is not None:
             self._replays.close(linger=0)

@@ -58,13 +58,13 @@ class EventSink(Protocol):
         """Whether the rank caches in an unknown way."""
 
     def apply(self, event: EngineEvent) -> None:
-        """Takes an event."""
+        """Take an event."""
 
     def clear(self) -> None:
-        """Forgets all blocks."""
+        """Forget all blocks."""
 
     def restart(self) -> None:
-        """Forgets all that was learnt."""
+        """Forget all that was learnt."""
 
 
 class EventStream:
@@ -90,7 +90,7 @@ class EventStream:
         self.batches = 0
 
     async def run(self) -> None:
-        """Reads events until cancelled."""
+        """Read events until cancelled."""
         context = zmq.asyncio.Context()
         try:
             async with asyncio.TaskGroup() as group:

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,9 +18,9 @@ import pytest
 import torch
 
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.bench_serve import BenchPlan, run_serve
+from moonpool.cli.bench_serve import run_serve
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.load_generator.prompts import PromptShape
+from moonpool.cli.predict_options import BenchServeOptions
 from moonpool.cli.serve import curl_line
 from moonpool.client import Client, Message
 from tests.integration.conftest import BLOCK, tokens, wait_busy
@@ -172,10 +171,12 @@ def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None
 
 def test_load_through_both_doors(stack: CheckedStack, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`moonpool bench serve` at the conductor and at the gateway: every request is answered and timed."""
-    shape = PromptShape(prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5)
     for target in (stack.address, f"http://{address}"):
-        plan = BenchPlan([target], Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
-        assert run_serve(plan, as_json=True, out=None, picture_file=None) == 0
+        options = BenchServeOptions(
+            address=target, model=stack.plan.model, requests=6, rate=100.0, warmup=1, seed=3, as_json=True,
+            prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5,
+        )  # fmt: skip
+        assert run_serve(options) == 0
         summary = json.loads(capsys.readouterr().out)["summary"]
         assert (summary["requests"], summary["errors"]) == (5, {})
         assert summary["goodput_per_s"] == summary["requests_per_s"] > 0

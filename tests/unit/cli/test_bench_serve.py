@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -14,29 +13,38 @@ from moonpool.base.bundled import model_dir
 from moonpool.base.errors import ConfigError, Internal, MoonpoolError, Overloaded
 from moonpool.base.rpc.auth import hash_key
 from moonpool.cli import bench_serve
-from moonpool.cli.bench_serve import BenchPlan, exit_status, json_report, send_load, summary_table
+from moonpool.cli.bench_serve import check_options, exit_status, json_report, send_load, summary_table
 from moonpool.cli.load_generator.loops import RequestOutcome
-from moonpool.cli.load_generator.prompts import PromptShape
 from moonpool.cli.load_generator.summary import summarize
+from moonpool.cli.predict_options import BenchServeOptions
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from tests.unit.gateway.fakes import ready
 from tests.unit.gateway.test_http_server import serving
 
-PLAN = BenchPlan((), model_dir(), 4, 1000.0, None, 1.0, PromptShape(20, 8, 2, 3), 0, math.inf, math.inf, 5)
+OPTIONS = BenchServeOptions(
+    requests=4, rate=1000.0, prompt_tokens=20, shared_tokens=8, conversations=2, output_tokens=3, seed=5
+)
 
 
-def at(port: int, plan: BenchPlan = PLAN) -> BenchPlan:
-    return replace(plan, addresses=[f"http://127.0.0.1:{port}"])
+async def sent(options: BenchServeOptions) -> list[RequestOutcome]:
+    return await send_load(options, model_dir())
+
+
+def at(port: int, options: BenchServeOptions = OPTIONS) -> BenchServeOptions:
+    return replace(options, address=f"http://127.0.0.1:{port}")
 
 
 async def test_requests() -> None:
     """Prompts of a conversation have a beginning in common; each answer is timed token by token."""
     fake = ready(FakeConductor())
     async with serving(fake.async_client()) as (_, port):
-        outcomes = await send_load(at(port, replace(PLAN, ttft_slo_s=9.0)))
-    assert [(one.error, one.tokens, len(one.gaps)) for one in outcomes] == [("", 3, 2)] * 4
-    assert all(one.first is not None and one.due <= one.first <= one.last <= one.ended for one in outcomes)
+        outcomes = await sent(at(port, replace(OPTIONS, ttft_slo_s=9.0)))
+    assert [(outcome.error, outcome.tokens, len(outcome.gaps)) for outcome in outcomes] == [("", 3, 2)] * 4
+    assert all(
+        outcome.first is not None and outcome.due <= outcome.first <= outcome.last <= outcome.ended
+        for outcome in outcomes
+    )
     prompts = sorted(list(request.tokens.token_ids) for request in fake.requests)
     assert {len(prompt) for prompt in prompts} == {20}
     assert len({tuple(prompt[:8]) for prompt in prompts}) == 2
@@ -47,11 +55,11 @@ async def test_requests() -> None:
 
 
 async def test_several_gateways_are_asked_in_turn() -> None:
-    one, two = ready(FakeConductor()), ready(FakeConductor())
-    async with serving(one.async_client()) as (_, first), serving(two.async_client()) as (_, second):
-        plan = replace(PLAN, addresses=[f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"])
-        assert {outcome.error for outcome in await send_load(plan)} == {""}
-    assert (len(one.requests), len(two.requests)) == (2, 2)
+    near, two = ready(FakeConductor()), ready(FakeConductor())
+    async with serving(near.async_client()) as (_, first), serving(two.async_client()) as (_, second):
+        options = replace(OPTIONS, address=f"http://127.0.0.1:{first},http://127.0.0.1:{second}")
+        assert {outcome.error for outcome in await sent(options)} == {""}
+    assert (len(near.requests), len(two.requests)) == (2, 2)
 
 
 async def test_several_conductors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +67,9 @@ async def test_several_conductors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_serve, "AsyncClient", functools.partial(AsyncClient, connect_timeout_s=0.1))
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        free = [one.getsockname()[1] for one in taken]
-    plan = replace(PLAN, requests=1, addresses=[f"127.0.0.1:{port}" for port in free])
-    (outcome,) = await send_load(plan)
+        free = [held.getsockname()[1] for held in taken]
+    options = replace(OPTIONS, requests=1, address=",".join(f"127.0.0.1:{port}" for port in free))
+    (outcome,) = await sent(options)
     assert outcome.error == "NotConnected"
 
 
@@ -74,10 +82,12 @@ async def test_a_trace(tmp_path: Path) -> None:
     ]
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, lines)))
     fake = ready(FakeConductor())
-    plan = replace(PLAN, trace=tmp_path / "trace", rate=0.0, time_scale=10.0, shape=PromptShape(24, 0, 1, 2))
+    options = replace(
+        OPTIONS, trace=tmp_path / "trace", rate=0.0, time_scale=10.0, prompt_tokens=24, shared_tokens=0, output_tokens=2
+    )
     async with serving(fake.async_client()) as (_, port):
-        outcomes = await send_load(at(port, plan))
-    assert [one.due for one in outcomes] == [0.0, 0.005]
+        outcomes = await sent(at(port, options))
+    assert [outcome.due for outcome in outcomes] == [0.0, 0.005]
     first, second = sorted((request.tokens.token_ids for request in fake.requests), key=len)
     assert (len(first), len(second)) == (20, 24)
     assert first[:16] == second[:16]
@@ -93,8 +103,8 @@ async def test_a_trace(tmp_path: Path) -> None:
 )
 async def test_failures_are_counted_by_name(raised: MoonpoolError, named: str) -> None:
     async with serving(ready(FakeConductor(lambda _: [raised])).async_client()) as (_, port):
-        outcomes = await send_load(at(port))
-    assert {one.error for one in outcomes} == {named}
+        outcomes = await sent(at(port))
+    assert {outcome.error for outcome in outcomes} == {named}
     assert exit_status(outcomes) == (0 if named == "Overloaded" else 1)
 
 
@@ -102,14 +112,14 @@ async def test_what_breaks_on_the_way(tmp_path: Path) -> None:
     """A stream that ends with an error, a server that is not there, a key that is missing and then given."""
     broken = FakeConductor(lambda _: [*answer()[:2], Internal("lost")])
     async with serving(ready(broken).async_client()) as (_, port):
-        assert {one.error for one in await send_load(at(port))} == {"StreamBroken"}
+        assert {outcome.error for outcome in await sent(at(port))} == {"StreamBroken"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = taken.getsockname()[1]
-    assert {one.error for one in await send_load(at(free))} == {"Unavailable"}
+    assert {outcome.error for outcome in await sent(at(free))} == {"Unavailable"}
     (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} ann\n")
     async with serving(api_keys=tmp_path / "keys") as (_, port):
-        assert {one.error for one in await send_load(at(port))} == {"InvalidRequest"}
-        assert {one.error for one in await send_load(at(port, replace(PLAN, api_key="ann-key")))} == {""}
+        assert {outcome.error for outcome in await sent(at(port))} == {"InvalidRequest"}
+        assert {outcome.error for outcome in await sent(at(port, replace(OPTIONS, api_key="ann-key")))} == {""}
 
 
 @pytest.mark.parametrize(
@@ -118,21 +128,21 @@ async def test_what_breaks_on_the_way(tmp_path: Path) -> None:
         ({"rate": 0.0}, "rate"),
         ({"trace": Path("x")}, "rate"),
         ({"time_scale": 0.0}, "time_scale"),
-        ({"shape": PromptShape(8, 8, 1, 1)}, "shared_tokens"),
+        ({"prompt_tokens": 8, "shared_tokens": 8}, "shared_tokens"),
         ({"requests": 0}, "requests"),
-        ({"shape": PromptShape(8, 0, 1, 0)}, "requests"),
+        ({"output_tokens": 0}, "requests"),
     ],
 )
 def test_flags_that_do_not_fit(changes: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        replace(PLAN, **changes).check()  # type: ignore[arg-type]
+        check_options(replace(OPTIONS, **changes))  # type: ignore[arg-type]
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("address", ["http://x:1,x:2", "https://x:1", "ftp://x", "http://x:port", "http://"])
 async def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        await send_load(replace(PLAN, addresses=address.split(",")))
+        await sent(replace(OPTIONS, address=address))
     assert caught.value.field == "address"
 
 
@@ -146,6 +156,6 @@ def test_report() -> None:
     summary = summarize([outcome, RequestOutcome(0.0, error="Overloaded", ended=1.0)], ttft_slo_s=1.0, tpot_slo_s=0.9)
     assert (summary.ttft_s["p50"], summary.tpot_s["p50"], summary.itl_s["p99"], summary.e2e_s["p90"]) == (1, 1, 2, 4)
     assert summary.goodput_per_s == 0
-    text = json.dumps(json_report(replace(PLAN, api_key="secret"), summary), allow_nan=False)
+    text = json.dumps(json_report(replace(OPTIONS, api_key="secret"), model_dir(), summary), allow_nan=False)
     assert "secret" not in text
     assert [line.split()[0] for line in summary_table(summary).splitlines()[2:]] == ["ms", "TTFT", "TPOT", "ITL", "E2E"]

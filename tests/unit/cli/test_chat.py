@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.generate import ChatSession, error_advice, run_chat
+from moonpool.cli.generate import Conversation, error_advice, run_chat
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
 from moonpool.v1 import conductor_pb2 as pb
@@ -19,7 +19,7 @@ def talk(
     """What a conversation writes."""
     out, err = io.StringIO(), io.StringIO()
     with fake.client() as client:
-        conversation = ChatSession(client, SamplingParams(max_tokens=8), system, context, "ann")
+        conversation = Conversation(client, SamplingParams(max_tokens=8), system, context, "ann")
         run_chat(conversation, lines, out, err, forgiving=forgiving)
     return out.getvalue(), err.getvalue()
 
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
     fake = FakeConductor()
     out, err = Interrupting(), io.StringIO()
     with fake.client() as client:
-        conversation = ChatSession(client, SamplingParams())
+        conversation = Conversation(client, SamplingParams())
         run_chat(conversation, ["Hi"], out, err, forgiving=True)
         assert conversation.turns == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "1 2 "}]
         run_chat(conversation, ["Go on"], out, err, forgiving=True)

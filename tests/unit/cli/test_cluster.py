@@ -191,7 +191,12 @@ def test_explain_draws_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
         ["chunk: a step computes a part of the prompt"],
         ["steps: decode generates the answer"],
     ]
-    assert [it["name"] for it in json.loads(capsys.readouterr().out)["phases"]] == ["place", "queue", "chunk", "steps"]
+    assert [phase["name"] for phase in json.loads(capsys.readouterr().out)["phases"]] == [
+        "place",
+        "queue",
+        "chunk",
+        "steps",
+    ]
 
 
 def test_an_unknown_request_is_an_error() -> None:

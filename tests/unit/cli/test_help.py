@@ -69,6 +69,6 @@ def test_a_file_that_cannot_be_read_is_named(
     file = tmp_path / "file"
     if content is not None:
         file.write_bytes(content)
-    done = CliRunner().invoke(app, [one.replace("FILE", str(file)) for one in verb], input="text")
+    done = CliRunner().invoke(app, [word.replace("FILE", str(file)) for word in verb], input="text")
     assert isinstance(done.exception, InvalidRequest)
     assert done.exception.field == option

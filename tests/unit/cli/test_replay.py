@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.bundled import model_dir
 from moonpool.base.errors import ConfigError
-from moonpool.cli.replay import FittedSimulation, ReplayPlan, note_tokens, print_fit, run_replay
+from moonpool.cli.predict_options import ReplayOptions
+from moonpool.cli.replay import FittedSimulation, note_tokens, print_fit, run_replay
 from moonpool.simulator.clock import PS
-from moonpool.simulator.cluster.config import SloTargets
 from moonpool.simulator.cluster.requests import Request, TokenTimes
 from moonpool.simulator.experiments.calibration import Extras
 from moonpool.simulator.traces.mooncake import TraceRequest, write_trace
@@ -35,9 +34,15 @@ def test_bad_flags_are_named(tmp_path: Path, field: str, profile: str, calibrate
     write_trace(trace, [TraceRequest(0.0, 10, 2, (1,)), TraceRequest(5.0, 10, 2, (2,))])
     with pytest.raises(ConfigError) as wrong:
         run_replay(
-            ReplayPlan(trace, [NOBODY], str(model_dir()), SloTargets(), time_scale=time_scale, profile=profile,
-                       calibrate_on=calibrate_on), as_json=True,
-        )  # fmt: skip
+            ReplayOptions(
+                trace=trace,
+                address=NOBODY,
+                time_scale=time_scale,
+                simulate=profile,
+                calibrate_on=calibrate_on,
+                as_json=True,
+            )
+        )
     assert wrong.value.field == field
 
 

@@ -40,14 +40,14 @@ def start() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
     """Starts a process that records a stack as `moonpool serve` does."""
     started: list[subprocess.Popen[str]] = []
 
-    def one(data_dir: Path) -> subprocess.Popen[str]:
+    def spawned(data_dir: Path) -> subprocess.Popen[str]:
         process = subprocess.Popen([sys.executable, "-c", STACK, str(data_dir)], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         return process
 
-    yield one
+    yield spawned
     for process in started:
         process.kill()
         process.wait()

@@ -20,7 +20,7 @@ def test_engines_map_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     progress = PlainProgress(said.append)
     for free in (None, 4 * EACH):
-        monkeypatch.setattr(serve, "available_bytes", lambda its=free: its)
+        monkeypatch.setattr(serve, "available_bytes", lambda amount=free: amount)
         assert serve.tell_memory(plan, progress) == plan
     monkeypatch.setattr(serve, "available_bytes", lambda: 2 * EACH)
     assert serve.tell_memory(refused, progress) == refused

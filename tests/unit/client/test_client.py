@@ -21,8 +21,9 @@ from moonpool.client import (
     StreamBroken,
     Unavailable,
 )
+from moonpool.client.failover import backoff_pauses
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.client.transport import NotConnected, backoff_pauses
+from moonpool.client.transport import NotConnected
 from moonpool.client.types import GenerateArguments
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
@@ -160,9 +161,9 @@ def test_many_prompts_are_announced_in_portions(dial: Dial, tokens: int, count: 
     given: list[GenerateArguments] = [{"token_ids": [1 << 20] * tokens} for _ in range(count)]
     with dial(fake) as client:
         assert client.announce(given, 5.0, tenant="t") == len(portions)
-    asked = [it for it in fake.asked if isinstance(it, pb.AnnouncePromptsRequest)]
-    assert [len(it.requests) for it in asked] == portions
-    assert {(it.tenant, it.within_s) for it in asked} <= {("t", 5.0)}
+    asked = [request for request in fake.asked if isinstance(request, pb.AnnouncePromptsRequest)]
+    assert [len(request.requests) for request in asked] == portions
+    assert {(request.tenant, request.within_s) for request in asked} <= {("t", 5.0)}
 
 
 def test_an_unknown_argument_is_refused(dial: Dial) -> None:

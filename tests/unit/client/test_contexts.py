@@ -110,7 +110,7 @@ def test_contexts_are_listed_found_changed_and_ended(dial: Dial) -> None:
     )
     assert (kv.blocks, kv.bytes, kv.complete) == (4, 400, False)
     selection = kv_pb2.Selection(keys=KEY, tenants=["ours"], namespaces=[KEY])
-    [asked] = [one for one in fake.asked if isinstance(one, pb.DeleteKVRequest)]
+    [asked] = [request for request in fake.asked if isinstance(request, pb.DeleteKVRequest)]
     assert (asked.selection, len(asked.id)) == (selection, 32)
 
 

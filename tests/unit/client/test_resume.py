@@ -56,7 +56,7 @@ def test_an_answer_that_a_draining_conductor_ends_goes_on_at_another_one(dial: D
     with dial(leaving, other, resume_timeout_s=1.0) as client:
         result = client.generate(prompt="hi")
     assert (result.token_ids, result.finish_reason, result.resumes) == (list(TOKENS), "stop", 1)
-    assert [len(it.resume.token_ids) for it in other.requests] == [told]
+    assert [len(request.resume.token_ids) for request in other.requests] == [told]
 
 
 @pytest.mark.parametrize("others", [[], [Unavailable("draining"), LOST]])
@@ -104,7 +104,7 @@ def test_a_conductor_is_told_whether_the_prompt_s_log_probabilities_are_here(dia
     with dial(fake, resume_timeout_s=1.0) as client:
         result = client.generate(prompt="hi", sampling=SamplingParams(temperature=0.5, prompt_logprobs=0))
     assert [request.resume.prompt_scored for request in fake.requests] == [False, tokens > 0]
-    assert [it and it.logprob for it in result.prompt_logprobs] == [None, -0.5]
+    assert [prompt_logprob and prompt_logprob.logprob for prompt_logprob in result.prompt_logprobs] == [None, -0.5]
     assert result.token_ids == list(TOKENS)
 
 

@@ -171,9 +171,9 @@ def saving(values: ValueStores, names: list[bytes] = NAMES) -> "asyncio.Future[l
 async def test_values_are_spread_over_stores_and_found_by_all_who_share_the_name() -> None:
     async with rig(dram_bytes=8 << 20) as first, rig(dram_bytes=8 << 20) as second:
         addresses = first.address, second.address
-        async with keeper(*addresses, namespace="a") as one, keeper(*addresses, namespace="a") as other:
-            assert await asyncio.wrap_future(one.look_up(NAMES)) == [False] * 12
-            assert await saving(one, NAMES[:10]) == [True] * 10
+        async with keeper(*addresses, namespace="a") as keeping, keeper(*addresses, namespace="a") as other:
+            assert await asyncio.wrap_future(keeping.look_up(NAMES)) == [False] * 12
+            assert await saving(keeping, NAMES[:10]) == [True] * 10
             keys = [value_key(value_namespace("a"), "", name) for name in NAMES]
             for store in (first, second):
                 assert any(store.service.store.tiers.dram.get(key) is not None for key in keys)
@@ -182,7 +182,7 @@ async def test_values_are_spread_over_stores_and_found_by_all_who_share_the_name
             assert await asyncio.wrap_future(other.load(NAMES, memory)) == [True] * 10 + [False] * 2
             assert memory[:10] == CHUNKS[:10]
             assert await asyncio.wrap_future(other.delete(NAMES[:3])) == [True] * 3
-            assert await asyncio.wrap_future(one.look_up(NAMES[:4])) == [False, False, False, True]
+            assert await asyncio.wrap_future(keeping.look_up(NAMES[:4])) == [False, False, False, True]
         for settings in ({"namespace": "b"}, {"namespace": "a", "tenant": "ann"}):
             async with keeper(*addresses, **settings) as stranger:
                 assert await asyncio.wrap_future(stranger.look_up(NAMES)) == [False] * 12

@@ -78,12 +78,12 @@ def shown(https: ReloadedCertificate, authority: Path) -> str:
 
 
 def test_certificates_are_read_again(tmp_path: Path) -> None:
-    one, two = make(tmp_path, "one"), make(tmp_path, "two")
+    first, two = make(tmp_path, "one"), make(tmp_path, "two")
     served, now = (tmp_path / "served.pem", tmp_path / "served.key"), [0.0]
-    put(one, served, 1)
+    put(first, served, 1)
     https = ReloadedCertificate(*served, WatchedFiles(served, lambda: now[0]))
     names = [shown(https, tmp_path / "ca.pem")]
-    put((two[0], one[1]), served, 2)  # the key is another one's
+    put((two[0], first[1]), served, 2)  # the key is another one's
     now[0] += CHECK_INTERVAL_S
     names.append(shown(https, tmp_path / "ca.pem"))
     put(two, served, 3)

@@ -83,7 +83,7 @@ async def test_caches_are_listed_page_by_page_changed_and_deleted() -> None:
     async def listed(gateway: Answers, query: str) -> list[str]:
         found = (await gateway.http.get(f"{CACHE}?{query}")).json()
         assert found["object"] == "list"
-        return [one["id"] for one in found["data"]]
+        return [cache["id"] for cache in found["data"]]
 
     async with answering(fake) as gateway:
         assert await listed(gateway, "") == ["cache-3", "cache-2", "cache-1"]
@@ -248,7 +248,7 @@ async def test_another_tenants_cache_is_told_as_none_whatever_is_asked_of_it(tmp
                 await gateway.http.post(f"{CACHE}/refs/tags", json={"tag": "mine", "cache_id": name}),
                 await gateway.http.post("/v1/chat/completions", json=chat),
             ]
-            return [(one.status_code, one.text.replace(name, "NAME")) for one in answers]
+            return [(reply.status_code, reply.text.replace(name, "NAME")) for reply in answers]
 
         assert (await gateway.http.get(f"{CACHE}/cache-1")).status_code == 401
         strange = await told("bob-key", "cache-1")

@@ -191,7 +191,7 @@ async def seen(http: httpx2.AsyncClient, **headers: str) -> tuple[int, list[str]
     """The status of the state, ids of the listed requests, and statuses of each request and of one that never was."""
     state = await http.get("/moonpool/state", headers=headers)
     listed = await http.get("/moonpool/requests", headers=headers)
-    ids = [it["request_id"] for it in listed.json().get("requests", ())]
+    ids = [line["request_id"] for line in listed.json().get("requests", ())]
     each = [
         await http.get(f"/moonpool/requests/{name}", headers=headers) for name in ("of-ann", "of-bob", "of-", "of-none")
     ]

@@ -29,8 +29,8 @@ async def test_inputs(given: Any, count: int) -> None:
         body = (await gateway.http.post(PATH, json={"input": given, "encoding_format": "float"})).json()
         assert body["object"] == "list"
         assert body["model"] == MODEL
-        assert [it["index"] for it in body["data"]] == list(range(count))
-        assert [it["embedding"] for it in body["data"]] == [pytest.approx(VALUES)] * count
+        assert [part["index"] for part in body["data"]] == list(range(count))
+        assert [part["embedding"] for part in body["data"]] == [pytest.approx(VALUES)] * count
         assert body["usage"] == {"prompt_tokens": 3 * count, "total_tokens": 3 * count}
         assert [request.sampling.max_tokens for request in gateway.fake.requests] == [1] * count
 

@@ -167,7 +167,7 @@ async def outcome(path: str, body: dict[str, Any]) -> tuple[list[bytes], str]:
         if "seed" not in body:
             request.sampling.ClearField("seed")
     text = re.sub(r'"(id|created|created_at)":("[^"]*"|\d+)', "", response.text)
-    return [pb.GenerateRequest.SerializeToString(it, deterministic=True) for it in fake.requests], text
+    return [pb.GenerateRequest.SerializeToString(sent, deterministic=True) for sent in fake.requests], text
 
 
 @pytest.mark.parametrize("path", FIELDS)

@@ -54,16 +54,16 @@ async def test_chat() -> None:
         first, second = choice["logprobs"]["content"]
         assert (first["logprob"], second["logprob"]) == (-1.0, -2.0)
         assert first["bytes"] == list(first["token"].encode())
-        assert [it["logprob"] for it in first["top_logprobs"]] == [-0.25, -0.5]
+        assert [top["logprob"] for top in first["top_logprobs"]] == [-0.25, -0.5]
         assert first["token"] == tokenizer().decode([5], skip_special=False)
 
 
 async def test_a_stream_tells_them_with_the_text_of_their_tokens() -> None:
     async with answering(conductor()) as gateway:
         found = events((await gateway.chat(logprobs=True, stream=True)).text)
-        told = [it["choices"][0] for it in found if it["choices"][0]["logprobs"]]
-        assert [it["delta"]["content"] for it in told] == ["5 ", "6 "]
-        assert [[one["logprob"] for one in it["logprobs"]["content"]] for it in told] == [[-1.0], [-2.0]]
+        told = [event["choices"][0] for event in found if event["choices"][0]["logprobs"]]
+        assert [part["delta"]["content"] for part in told] == ["5 ", "6 "]
+        assert [[token["logprob"] for token in part["logprobs"]["content"]] for part in told] == [[-1.0], [-2.0]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,10 +71,10 @@ async def test_plain_completion(stream: bool) -> None:
     async with answering(conductor()) as gateway:
         answered = await gateway.plain(prompt="x", logprobs=TOP, stream=stream)
         bodies = events(answered.text) if stream else [answered.json()]
-        found = [its for body in bodies if (its := body["choices"][0]["logprobs"])]
-        tokens = [token for its in found for token in its["tokens"]]
-        assert [value for its in found for value in its["token_logprobs"]] == [-1.0, -2.0]
-        assert [offset for its in found for offset in its["text_offset"]] == [0, len(tokens[0])]
+        found = [part for body in bodies if (part := body["choices"][0]["logprobs"])]
+        tokens = [token for part in found for token in part["tokens"]]
+        assert [value for part in found for value in part["token_logprobs"]] == [-1.0, -2.0]
+        assert [offset for part in found for offset in part["text_offset"]] == [0, len(tokens[0])]
         assert found[0]["top_logprobs"][0][tokens[0]] == -1.0
         assert len(found[0]["top_logprobs"][0]) == TOP + 1
 
@@ -103,7 +103,7 @@ async def test_of_several_prompts() -> None:
     """Each choice has those of its own prompt."""
     async with answering(conductor(prompt=True)) as gateway:
         body = (await gateway.plain(prompt=["x", "y"], prompt_logprobs=TOP)).json()
-        assert [list(it["prompt_logprobs"][1]) for it in body["choices"]] == [["7", "8", "4"]] * 2
+        assert [list(part["prompt_logprobs"][1]) for part in body["choices"]] == [["7", "8", "4"]] * 2
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
@@ -140,12 +140,12 @@ async def test_a_prompt_that_is_repeated_in_a_stream(max_tokens: int, extra: dic
         whole = (await gateway.plain(**body)).json()["choices"]
         found = [event["choices"][0] for event in events((await gateway.plain(**body, stream=True)).text)]
     for choice in whole:
-        own = [it for it in found if it["index"] == choice["index"]]
-        assert "".join(it["text"] for it in own) == choice["text"]
-        told = [it["logprobs"] for it in own if it["logprobs"] is not None]
-        assert {name: [value for it in told for value in it[name]] for name in told[0]} == choice["logprobs"]
-        assert [it["finish_reason"] for it in own][-1] == choice["finish_reason"]
-        assert [value for it in own for value in it.get("token_ids", ())] == choice.get("token_ids", [])
+        own = [event for event in found if event["index"] == choice["index"]]
+        assert "".join(event["text"] for event in own) == choice["text"]
+        told = [event["logprobs"] for event in own if event["logprobs"] is not None]
+        assert {name: [value for part in told for value in part[name]] for name in told[0]} == choice["logprobs"]
+        assert [event["finish_reason"] for event in own][-1] == choice["finish_reason"]
+        assert [value for event in own for value in event.get("token_ids", ())] == choice.get("token_ids", [])
 
 
 async def test_a_repeated_text() -> None:
@@ -154,9 +154,11 @@ async def test_a_repeated_text() -> None:
         assert (choice["text"], choice["logprobs"]) == ("hi5 6 ", None)
         assert list(gateway.asked.tokens.token_ids) == tokenizer().encode("hi")
         found = events((await gateway.plain(prompt="hi", echo=True, stream=True)).text)
-        assert "".join(it["choices"][0]["text"] for it in found) == "hi5 6 "
+        assert "".join(event["choices"][0]["text"] for event in found) == "hi5 6 "
         found = events((await gateway.plain(prompt="hi", max_tokens=0, stream=True)).text)
-        assert [(it["choices"][0]["text"], it["choices"][0]["finish_reason"]) for it in found] == [("", "length")]
+        assert [(event["choices"][0]["text"], event["choices"][0]["finish_reason"]) for event in found] == [
+            ("", "length")
+        ]
 
 
 async def test_many_prompts() -> None:
@@ -213,9 +215,11 @@ async def test_responses() -> None:
         output: Any = response["output"]
         (part,) = output[0]["content"]
         assert part["type"] == "output_text"
-        assert [it["logprob"] for it in part["logprobs"]] == [-1.0, -2.0]
-        assert [it["logprob"] for it in part["logprobs"][0]["top_logprobs"]] == [-0.25, -0.5]
-    told = [it.logprob for event in events if event.type == "response.output_text.delta" for it in event.logprobs]
+        assert [token["logprob"] for token in part["logprobs"]] == [-1.0, -2.0]
+        assert [token["logprob"] for token in part["logprobs"][0]["top_logprobs"]] == [-0.25, -0.5]
+    told = [
+        logprob.logprob for event in events if event.type == "response.output_text.delta" for logprob in event.logprobs
+    ]
     assert told == [-1.0, -2.0]
 
 

@@ -69,12 +69,12 @@ async def test_one_that_is_refused_refuses_all() -> None:
 async def test_leaving_cancels_all() -> None:
     """Those that run and wait."""
     holding = [Holding(answer()[:2]) for _ in range(2)]
-    streams = [AsyncClient(transport=one).stream(prompt="x") for one in holding]
+    streams = [AsyncClient(transport=transport).stream(prompt="x") for transport in holding]
     async with MergedStream(streams, 1) as several:
         async for _ in several:
             break
-        await asyncio.gather(*(one.call.held.wait() for one in holding))
-    assert all(one.call.cancelled for one in holding)
+        await asyncio.gather(*(transport.call.held.wait() for transport in holding))
+    assert all(transport.call.cancelled for transport in holding)
 
 
 async def test_bodies(gateway: Answers) -> None:

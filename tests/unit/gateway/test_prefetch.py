@@ -27,7 +27,7 @@ def conductor(prompts: int = 0) -> FakeConductor:
 
 def announced(gateway: Answers) -> pb.AnnouncePromptsRequest:
     """The one announcement that has come to the conductor."""
-    (request,) = [it for it in gateway.fake.asked if isinstance(it, pb.AnnouncePromptsRequest)]
+    (request,) = [asked for asked in gateway.fake.asked if isinstance(asked, pb.AnnouncePromptsRequest)]
     return request
 
 
@@ -58,9 +58,11 @@ async def test_a_body_is_announced_as_it_will_be_sent(path: str, body: dict[str,
         assert "warning" not in answered.headers
         request = announced(gateway)
         assert request.within_s == 30
-        assert not any(it.HasField("slo") or it.sampling.response_format for it in request.requests)
+        assert not any(prompt.HasField("slo") or prompt.sampling.response_format for prompt in request.requests)
         await gateway.http.post(path, json=body)
-        assert [of_prompt(it) for it in request.requests] == [of_prompt(it) for it in gateway.fake.requests]
+        assert [of_prompt(prompt) for prompt in request.requests] == [
+            of_prompt(prompt) for prompt in gateway.fake.requests
+        ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,9 @@ async def test_a_line_of_a_batch_is_announced_as_its_endpoint_will_send_it(url: 
         assert answered.status_code == 200, answered.text
         assert "warning" not in answered.headers
         await gateway.http.post(url, json=body)
-        assert [of_prompt(it) for it in announced(gateway).requests] == [of_prompt(it) for it in gateway.fake.requests]
+        assert [of_prompt(request) for request in announced(gateway).requests] == [
+            of_prompt(request) for request in gateway.fake.requests
+        ]
         assert gateway.fake.requests
 
 

@@ -176,6 +176,6 @@ async def test_a_past_call_with_bad_arguments_is_accepted(arguments: Any) -> Non
             await gateway.http.post("/v1/messages", json={"messages": turns, "max_tokens": 5}),
             await gateway.http.post("/v1/responses", json={"input": items}),
         ]
-        assert [it.status_code for it in answers] == [200, 200, 200], [it.text for it in answers]
+        assert [reply.status_code for reply in answers] == [200, 200, 200], [reply.text for reply in answers]
         sent = [request.chat.messages[1].tool_calls[0].arguments for request in gateway.fake.requests]
         assert sent == [arguments if isinstance(arguments, str) else json.dumps(arguments)] * 3

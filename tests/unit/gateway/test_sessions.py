@@ -74,7 +74,7 @@ async def test_a_session_is_updated_and_ended_by_its_name(gateway: Answers) -> N
     told = gateway.fake.answers["UpdateSessionRequest"] = pb.UpdateSessionResponse(found=True)
     updated = await gateway.http.post("/moonpool/sessions/a/b", json={"return_s": 4})
     ended = await gateway.http.delete("/moonpool/sessions/a/b")
-    assert [(it.status_code, it.json()["ended"]) for it in (updated, ended)] == [(200, False), (200, True)]
+    assert [(reply.status_code, reply.json()["ended"]) for reply in (updated, ended)] == [(200, False), (200, True)]
     turns = TURN(id="a/b", return_s=4), TURN(id="a/b", last=True)
     assert gateway.fake.asked == [pb.UpdateSessionRequest(session=turn) for turn in turns]
     told.found = False

@@ -212,11 +212,13 @@ MARKS = {
 
 @pytest.mark.parametrize("family", TOOL_PARSERS)
 def test_marks_may_be_special_tokens(family: str) -> None:
-    backend = Tokenizer(models.BPE({it: at for at, it in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend = Tokenizer(
+        models.BPE({letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<think>", "</think>", *MARKS[family]]
     backend.add_special_tokens(["<end>", *special])
-    marks: Mapping[str, int] = {it.content: token for token, it in backend.get_added_tokens_decoder().items()}
+    marks: Mapping[str, int] = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
     tokenizer = LLTokenizer(backend.to_str(), eos_token=[marks["<end>"]])
     lark = grammar(family, marks.get, THINKING)
     for text, accepted in [
@@ -251,10 +253,13 @@ OUTERMOST: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
 def written(family: str, arguments: dict[str, Any]) -> str:
     """A call of f in a family's form."""
     if family == "qwen3_coder":
-        texts = {name: it if isinstance(it, str) else json.dumps(it) for name, it in arguments.items()}
+        texts = {
+            name: argument if isinstance(argument, str) else json.dumps(argument)
+            for name, argument in arguments.items()
+        }
         return coder("f", **texts)
     if family == "pythonic":
-        return f"[f({', '.join(f'{name}={json.dumps(it)}' for name, it in arguments.items())})]"
+        return f"[f({', '.join(f'{name}={json.dumps(argument)}' for name, argument in arguments.items())})]"
     return f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': arguments})}\n</tool_call>"
 
 
@@ -281,7 +286,11 @@ def test_any_words_may_be_outermost(
     [
         ("pythonic", {**CLOSED, "patternProperties": {"^x": {}}}, "cannot have patternProperties outermost"),
         ("qwen3_coder", {**CLOSED, "patternProperties": {"^x": {}}}, "cannot have patternProperties outermost"),
-        ("qwen3_coder", {"anyOf": [{**CLOSED, "properties": {str(it): {}}} for it in range(65)]}, "at most 64 forms"),
+        (
+            "qwen3_coder",
+            {"anyOf": [{**CLOSED, "properties": {str(number): {}}} for number in range(65)]},
+            "at most 64 forms",
+        ),
         ("qwen3_coder", {**CLOSED, "required": ["a"]}, "no arguments can satisfy"),
         ("qwen3_coder", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "without an end"),
         ("qwen3_coder", {"$ref": "#/$defs/none"}, "no arguments can satisfy"),

@@ -35,7 +35,7 @@ async def test_completions(gateway: Answers) -> None:
     """Each choice has those of its prompt, in whatever form it was given."""
     texts = [tokenizer().encode(text, add_special=True) for text in ("hi", "ho")]
     whole = (await gateway.plain(prompt=["hi", "ho"], return_token_ids=True)).json()
-    assert [it["prompt_token_ids"] for it in whole["choices"]] == texts
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == texts
     whole = (await gateway.plain(prompt=[5, 6], return_token_ids=True)).json()
     assert (whole["choices"][0]["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([5, 6], [1, 2, 3])
 

@@ -238,14 +238,14 @@ FORMS: dict[str, tuple[str, Callable[[str, str, dict[str, Any]], str], str]] = {
     "deepseek": ("<｜tool▁call▁begin｜>", lambda name, text, _: f"{name}<｜tool▁sep｜>{text}", "<｜tool▁call▁end｜>"),
     "pythonic": (
         "[",
-        lambda name, _, value: f"{name}({', '.join(f'{key}={json.dumps(it)}' for key, it in value.items())})",
+        lambda name, _, value: f"{name}({', '.join(f'{key}={json.dumps(member)}' for key, member in value.items())})",
         "]",
     ),
     "qwen3_coder": (
         "<tool_call>\n",
         lambda name, _, value: (
             f"<function={name}>\n"
-            + "".join(f"<parameter={key}>\n{json.dumps(it)}\n</parameter>\n" for key, it in value.items())
+            + "".join(f"<parameter={key}>\n{json.dumps(member)}\n</parameter>\n" for key, member in value.items())
             + "</function>"
         ),
         "\n</tool_call>",

@@ -275,7 +275,7 @@ async def test_any_function_has_to_be_called() -> None:
         ]
         schema = json.loads(gateway.asked.sampling.grammar)
         assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, MAX_FORCED_CALLS)
-        assert [it["properties"]["name"]["const"] for it in schema["items"]["anyOf"]] == ["weather", "add"]
+        assert [form["properties"]["name"]["const"] for form in schema["items"]["anyOf"]] == ["weather", "add"]
         check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
     async with answering(made_to_call(calls[:-3])) as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
@@ -402,7 +402,7 @@ async def test_what_the_gateway_says_is_accepted_back() -> None:
             streamed = joined_message((await gateway.chat(tools=tools, stream=True)).text)
             assert streamed["content"] == (whole["content"] or "")
             assert streamed["tool_calls"] == whole.get("tool_calls", [])
-            results = [{"role": "tool", "tool_call_id": it["id"], "content": "r"} for it in streamed["tool_calls"]]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in streamed["tool_calls"]]
             for message in (whole, streamed):
                 again = await gateway.chat(messages=[*TURNS, message, *results], tools=tools)
                 assert again.status_code == 200, (message, again.text)

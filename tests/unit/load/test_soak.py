@@ -29,7 +29,7 @@ def test_flat_and_bounded_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("its", "says"),
+    ("watched", "says"),
     [
         (process(100, 100, 150, 150, bound=500), "grew from 100 to 150 MiB"),
         (process(100, 100, 100, 100, bound=90, most=101), "had 101 MiB, its bound is 90"),
@@ -37,8 +37,8 @@ def test_flat_and_bounded_is_right() -> None:
         (process(100, 100, 100, 100), "no engine has told its bound"),
     ],
 )
-def test_faults_of_processes(its: Watched, says: str) -> None:
-    [fault] = verdict(soaked(), [its])
+def test_faults_of_processes(watched: Watched, says: str) -> None:
+    [fault] = verdict(soaked(), [watched])
     assert says in fault
 
 

@@ -98,7 +98,6 @@ class ClusterKV:
         self.model: ClusterModel | None = None
 
     def __len__(self) -> int:
-        """Instances."""
         return len(self._instances)
 
     def take_events(self) -> dict[str, list[EngineEvent]]:
@@ -178,7 +177,7 @@ class ClusterKV:
             self._tell(instance, keys)
 
     def _tell(self, instance: _Instance, keys: Iterable[BlockKey]) -> None:
-        """Puts those blocks into the index that are held, have a name, and are not told yet."""
+        """Put those blocks into the index that are held, have a name, and are not told yet."""
         new = list[tuple[BlockName, int]]()
         for key in keys:
             name, tier = self._names.get(key), instance.held.get(key)

@@ -54,17 +54,15 @@ class PublisherCache:
         return any(tier.opaque for tier in self._tiers)
 
     def apply(self, event: EngineEvent) -> None:
-        """Takes an event."""
         for tier in self._tiers:
             tier.apply(event)
 
     def clear(self) -> None:
-        """Forgets all blocks."""
         for tier in self._tiers:
             tier.clear()
 
     def restart(self) -> None:
-        """Forgets all that was learnt."""
+        """Forget all that was learnt."""
         for tier in self._tiers:
             tier.restart()
 

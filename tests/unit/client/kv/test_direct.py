@@ -17,8 +17,9 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.base.transport.regions import SharedMemory
-from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, connection
-from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
+from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, blocking_connection
+from moonpool.client.kv.blocking_connection import REOPEN_AFTER_S
+from moonpool.client.kv.connection import KVConnection
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig
@@ -101,13 +102,13 @@ async def test_several_threads_share_a_client(folder: Path) -> None:
     async with stored(folder, "local") as store:
 
         def all_threads(client: KVClient) -> None:
-            def one(number: int) -> bool:
+            def put_and_get(number: int) -> bool:
                 data = data_of(50_000, number + 1)
                 keys = [b"%d-%d" % (number, turn) for turn in range(20)]
                 return all(client.put(key, data) and client.get(key) == data for key in keys)
 
             async def run() -> list[bool]:
-                return await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(4)))
+                return await asyncio.gather(*(asyncio.to_thread(put_and_get, number) for number in range(4)))
 
             assert all(asyncio.run(run()))
 
@@ -192,7 +193,7 @@ async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_
         raise OSError(errno.EMFILE, "too many open files")
 
     def work(client: KVClient) -> None:
-        monkeypatch.setattr(connection, "SharedMemory", no_memory)
+        monkeypatch.setattr(blocking_connection, "SharedMemory", no_memory)
         for key in (b"1", b"2"):
             assert client.put(key, b"data")
             assert client.get(key) == bytearray(b"data")

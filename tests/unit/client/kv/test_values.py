@@ -107,8 +107,8 @@ async def test_a_call_goes_on_while_another_one_learns_of_a_deletion() -> None:
         selection = kv_pb2.Selection(keys=value_key(value_namespace(NAME), "", b"k"))
         await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
         values = {b"%d" % place: data_of(64 << place) for place in range(14)}
-        many, one = await asyncio.gather(client.batch_put(values), client.put(b"k", b"new"), return_exceptions=True)
-        assert (many, type(one)) == (len(values), InvalidRequest)
+        many, single = await asyncio.gather(client.batch_put(values), client.put(b"k", b"new"), return_exceptions=True)
+        assert (many, type(single)) == (len(values), InvalidRequest)
 
 
 async def test_several_threads_share_a_blocking_client() -> None:

@@ -196,7 +196,9 @@ async def test_a_stream_goes_on_from_any_event() -> None:
     """The client may leave and come back, during the answer and after its end."""
     async with answering(numbered()) as gateway:
         client = client_of(gateway)
-        events = [it async for it in await client.responses.create(model="t", input="a", background=True, stream=True)]
+        events = [
+            event async for event in await client.responses.create(model="t", input="a", background=True, stream=True)
+        ]
         kinds = [event.type for event in events]
         assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
         assert kinds[3:5] == ["response.output_item.added", "response.content_part.added"]
@@ -207,7 +209,7 @@ async def test_a_stream_goes_on_from_any_event() -> None:
         assert (await client.responses.retrieve(first.id)).to_dict() == last.to_dict()
         for after in range(len(events) + 1):
             rest = await client.responses.retrieve(first.id, stream=True, starting_after=after)
-            assert [it.to_dict() async for it in rest] == [it.to_dict() for it in events[after + 1 :]]
+            assert [part.to_dict() async for part in rest] == [part.to_dict() for part in events[after + 1 :]]
         assert len(await numbers(await client.responses.retrieve(first.id, stream=True))) == len(events)
 
 
@@ -273,8 +275,8 @@ async def test_a_stream_that_fails_says_so() -> None:
 
     async with answering(FakeConductor(script)) as gateway:
         ask: Any = {"model": "tiny", "input": "a", "background": True, "stream": True}
-        events = [it async for it in await client_of(gateway).responses.create(**ask)]
-        assert [it.type for it in events][2:] == ["response.in_progress", "response.failed"]
+        events = [event async for event in await client_of(gateway).responses.create(**ask)]
+        assert [event.type for event in events][2:] == ["response.in_progress", "response.failed"]
         assert events[-1].sequence_number == 3
         assert "engine lost" in events[-1].response.error.message
 
@@ -323,14 +325,16 @@ async def until_set(event: asyncio.Event) -> None:
 
 async def completed(client: openai.AsyncOpenAI, ask: dict[str, Any]) -> str:
     """Id of a streamed response, after its end."""
-    events = [it async for it in await client.responses.create(model="tiny", **ask)]
+    events = [event async for event in await client.responses.create(model="tiny", **ask)]
     return str(events[0].response.id)
 
 
 async def test_the_events_of_a_deleted_response_are_gone() -> None:
     async with answering(numbered()) as gateway:
         client = client_of(gateway)
-        events = [it async for it in await client.responses.create(model="t", input="a", background=True, stream=True)]
+        events = [
+            event async for event in await client.responses.create(model="t", input="a", background=True, stream=True)
+        ]
         name = events[0].response.id  # type: ignore[union-attr]
         await client.responses.delete(name)
         with pytest.raises(openai.NotFoundError):

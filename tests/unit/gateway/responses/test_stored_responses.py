@@ -56,7 +56,7 @@ async def asked(gateway: Answers, kind: type[Any], count: int) -> list[Any]:
     """The requests of a kind other than Generate, as soon as there are `count`."""
     while True:
         await asyncio.sleep(0)
-        found = [it for it in gateway.fake.asked if isinstance(it, kind)]
+        found = [request for request in gateway.fake.asked if isinstance(request, kind)]
         if len(found) >= count:
             return found
 

@@ -125,7 +125,7 @@ class FakeSglang:
                 "finish_reason": finish,
                 "completion_tokens": count,
                 "cached_tokens": hit * BLOCK_SIZE,
-                "output_token_logprobs": [[-0.5, one, None] for one in (ids if self.whole else ids[-1:])],
+                "output_token_logprobs": [[-0.5, token, None] for token in (ids if self.whole else ids[-1:])],
             }
             told = {"text": "", "output_ids": ids if self.whole else ids[-1:], "meta_info": meta}
             if finish:
@@ -162,11 +162,11 @@ def as_sglang(message: list[Any]) -> list[Any]:
         pages = event["block_hashes"] if event["type"] == "BlockStored" else []
         parent = event.get("parent_block_hash")
         for at, page in enumerate(pages):
-            one = told | {"block_hashes": [page], "parent_block_hash": parent}
-            one["token_ids"] = event["token_ids"][at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
+            stored = told | {"block_hashes": [page], "parent_block_hash": parent}
+            stored["token_ids"] = event["token_ids"][at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
             if extra[at]:
-                one["cache_salt"] = extra[at][0]
-            found.append(one)
+                stored["cache_salt"] = extra[at][0]
+            found.append(stored)
             parent = page
         if not pages:
             found.append(told)

@@ -57,7 +57,7 @@ class ModelEngine:
         for blocks in range(1, len(hashes) + 1):
             if hashes[blocks - 1] not in self.held[0]:
                 break
-            if all(one in held for held in self.held[1:] for one in hashes[max(0, blocks - WINDOW) : blocks]):
+            if all(hash_ in held for held in self.held[1:] for hash_ in hashes[max(0, blocks - WINDOW) : blocks]):
                 best = blocks
         return best
 
@@ -65,9 +65,9 @@ class ModelEngine:
         """A request: its full blocks are held afterwards."""
         hashes = self.hashes(tokens, salt, lora)
         for group, held in enumerate(self.held):
-            first = next((at for at, one in enumerate(hashes) if one not in held), len(hashes))
-            for one in hashes[:first]:
-                held[one] = held.pop(one)
+            first = next((at for at, hash_ in enumerate(hashes) if hash_ not in held), len(hashes))
+            for hash_ in hashes[:first]:
+                held[hash_] = held.pop(hash_)
             new = hashes[first:]
             if not new:
                 continue

@@ -17,8 +17,8 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.conductor.core.instances import LoadFacts
-from moonpool.interop.adapter.answers import PromisedRequest
 from moonpool.interop.adapter.config import AdapterConfig
+from moonpool.interop.adapter.promised_request import PromisedRequest
 from moonpool.interop.adapter.service import serve
 from tests.unit.base.checkpoint.test_lora import write
 from tests.unit.conductor.fakes import WAIT_S, store
@@ -53,7 +53,7 @@ async def cluster(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
             engine = await running.exit.enter_async_context(fake_vllm(folder, name, vocab))
             await running.exit.enter_async_context(adapter(engine.url, running.address, name))
             for kind in ("prefill", "decode"):
-                await running.until(lambda one=f"{name}-{kind}": running.cluster.find(one) is not None)  # type: ignore[misc]
+                await running.until(lambda instance=f"{name}-{kind}": running.cluster.find(instance) is not None)  # type: ignore[misc]
             engine.requests.clear()
             engine.hits.clear()
             engines.append(engine)
@@ -111,7 +111,7 @@ async def test_requests_for_a_lora_adapter_go_to_the_engines_that_list_it(tmp_pa
             engine.loras = {own: tmp_path / folder for own, folder in loras.items()}
             await running.exit.enter_async_context(adapter(engine.url, running.address, name))
             for kind in ("prefill", "decode"):
-                await running.until(lambda one=f"{name}-{kind}": running.cluster.find(one) is not None)  # type: ignore[misc]
+                await running.until(lambda instance=f"{name}-{kind}": running.cluster.find(instance) is not None)  # type: ignore[misc]
         prompt, sampling = list(range(3 * BLOCK_SIZE)), SamplingParams(max_tokens=4, **GREEDY)
 
         async def ask(model: str, tenant: str = "") -> tuple[list[int], str, int]:

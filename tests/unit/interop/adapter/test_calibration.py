@@ -56,8 +56,8 @@ class KnownEngine(EngineClient):
         self.waiting[mine] = context
         if len(self.waiting) == self.running:
             self.now += DECODE[0] + DECODE[1] * self.running + DECODE[2] * sum(self.waiting.values())
-            for one in self.waiting:
-                one.set_result(None)
+            for waiting in self.waiting:
+                waiting.set_result(None)
             self.waiting.clear()
         await mine
 
@@ -71,9 +71,9 @@ class KnownEngine(EngineClient):
 async def test_known_speeds_are_found() -> None:
     engine = KnownEngine()
     timer = EngineTimer(engine, await engine.describe(), 1000, 3, lambda: engine.now)
-    prefills = [PrefillTime(*one.size, one.seconds) for one in await timer.prefill()]
+    prefills = [PrefillTime(*step.size, step.seconds) for step in await timer.prefill()]
     decodes = [DecodeTime(batch, batch * each, seconds) for (batch, each), seconds in await timer.decode()]
-    assert len({one.size for one in prefills}) == 9
+    assert len({time.size for time in prefills}) == 9
     prefill, decode = fit_profile(prefills), fit_profile(decodes)
     assert prefill.coefficients == pytest.approx(PREFILL, rel=0.05)
     assert decode.coefficients[:2] == pytest.approx(DECODE[:2], rel=0.05)

@@ -43,7 +43,7 @@ async def pairs(
                 engine = await running.exit.enter_async_context(fake_vllm(folder, name, vocab))
                 settings: dict[str, Any] = {"role": role, "kv_domain": "nixl"}
                 await running.exit.enter_async_context(adapter(engine.url, running.address, name, **settings))
-                await running.until(lambda one=f"{name}-{role}": running.cluster.find(one) is not None)  # type: ignore[misc]
+                await running.until(lambda instance=f"{name}-{role}": running.cluster.find(instance) is not None)  # type: ignore[misc]
                 engine.requests.clear()
                 engine.hits.clear()
                 engines[role].append(engine)

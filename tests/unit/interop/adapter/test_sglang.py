@@ -13,7 +13,7 @@ from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.interop.adapter.base import EnginePrompt
-from moonpool.interop.adapter.http_session import HttpSession
+from moonpool.interop.adapter.engine_http import EngineHttp
 from moonpool.interop.adapter.sglang import SglangClient, request_body
 from moonpool.interop.kv_events.events import read_batch
 from tests.unit.conductor.stack import Stack, stack
@@ -32,7 +32,7 @@ async def cluster(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
                 fake_sglang(folder, name, running.checkpoint.config.vocab_size)
             )
             await running.exit.enter_async_context(adapter(engine.url, running.address, name, kind="sglang"))
-            await running.until(lambda one=f"{name}-decode": running.cluster.find(one) is not None)  # type: ignore[misc]
+            await running.until(lambda instance=f"{name}-decode": running.cluster.find(instance) is not None)  # type: ignore[misc]
             engine.requests.clear()
             engine.hits.clear()
             engines.append(engine)
@@ -87,7 +87,7 @@ async def test_both_engines_of_a_pair_are_asked_at_once_and_meet(tmp_path: Path)
             engine.rooms = engines[0].rooms
             settings: dict[str, Any] = {"kind": "sglang", "role": role, "kv_domain": "bootstrap"}
             await running.exit.enter_async_context(adapter(engine.url, running.address, role, **settings))
-            await running.until(lambda one=f"{role}-{role}": running.cluster.find(one) is not None)  # type: ignore[misc]
+            await running.until(lambda instance=f"{role}-{role}": running.cluster.find(instance) is not None)  # type: ignore[misc]
             engine.requests.clear()
         draw = random.Random(2)
         for prompt in prompts(10, vocab):
@@ -108,7 +108,7 @@ async def test_both_engines_of_a_pair_are_asked_at_once_and_meet(tmp_path: Path)
 
 async def described(engine: FakeSglang, **info: Any) -> Any:
     engine.info |= info
-    client = SglangClient(HttpSession("SGLang", engine.url))
+    client = SglangClient(EngineHttp("SGLang", engine.url))
     try:
         return await client.describe()
     finally:
@@ -134,7 +134,7 @@ async def test_what_an_engine_lacks_is_named(tmp_path: Path) -> None:
 async def test_refusals_and_losses_are_told_apart(tmp_path: Path) -> None:
     prompt = EnginePrompt("r", array("i", [1] * 2000), SamplingParams(), 7, 1, 0, (2,), "", 0, -1)
     async with fake_sglang(tmp_path, "one", 100) as engine:
-        client = SglangClient(HttpSession("SGLang", engine.url))
+        client = SglangClient(EngineHttp("SGLang", engine.url))
         with pytest.raises(InvalidRequest, match="too long"):
             [output async for output in client.generate(prompt)]
         assert await client.clear_cache()

@@ -15,7 +15,7 @@ from moonpool.cli.certs import Authority
 from moonpool.client import AsyncClient
 from moonpool.conductor.config import ConductorConfig
 from moonpool.conductor.service import conductor
-from moonpool.interop.adapter.http_session import HttpSession
+from moonpool.interop.adapter.engine_http import EngineHttp
 from tests.unit.base.rpc.certificates import issue, tls
 from tests.unit.conductor.stack import TINY, WAIT_S, tiny
 from tests.unit.interop.adapter.fake_vllm import answer_to, fake_vllm
@@ -57,9 +57,9 @@ async def test_answers_come_through_tls_on_both_sides(tmp_path: Path) -> None:
 
 async def test_an_engine_that_nobody_vouches_for_is_not_used(tmp_path: Path) -> None:
     async with fake_vllm(tmp_path, "one", 100, served(tmp_path)) as engine:
-        session = HttpSession("vLLM", engine.url)
+        http = EngineHttp("vLLM", engine.url)
         with pytest.raises(Unavailable, match="certificate"):
-            await session.get("/version")
-        await session.aclose()
+            await http.get("/version")
+        await http.aclose()
     with pytest.raises(ConfigError, match="engine_ca"):
-        HttpSession("vLLM", engine.url, ca=tmp_path / "none")
+        EngineHttp("vLLM", engine.url, ca=tmp_path / "none")

@@ -8,7 +8,7 @@ import pytest
 from moonpool.base.errors import Unavailable
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.interop.adapter.base import EngineOutput, EnginePrompt
-from moonpool.interop.adapter.http_session import endpoint_for
+from moonpool.interop.adapter.engine_http import endpoint_for
 from moonpool.interop.adapter.vllm import read_chunk, read_samples, request_body
 
 

@@ -70,12 +70,12 @@ def chains(draw: random.Random, lora_hash: Any) -> list[Node]:
 def stored(blocks: list[Node]) -> tuple[BlockStored, Any]:
     """The event for us and for Dynamo."""
     parent = blocks[0].parent
-    extra = tuple([(one.lora,) if one.lora else () for one in blocks])
+    extra = tuple([(block.lora,) if block.lora else () for block in blocks])
     event = BlockStored(
-        tuple([one.hash for one in blocks]), parent.hash if parent else None,
-        [token for one in blocks for token in one.tokens], SIZE, "GPU", extra, blocks[0].lora,
+        tuple([block.hash for block in blocks]), parent.hash if parent else None,
+        [token for block in blocks for token in block.tokens], SIZE, "GPU", extra, blocks[0].lora,
     )  # fmt: skip
-    told = [{"block_hash": one.hash, "tokens_hash": number_of(one.own)} for one in blocks]
+    told = [{"block_hash": block.hash, "tokens_hash": number_of(block.own)} for block in blocks]
     return event, {"stored": {"parent_hash": parent.hash if parent else None, "blocks": told}}
 
 
@@ -116,9 +116,9 @@ def test_what_engines_hold_is_found_as_dynamo_finds_it_or_better(any_order: bool
             held[at].update(node.path)
         else:
             first = draw.choice(nodes)
-            gone = [one for one in ([first] if any_order else first.below()) if one in held[at]]
+            gone = [block for block in ([first] if any_order else first.below()) if block in held[at]]
             held[at].difference_update(gone)
-            hashes = [one.hash for one in gone]
+            hashes = [block.hash for block in gone]
             told = [(BlockRemoved(tuple(hashes), "GPU"), {"removed": {"block_hashes": hashes}})] if gone else []
         for ours, theirs in told:
             events += 1
@@ -133,12 +133,12 @@ def test_what_engines_hold_is_found_as_dynamo_finds_it_or_better(any_order: bool
                 truth = {
                     str(worker): blocks
                     for worker in range(WORKERS)
-                    if (blocks := next((n for n, one in enumerate(path) if one not in held[worker]), len(path)))
+                    if (blocks := next((n for n, block in enumerate(path) if block not in held[worker]), len(path)))
                 }
-                own = [one.own for one in path]
+                own = [block.own for block in path]
                 found = index.match(SCOPE, rolling(b"", own))
                 assert {name: match.longest // SIZE for name, match in found.items()} == truth
-                scores = tree.find_matches([number_of(one) for one in own]).scores
+                scores = tree.find_matches([number_of(number) for number in own]).scores
                 dynamos = {str(worker): blocks for (worker, _), blocks in scores.items()}
                 counts["probes"] += 1
                 for name in truth.keys() | dynamos.keys():

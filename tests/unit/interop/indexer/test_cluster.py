@@ -73,11 +73,11 @@ def keys_of(tokens: list[int], tenant: str = "") -> list[Any]:
 async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path: Path) -> None:
     draw = random.Random(9)
     tokens = [draw.randrange(1000) for _ in range(4 * BLOCK_SIZE)]
-    one, two, kept = prefill(), decode(), store()
-    one.keys = list(keys_of(tokens))
+    instance, two, kept = prefill(), decode(), store()
+    instance.keys = list(keys_of(tokens))
     kept.keys = list(keys_of(tokens)[:3])
     settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
-    async with stack(one, two, kept) as running:
+    async with stack(instance, two, kept) as running:
         await running.until(lambda: running.servicer.core.cluster.index.held("kvstore-0") == 3)
         async with indexer(conductor=running.address, **settings) as index:
             query = {"model": running.checkpoint.name, "token_ids": tokens}
@@ -88,7 +88,7 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
             assert (await index.post("/query", {**query, "tenant_id": "ann"}))[1] == {"ann": {}}
 
             more = [*tokens, *[draw.randrange(1000) for _ in range(BLOCK_SIZE)]]
-            one.store(list(keys_of(more)[4:]))
+            instance.store(list(keys_of(more)[4:]))
             answered = await running.client.generate(token_ids=[*more, 5])  # its tokens are told with the request
             assert answered.token_ids
             by_hash = {"model": running.checkpoint.name, "seq_hashes": rolling_hashes(more)}
@@ -105,7 +105,7 @@ async def test_blocks_of_the_clusters_instances_are_found_and_published(tmp_path
                 told = [event for _, batch in batches for event in batch.events]
                 assert all(isinstance(event, BlockStored) for event in told)
                 assert [token for event in told for token in event.token_ids] == more  # type: ignore[union-attr]
-                assert [one for event in told for one in event.hashes] == rolling_hashes(more)  # type: ignore[union-attr]
+                assert [hash_ for event in told for hash_ in event.hashes] == rolling_hashes(more)  # type: ignore[union-attr]
                 [first] = [event for event in told if isinstance(event, BlockStored) and event.parent is None]
                 assert (first.medium, first.block_size, first.kind) == ("GPU", BLOCK_SIZE, "full_attention")
                 other = Subscriber(context, sources["kvstore-0"])
@@ -121,19 +121,19 @@ async def test_a_conductor_that_comes_late_or_is_lost_is_followed_once_it_is_the
         address = f"127.0.0.1:{free.getsockname()[1]}"
     async with indexer(conductor=address) as index:
         for _ in range(2):
-            one = prefill()
-            one.keys = list(keys_of(tokens))
-            async with stack(one, listen=address) as running:
+            instance = prefill()
+            instance.keys = list(keys_of(tokens))
+            async with stack(instance, listen=address) as running:
                 query = {"model": running.checkpoint.name, "token_ids": tokens}
                 await index.until("/query", query, {"default": {"prefill-0": hit(3 * BLOCK_SIZE)}})
             await index.until("/query", query, {"default": {}})
 
 
 async def test_published_events_feed_another_indexer(tmp_path: Path) -> None:
-    tokens, one = list(range(3 * BLOCK_SIZE)), prefill()
-    one.keys = list(keys_of(tokens, "ann"))
+    tokens, instance = list(range(3 * BLOCK_SIZE)), prefill()
+    instance.keys = list(keys_of(tokens, "ann"))
     settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
-    async with stack(one, decode()) as running, indexer(conductor=running.address, **settings) as ours:
+    async with stack(instance, decode()) as running, indexer(conductor=running.address, **settings) as ours:
         query = {"model": running.checkpoint.name, "token_ids": tokens, "tenant_id": "ann"}
         await ours.until("/query", query, {"ann": {"prefill-0": hit(3 * BLOCK_SIZE)}})
         source = (await sources_of(ours, "prefill-0"))["prefill-0"]
@@ -170,14 +170,14 @@ async def test_blocks_that_only_a_query_names_are_published(tmp_path: Path) -> N
 
 async def test_blocks_of_a_lora_adapter_are_told_with_its_name(tmp_path: Path) -> None:
     write(tmp_path / "sql", {})
-    lora, one, tokens = read_adapter(tmp_path / "sql"), prefill(), list(range(2 * BLOCK_SIZE))
+    lora, instance, tokens = read_adapter(tmp_path / "sql"), prefill(), list(range(2 * BLOCK_SIZE))
     adapted = block_keys(chain_root(NAMESPACE, "", "s", lora.id), tokens, BLOCK_SIZE)
     settings = {"events": f"ipc://{tmp_path}/e", "replay_events": f"ipc://{tmp_path}/r"}
     async with (
-        stack(one, decode(), lora_modules=f"sql={tmp_path / 'sql'}") as running,
+        stack(instance, decode(), lora_modules=f"sql={tmp_path / 'sql'}") as running,
         indexer(conductor=running.address, **settings) as ours,
     ):
-        one.store(list(adapted))
+        instance.store(list(adapted))
         query = {"model": running.checkpoint.name, "token_ids": tokens, "cache_salt": "s", "lora_name": "sql"}
         assert (await ours.post("/query", query))[1] == {"default": {}}  # nobody has told what "sql" is
         await running.client.generate(token_ids=[*tokens, 5], model="sql", cache_salt="s")
@@ -223,13 +223,13 @@ def test_a_walk_of_changes_keeps_index_and_events_true() -> None:
             case _:
                 cluster.named("", "", chain)
                 if cluster.model is not None:
-                    known = [one for one, held in truth.items() if keys and keys[0] in held]
+                    known = [holder for holder, held in truth.items() if keys and keys[0] in held]
                     shown = sequence_keys(salt_root(""), chain, 4)
                     found = index.match(Scope("m", "default", 4), shown)
                     assert sorted(found) == sorted(known)
-                    for one in known:
-                        lacking = (at for at, key in enumerate(keys) if key not in truth[one])
-                        assert found[one].longest == 4 * next(lacking, len(keys))
+                    for holder in known:
+                        lacking = (at for at, key in enumerate(keys) if key not in truth[holder])
+                        assert found[holder].longest == 4 * next(lacking, len(keys))
         cluster.check_invariants()
         for instance, events in cluster.take_events().items():
             known_there = follower.setdefault(instance, {})

@@ -102,7 +102,7 @@ def rolling_hashes(tokens: list[int]) -> list[int]:
     """Mooncake's hashes of sequences, by another hand."""
     found: list[int] = []
     for own in local_hashes(tokens):
-        both = b"".join(one.to_bytes(8, "little") for one in (*found[-1:], own))
+        both = b"".join(number.to_bytes(8, "little") for number in (*found[-1:], own))
         found.append(xxhash.xxh3_64(both, 1337).intdigest() if found else own)
     return found
 
@@ -129,7 +129,7 @@ async def test_what_a_publisher_told_before_and_after_is_found_by_tokens_and_has
         for field, hashes in (("seq_hashes", rolling_hashes(second)), ("block_hashes", local_hashes(second))):
             answer = await running.post("/query_by_hash", {**by_hash, field: hashes})
             assert answer == (200, {"default": {"vllm-0": hit(4 * BLOCK_SIZE)}})
-        signed = [one - (1 << 64) if one >> 63 else one for one in local_hashes(second)]
+        signed = [local_hash_ - (1 << 64) if local_hash_ >> 63 else local_hash_ for local_hash_ in local_hashes(second)]
         answer = await running.post("/query_by_hash", {"model_name": "m", "block_hashes": signed})
         assert answer[1]["scores"] == {"vllm-0": {"0": 4 * BLOCK_SIZE}}
         engine.engine.clear()
@@ -140,15 +140,15 @@ async def test_what_a_publisher_told_before_and_after_is_found_by_tokens_and_has
 async def test_salts_tenants_models_and_instances_are_apart(tmp_path: Path) -> None:
     async with (
         indexer() as running,
-        fake_vllm(tmp_path, "one", 100) as one,
+        fake_vllm(tmp_path, "one", 100) as first,
         fake_vllm(tmp_path, "two", 100) as two,
     ):
         tokens = list(range(3 * BLOCK_SIZE))
-        one.engine.compute(tokens, salt="s")
-        await one.publish()
+        first.engine.compute(tokens, salt="s")
+        await first.publish()
         two.engine.compute(tokens[: 2 * BLOCK_SIZE])
         await two.publish()
-        assert (await running.post("/register", registration(one, "a", tenant_id="t")))[0] == 200
+        assert (await running.post("/register", registration(first, "a", tenant_id="t")))[0] == 200
         dynamos = {"model_name": "m", "instance_id": 7, "block_size": BLOCK_SIZE, "endpoint": two.events}
         dynamos["replay_endpoint"] = two.replays
         assert await running.post("/register", dynamos) == (201, {"status": "ok"})

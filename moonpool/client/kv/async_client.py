@@ -1,13 +1,12 @@
-"""Kvstore clients: `AsyncKVClient` for asyncio, and `KVClient`, which drives `AsyncKVClient` on the caller's thread."""
+"""`AsyncKVClient`, the kvstore client for asyncio."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 from typing_extensions import Buffer
@@ -15,7 +14,7 @@ from typing_extensions import Buffer
 from moonpool.base import world
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.blocks import NO_PARENT
-from moonpool.base.kv.keys import KEY_BYTES, BlockKey, slice_hash
+from moonpool.base.kv.keys import BlockKey, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.values import ValueSource, layout_of, value_key, value_namespace
 from moonpool.base.kv_transfer.store_writer import BlocksToPut
@@ -24,35 +23,11 @@ from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.handshake import TransportDialer
 from moonpool.base.transport.regions import SharedMemory
 from moonpool.base.transport.registry import open_transports
-from moonpool.client.background import BackgroundLoop, same_arguments
-from moonpool.client.kv.connection import (
-    MAX_KEYS_PER_CALL,
-    BlockingKVConnection,
-    KVConnection,
-    StoreAddress,
-    ValueRead,
-    read_values,
-    remaining_s,
-)
+from moonpool.client.kv.connection import MAX_KEYS_PER_CALL, KVConnection, StoreAddress
+from moonpool.client.kv.value_read import ValueRead, read_values, remaining_s
 
 DEFAULT_TIMEOUT_S = 30.0
 T = TypeVar("T")
-P = ParamSpec("P")
-
-
-class _CallerIdentity(NamedTuple):
-    """The tenant that the store derives from the caller's credentials, and past deletions of the tenant's values."""
-
-    tenant: str
-    deletions: Sequence[str]
-
-
-class _ValueToPut(NamedTuple):
-    """A value, the value's key in the store, and the key before in a chain."""
-
-    key: BlockKey
-    parent: BlockKey
-    source: ValueSource
 
 
 class AsyncKVClient:
@@ -155,10 +130,10 @@ class AsyncKVClient:
     async def _put_all(self, items: Iterable[tuple[bytes, BlockKey, Buffer]], deadline: float) -> int:
         """Store values with the keys before theirs in a chain. Returns the number of new values."""
         identity = await self._identify(deadline)
-        groups: dict[KVLayout, list[_ValueToPut]] = {}
+        groups: dict[KVLayout, list[ValueToPut]] = {}
         for key, parent, data in items:
             source = ValueSource(bytes_of(data, "data"))
-            value = _ValueToPut(self._store_key(identity.tenant, key), parent, source)
+            value = ValueToPut(self._store_key(identity.tenant, key), parent, source)
             groups.setdefault(source.layout, []).append(value)
         stored = 0
         for layout, group in groups.items():
@@ -184,7 +159,7 @@ class AsyncKVClient:
         tenant = (await self._identify(deadline)).tenant
         wanted = [ValueRead(self._store_key(tenant, key)) for key in keys]
         await self._read({self._last_layout: wanted}, deadline)
-        return [one.value() for one in wanted]
+        return [read.value() for read in wanted]
 
     async def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
         """Read a value into a buffer. Returns the value's size in bytes; None if the store does not have the value.
@@ -213,7 +188,7 @@ class AsyncKVClient:
             wanted.append(ValueRead(self._store_key(tenant, key), memory))
             guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, deadline)
-        return [one.length() for one in wanted]
+        return [read.length() for read in wanted]
 
     async def exists(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Whether the store has a value now. Raises as `get`."""
@@ -281,11 +256,11 @@ class AsyncKVClient:
         self,
         identity: _CallerIdentity,
         layout: KVLayout,
-        group: Sequence[_ValueToPut],
+        group: Sequence[ValueToPut],
         deadline: float,
     ) -> int:
         """Put values with one layout. Returns the number of new values."""
-        keys, parents = [one.key for one in group], [one.parent for one in group]
+        keys, parents = [value.key for value in group], [value.parent for value in group]
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
             data = group[index].source.slice(layer)
@@ -304,11 +279,11 @@ class AsyncKVClient:
         return outcome.stored
 
     async def _without_other_layouts(
-        self, layout: KVLayout, group: Sequence[_ValueToPut], deadline: float
-    ) -> list[_ValueToPut]:
-        """Drops values whose key has a value with another size: the store would refuse all values."""
-        found = await self._find([one.key for one in group], deadline)
-        return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
+        self, layout: KVLayout, group: Sequence[ValueToPut], deadline: float
+    ) -> list[ValueToPut]:
+        """Drop values whose key has a value with another size: the store would refuse all values."""
+        found = await self._find([value.key for value in group], deadline)
+        return [value for value, there in zip(group, found, strict=True) if there is None or there == layout]
 
     async def _read(self, guesses: Mapping[KVLayout | None, Sequence[ValueRead]], deadline: float) -> None:
         """Read values with the guessed layouts, then the missing values with the layouts that the store reports."""
@@ -317,9 +292,9 @@ class AsyncKVClient:
             for portion in _split_portions(wanted):
                 left += portion if layout is None else await self._read_some(layout, portion, deadline)
         groups: dict[KVLayout, list[ValueRead]] = {}
-        for one, there in zip(left, await self._find([one.key for one in left], deadline), strict=True):
+        for read, there in zip(left, await self._find([read.key for read in left], deadline), strict=True):
             if there is not None:
-                groups.setdefault(there, []).append(one)
+                groups.setdefault(there, []).append(read)
         for there, wanted in groups.items():
             self._last_layout = there
             for portion in _split_portions(wanted):
@@ -333,29 +308,19 @@ class AsyncKVClient:
         return wanted[await read_values(self._connection, layout, wanted, deadline) :]
 
 
-class AsyncBlockClient(AsyncKVClient):
-    """A client for blocks of another engine's KV under chain keys (`moonpool.base.kv.keys`).
+class _CallerIdentity(NamedTuple):
+    """The tenant that the store derives from the caller's credentials, and past deletions of the tenant's values."""
 
-    Conductors know these keys from the store, and so place prompts by what the store holds. `namespace` is the KV's in
-    hex. Keys have 32 bytes. With TLS, the certificate is an engine's, as clients may name no such keys.
-    """
+    tenant: str
+    deletions: Sequence[str]
 
-    async def put_chain(
-        self, blocks: Iterable[tuple[bytes, BlockKey, Buffer]], *, timeout_s: float | None = None
-    ) -> int:
-        """Store blocks: key, key of the block before (`NO_PARENT` or a chain's root for the first), and bytes.
 
-        Returns the number of new blocks. Raises as `batch_put`.
-        """
-        return await self._put_all(blocks, self._deadline(timeout_s))
+class ValueToPut(NamedTuple):
+    """A value, the value's key in the store, and the key before in a chain."""
 
-    def _namespace_of(self, name: str) -> bytes:
-        return bytes.fromhex(name)
-
-    def _store_key(self, tenant: str, key: bytes) -> BlockKey:
-        if len(key) != KEY_BYTES:
-            raise InvalidRequest("key", f"must have {KEY_BYTES} bytes, has {len(key)}")
-        return BlockKey(key)
+    key: BlockKey
+    parent: BlockKey
+    source: ValueSource
 
 
 def _transport_config(transports: str | None) -> TransportConfig:
@@ -396,111 +361,3 @@ def _split_portions(items: Iterable[T], count: int = MAX_KEYS_PER_CALL) -> Itera
     rest = iter(items)
     while portion := list(itertools.islice(rest, count)):
         yield portion
-
-
-class _NonSuspendingClient(AsyncKVClient):
-    """A client on a connection with calls that never suspend, so that a coroutine can run without an event loop."""
-
-    def __init__(self, loop: BackgroundLoop, *args: Any, **options: Any) -> None:
-        self._loop = loop
-        super().__init__(*args, **options)
-
-    def _connect(self, store: StoreAddress) -> KVConnection:
-        return BlockingKVConnection(self._loop, store)
-
-    def drive(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call, which waits on this thread or for the background loop."""
-        try:
-            self._loop.check()
-            call.send(None)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        finally:
-            call.close()
-        raise AssertionError("a call of the blocking client has waited for an event loop")
-
-    def put_one(self, key: bytes, data: Buffer, timeout_s: float | None) -> bool:
-        """What `batch_put` does, for one value and with less overhead."""
-        deadline = self._deadline(timeout_s)
-        identity = self._identity or self.drive(self._identify(deadline))
-        source = ValueSource(bytes_of(data, "data"))
-        layout = self._last_layout = source.layout
-        group = [_ValueToPut(self._store_key(identity.tenant, key), NO_PARENT, source)]
-        return self.drive(self._put(identity, layout, group, deadline)) == 1
-
-    def read_one(self, key: bytes, memory: memoryview | None, timeout_s: float | None) -> ValueRead:
-        """What `batch_get` and `batch_get_into` do, for one value and with less overhead."""
-        deadline = self._deadline(timeout_s)
-        identity = self._identity or self.drive(self._identify(deadline))
-        wanted = ValueRead(self._store_key(identity.tenant, key), memory)
-        layout = self._last_layout if memory is None else layout_for(memory.nbytes)
-        if layout is None or self.drive(self._read_some(layout, [wanted], deadline)):
-            self.drive(self._read({None: [wanted]}, deadline))
-        return wanted
-
-
-def _blocking(
-    method: Callable[Concatenate[AsyncKVClient, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[KVClient, P], T]:
-    """The blocking version of a coroutine method: same arguments, result, errors and docstring."""
-
-    @wraps(method)
-    def call(self: KVClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._client.drive(method(self._client, *args, **kwargs))
-
-    return call
-
-
-class KVClient:
-    """A client for one kvstore, for blocking code; a context manager. Several threads may use a client.
-
-    Every call has the arguments of `AsyncKVClient`'s call with the same name.
-    """
-
-    @same_arguments(AsyncKVClient.__init__)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._loop = BackgroundLoop()
-        self._client = _NonSuspendingClient(self._loop, *args, **options)
-
-    @property
-    def memory(self) -> memoryview:
-        """Memory that a store on this machine reads directly; see `AsyncKVClient.memory`."""
-        return self._client.memory
-
-    @property
-    def transport(self) -> str:
-        """The last value's transport; see `AsyncKVClient.transport`."""
-        return self._client.transport
-
-    def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
-        """Store a value. Returns whether the value is new. See `AsyncKVClient.put`."""
-        return self._client.put_one(key, data, timeout_s)
-
-    def get(self, key: bytes, *, timeout_s: float | None = None) -> bytearray | None:
-        """Return a value; None if the store does not have the value. See `AsyncKVClient.get`."""
-        return self._client.read_one(key, None, timeout_s).value()
-
-    def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
-        """Read a value into a buffer. Returns the value's size, or None. See `AsyncKVClient.get_into`."""
-        return self._client.read_one(key, bytes_of(buffer, "buffer", writable=True), timeout_s).length()
-
-    batch_put = _blocking(AsyncKVClient.batch_put)
-    batch_get = _blocking(AsyncKVClient.batch_get)
-    batch_get_into = _blocking(AsyncKVClient.batch_get_into)
-    exists = _blocking(AsyncKVClient.exists)
-    batch_exists = _blocking(AsyncKVClient.batch_exists)
-    delete = _blocking(AsyncKVClient.delete)
-    batch_delete = _blocking(AsyncKVClient.batch_delete)
-
-    def close(self) -> None:
-        """End all calls and the background thread. Idempotent."""
-        self._loop.close(self._client.aclose)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -16,7 +16,7 @@ LINE_BYTES = 1 << 20
 """Longest line in a stream of server-sent events."""
 
 
-class HttpSession:
+class EngineHttp:
     """Connections to the engine at a URL.
 
     Args:
@@ -37,7 +37,7 @@ class HttpSession:
                 trusted = ssl.create_default_context(cafile=ca)
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError("engine_ca", f"{ca}: {error}") from error
-        self._session = aiohttp.ClientSession(
+        self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=trusted),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -45,13 +45,12 @@ class HttpSession:
         )
 
     async def aclose(self) -> None:
-        """Closes all connections."""
-        await self._session.close()
+        await self._client.close()
 
     async def get(self, path: str) -> str:
         """The text at a path; raises Unavailable."""
         try:
-            async with self._session.get(self.url + path, timeout=_asking()) as response:
+            async with self._client.get(self.url + path, timeout=_asking()) as response:
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self.lost(error) from error
@@ -69,7 +68,7 @@ class HttpSession:
     async def posted(self, path: str) -> bool:
         """Whether the engine does what a path says; raises Unavailable."""
         try:
-            async with self._session.post(self.url + path, timeout=_asking()) as response:
+            async with self._client.post(self.url + path, timeout=_asking()) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self.lost(error) from error
@@ -82,7 +81,7 @@ class HttpSession:
             InvalidRequest: the engine refuses the request.
         """
         try:
-            async with self._session.post(self.url + path, json=body) as response:
+            async with self._client.post(self.url + path, json=body) as response:
                 if response.status != 200:
                     raise self._refusal(response.status, await response.text())
                 return msgspec.json.decode(await response.read())
@@ -94,7 +93,7 @@ class HttpSession:
     ) -> AsyncGenerator[Any, None]:
         """The messages of a stream of server-sent events, up to `[DONE]`. Raises as `post_json`."""
         try:
-            async with self._session.post(self.url + path, json=body, headers=headers) as response:
+            async with self._client.post(self.url + path, json=body, headers=headers) as response:
                 if response.status != 200:
                     raise self._refusal(response.status, await response.text())
                 async for line in response.content:

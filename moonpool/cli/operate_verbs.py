@@ -1,0 +1,44 @@
+"""The verbs that operate a stack: delete, role, certs, context."""
+
+from typing import Annotated
+
+import typer
+
+from moonpool.cli.lazy_verbs import add_lazy_group
+from moonpool.cli.options import (
+    LOCAL_CONDUCTOR,
+    OPERATE,
+    PASS_THROUGH,
+    Address,
+    addresses,
+)
+
+app = typer.Typer()
+
+
+@app.command("delete", context_settings=PASS_THROUGH, rich_help_panel=OPERATE)
+def delete_(context: typer.Context) -> None:
+    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
+    from moonpool.cli import contexts
+
+    contexts.run_delete(context.args)
+
+
+@app.command(rich_help_panel=OPERATE)
+def role(
+    instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as in `moonpool state`.")],
+    kind: Annotated[str, typer.Argument(help="prefill or decode.")],
+    address: Address = LOCAL_CONDUCTOR,
+) -> None:
+    """Change an engine instance's role: the instance drains, and comes back in the other role."""
+    from moonpool.client import Client
+
+    with Client(addresses(address)) as client:
+        client.change_role(instance, kind)
+    typer.echo(f"{instance} drains, and comes back as {kind}")
+
+
+add_lazy_group(app, "certs", "certs", OPERATE, "A local certificate authority for TLS between services.")
+add_lazy_group(
+    app, "context", "contexts", OPERATE, "Named contexts: beginnings of prompts that are kept, with their KV."
+)

@@ -1,0 +1,202 @@
+"""Answers that the engine generates."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.base import world
+from moonpool.base.contracts import logprobs_to_proto
+from moonpool.base.errors import Internal, MoonpoolError, Unavailable
+from moonpool.base.logprobs import Logprobs
+from moonpool.base.sampling_params import stream_seed
+from moonpool.base.telemetry.logs import get_logger
+from moonpool.engine.request import IncomingRequest
+from moonpool.interop.adapter.base import EngineClient, EnginePrompt
+from moonpool.v1 import kv_pb2, prefill_pb2
+
+FINISHES = {"stop": kv_pb2.FINISH_REASON_STOP, "length": kv_pb2.FINISH_REASON_LENGTH}
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class EngineAnswer:
+    """One answer, as far as the engine has generated the answer.
+
+    Attributes:
+        prompt: what the engine was asked for.
+        changed: called when tokens have come, or the answer is over.
+        told_cached: see `EnginePart`.
+        tokens: generated so far.
+        logprobs: the tokens' log probabilities, if wanted.
+        finish: why the answer has ended; unspecified while the answer continues.
+        error: why the engine cannot go on.
+        transfer: names the prompt's KV for another engine, if it was kept.
+        began, first_at, last_at: times of the order and of the first and last tokens, seconds.
+    """
+
+    prompt: EnginePrompt
+    changed: Callable[["EngineAnswer"], None]
+    told_cached: Callable[[int], None]
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    error: MoonpoolError | None = None
+    transfer: Mapping[str, Any] | None = None
+    began: float = field(default_factory=world.monotonic)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def over(self) -> bool:
+        """Whether no more output comes."""
+        return bool(self.finish) or self.error is not None
+
+    def start(self, client: EngineClient, token_timeout_s: float) -> None:
+        self.task = asyncio.create_task(self._run(client, token_timeout_s))
+
+    def stop(self) -> None:
+        """No more output is wanted; may be called again."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+
+    async def _run(self, client: EngineClient, token_timeout_s: float) -> None:
+        outputs = client.generate(self.prompt)
+        try:
+            while True:
+                async with asyncio.timeout(token_timeout_s):
+                    output = await anext(outputs, None)
+                if output is None:
+                    break
+                if output.cached_tokens is not None:
+                    self.told_cached(output.cached_tokens)
+                if not output.token_ids and not output.finish:
+                    continue
+                self.last_at = world.monotonic()
+                self.first_at = self.first_at or self.last_at
+                self.tokens.extend(output.token_ids)
+                self.transfer = output.transfer
+                if output.logprobs is not None:
+                    self.logprobs.extend(output.logprobs)
+                if output.finish:
+                    self.finish = FINISHES[output.finish]
+                self.changed(self)
+            if not self.finish:
+                raise Unavailable("the engine ended an answer without a reason")
+        except TimeoutError:
+            self._failed(Unavailable(f"the engine gave no token for {token_timeout_s:g} s"))
+        except MoonpoolError as error:
+            self._failed(error)
+        except Exception:
+            log.exception("an answer of the engine cannot be read")
+            self._failed(Internal("a defect: an answer of the engine cannot be read"))
+        finally:
+            await outputs.aclose()
+
+    def _failed(self, error: MoonpoolError) -> None:
+        if not self.finish:  # output behind the last token is ignored
+            self.error = error
+            self.changed(self)
+
+
+@dataclass(slots=True, eq=False)
+class EnginePart:
+    """What a request's answers are made of.
+
+    Args:
+        client: the engine's client.
+        incoming: the request.
+        salt: the prompt's salt.
+        rank: rank that holds most of the prompt.
+        token_timeout_s: see `AdapterConfig`.
+        told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
+        ordered: called with each prompt that the engine gets.
+        uses_kvstores: the engine keeps KV in kvstores.
+        lora: see `EnginePrompt`.
+    """
+
+    client: EngineClient
+    incoming: IncomingRequest
+    salt: str
+    rank: int
+    token_timeout_s: float
+    told_cached: Callable[[int], None]
+    ordered: Callable[[EnginePrompt], None]
+    uses_kvstores: bool = False
+    lora: str = ""
+
+    def meetings(self, width: int) -> Sequence[Mapping[str, Any]] | None:
+        """For each answer, where both engines of a pair meet; None if they are asked one after the other."""
+        found = [self.client.meeting(self._prompt(choice, (), alone=True, keep=True)) for choice in range(width)]
+        return [place for place in found if place is not None] if all(found) else None
+
+    def answer(
+        self,
+        choice: int,
+        known: Sequence[int],
+        changed: Callable[[EngineAnswer], None],
+        *,
+        alone: bool = False,
+        keep: bool = False,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> EngineAnswer:
+        """Begin an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
+        prompt = self._prompt(choice, known, alone=alone, keep=keep, transfer=transfer)
+        found = EngineAnswer(prompt, changed, self.told_cached)
+        self.ordered(prompt)
+        found.start(self.client, self.token_timeout_s)
+        return found
+
+    def _prompt(
+        self,
+        choice: int,
+        known: Sequence[int],
+        *,
+        alone: bool,
+        keep: bool,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> EnginePrompt:
+        incoming = self.incoming
+        sampling, params = incoming.sampling, incoming.sampling.params
+        tokens = incoming.token_ids + array("i", known)
+        generated = len(tokens) - sampling.prompt_tokens
+        return EnginePrompt(
+            f"{incoming.request_id}/{choice}",
+            tokens,
+            params,
+            stream_seed(params.seed or 0, choice),
+            1 if alone else params.max_tokens - generated,
+            0 if alone else max(0, params.min_tokens - generated),
+            tuple(sorted(sampling.end_token_ids)),
+            self.salt,
+            incoming.spec.priority,
+            self.rank,
+            incoming.spec.tenant if self.uses_kvstores else None,
+            keep,
+            transfer,
+            self.lora,
+        )
+
+
+def first_token_message(
+    answers: Sequence[EngineAnswer], cached_tokens: int, loaded_tokens: int
+) -> prefill_pb2.FirstToken:
+    """The conductor's message once each answer has a first token.
+
+    `cached_tokens` of the prompt were held before, `loaded_tokens` behind them came from kvstores.
+    """
+    first, prompt = answers[0], answers[0].prompt
+    logprobs = Logprobs()
+    for answer in answers if prompt.params.logprobs is not None else ():
+        logprobs.extend(answer.logprobs.part(0, 1))
+    return prefill_pb2.FirstToken(
+        token_id=first.tokens[0],
+        further_token_ids=[answer.tokens[0] for answer in answers[1:]],
+        logprobs=logprobs_to_proto(logprobs) if len(logprobs) else None,
+        local_tokens=cached_tokens,
+        loaded_tokens=loaded_tokens,
+        computed_tokens=len(prompt.token_ids) - cached_tokens - loaded_tokens,
+        prefill_s=first.first_at - first.began,
+    )
