@@ -336,7 +336,7 @@ class RunResult:
     """Blocks that became full."""
 
 
-class NativeRun:
+class NativeLoop:
     """The rest of a run as a native loop; made by `StageModel.native_run`.
 
     Attributes:
@@ -410,7 +410,7 @@ class NativeRun:
 
 def make_native_run(
     layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
-) -> NativeRun | None:
+) -> NativeLoop | None:
     """Return the rest of a run, or None if Python has to run the steps.
 
     Args:
@@ -426,4 +426,4 @@ def make_native_run(
     if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:
         return None
     room = int((batch.arrays["capacity"] - context).min())
-    return NativeRun(layers, batch, parts, min(room, steps), chosen, out)
+    return NativeLoop(layers, batch, parts, min(room, steps), chosen, out)

@@ -31,7 +31,7 @@ from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_step import (
     NativeLayers,
-    NativeRun,
+    NativeLoop,
     Progress,
     RunInputs,
     StepInputs,
@@ -306,7 +306,7 @@ class StageModel:
         scales: LayersScales | None = None,
         out: Tensor | None = None,
         signals: StepSignals | None = None,
-    ) -> NativeRun | None:
+    ) -> NativeLoop | None:
         """Return an object that computes a run's further steps, each in one call; None if by single operations.
 
         Args:

@@ -20,7 +20,7 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.engine.kernels.attention import AttentionKind, make_plan, paged_attention, write_kv
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
-from moonpool.engine.models.native_step import NativeRun, Progress, StepSignals
+from moonpool.engine.models.native_step import NativeLoop, Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
 from moonpool.engine.models.stage import StageModel, in_inference_mode
 
@@ -152,7 +152,7 @@ class TransformersStage(StageModel):
             setattr(self._model, prefix, self._body)
         return logits.float()
 
-    def native_run(self, *args: Any, **kwargs: Any) -> NativeRun | None:
+    def native_run(self, *args: Any, **kwargs: Any) -> NativeLoop | None:
         """See `StageModel.native_run`."""
         del args, kwargs
         return None
