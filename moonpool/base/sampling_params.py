@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -229,6 +229,11 @@ class SamplingParams:
         return self.beam_width > 0
 
     @property
+    def given(self) -> tuple[str, ...]:
+        """Names of all options whose value is not the default."""
+        return tuple([option.name for option in fields(self) if getattr(self, option.name) != default_of(option)])
+
+    @property
     def uncommon(self) -> tuple[str, ...]:
         """Names of set options in `UNCOMMON`."""
         return tuple([name for name in UNCOMMON if getattr(self, name) != _DEFAULTS[name]])
@@ -342,9 +347,14 @@ ITEM_LIMITS: dict[str, int] = _declared("max_items")
 HTTP_FIELDS: dict[str, type] = _declared("http")
 """Fields that the OpenAI endpoints take under the same name, with their JSON types."""
 _CHECKS: dict[str, Check] = _declared("check")
-_DEFAULTS: dict[str, Any] = {
-    f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
-}
+
+
+def default_of(option: Field[Any]) -> Any:
+    """Return the default of a field."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+_DEFAULTS: dict[str, Any] = {option.name: default_of(option) for option in fields(SamplingParams)}
 _NEUTRAL: dict[str, float | int] = {
     name: float(value) if isinstance(value, Unset) else int(value)
     for name, value in _DEFAULTS.items()

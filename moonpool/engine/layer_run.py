@@ -10,7 +10,7 @@ from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.native_step import Progress
 from moonpool.engine.models.stage import in_inference_mode
 from moonpool.engine.run_mode import RunMode
-from moonpool.engine.step_run import StepRun, StepTimes
+from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
 from moonpool.engine.structured_output import PendingMasks
 
@@ -34,7 +34,7 @@ class LayerRun(RunMode):
         self._stage.platform.memory.advance(run.packed.block_ids.tolist(), run.packed.filled())
 
     @in_inference_mode
-    def compute(self, run: StepRun, times: StepTimes) -> list[int] | None:
+    def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
         done = self._receive(run) and self._compute(run)
         if done and self._stage.model.is_last:
             self._stage.platform.stream.run(partial(self._choose, run))

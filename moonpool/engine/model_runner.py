@@ -22,7 +22,7 @@ from moonpool.engine.models.lora import load_lora
 from moonpool.engine.models.stage import in_inference_mode
 from moonpool.engine.native_run import NativeRun
 from moonpool.engine.run_mode import RunMode, StageParts
-from moonpool.engine.step_run import StepRun, StepTimes
+from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.structured_output import MaskRequest, PendingMasks
 
 
@@ -72,7 +72,7 @@ class StageRunner(StageParts):
     def _on_stream(self) -> RunMode:
         return self._layers if self.graphs is None else self._graphs
 
-    def _compute(self, mode: RunMode, run: StepRun, times: StepTimes) -> bool:
+    def _compute(self, mode: RunMode, run: StepRun, times: StepStart) -> bool:
         following = mode.compute(run, times)
         self._next = None if following is None else (run, following)
         return following is not None

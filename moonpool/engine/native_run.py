@@ -4,7 +4,7 @@ from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.native_step import NativeLoop, RunResult
 from moonpool.engine.run_mode import RunMode
-from moonpool.engine.step_run import StepRun, StepTimes
+from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
 from moonpool.engine.structured_output import PendingMasks
 
@@ -41,7 +41,7 @@ class NativeRun(RunMode):
             run.sampler.advance(tokens)
         run.advance(self._stage.model.layer_begin)
 
-    def compute(self, run: StepRun, times: StepTimes) -> list[int] | None:
+    def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
         native = run.native
         assert native is not None
         assert run.sampler is not None
@@ -61,8 +61,8 @@ class NativeRun(RunMode):
         return self._finish(run, times, share, self._begin_next(run, done=not came.stopped), done=not came.stopped)
 
     def _report_steps(
-        self, run: StepRun, native: NativeLoop, came: RunResult, times: StepTimes, share: float
-    ) -> StepTimes:
+        self, run: StepRun, native: NativeLoop, came: RunResult, times: StepStart, share: float
+    ) -> StepStart:
         """Report all but the last step of a call; `run.output` and the returned times are those of the last."""
         assert run.sampler is not None
         masked = run.output

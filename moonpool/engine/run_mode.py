@@ -19,7 +19,7 @@ from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import Links
 from moonpool.engine.platforms.stage_platform import StagePlatform
-from moonpool.engine.step_run import StepRun, StepTimes
+from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput
 from moonpool.engine.structured_output import MaskBuilder, PendingMasks
 
@@ -51,12 +51,12 @@ class StageParts:
     loras: dict[bytes, StageLora] = field(default_factory=dict)
     """LoRA adapters by id. Other threads add, this thread removes."""
 
-    def begin(self, step: Step) -> StepTimes:
+    def begin(self, step: Step) -> StepStart:
         """Return the times of a step's start; a patient step gives way first."""
         start_ns = time.monotonic_ns()
         if step.patient:
             self.give_way(partial(self.kv_gates.is_urgent, step.step_id))
-        return StepTimes(start_ns, time.monotonic_ns(), time.thread_time_ns())
+        return StepStart(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
 
 class RunMode(ABC):
@@ -77,7 +77,7 @@ class RunMode(ABC):
         """Go to the run's next step, in which the sequences continue with `tokens`."""
 
     @abstractmethod
-    def compute(self, run: StepRun, times: StepTimes) -> list[int] | None:
+    def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
         """Compute and report the run's step, or further steps; return the tokens of the next, or None: the run ends."""
 
     def _begin_next(self, run: StepRun, *, done: bool) -> list[int] | None:
@@ -88,7 +88,7 @@ class RunMode(ABC):
         return following
 
     def _finish(
-        self, run: StepRun, times: StepTimes, share: float, following: list[int] | None, *, done: bool
+        self, run: StepRun, times: StepStart, share: float, following: list[int] | None, *, done: bool
     ) -> list[int] | None:
         """Report the step; return `following`."""
         if following is None:
@@ -104,11 +104,11 @@ class RunMode(ABC):
             loras = [self._stage.loras[sequence.lora] if sequence.lora else None for sequence in step.sequences]
             packed.loras = BatchLoras(loras, packed.query_start.tolist(), "cpu")
 
-    def _cpu_share(self, run: StepRun, times: StepTimes, steps: int = 1) -> float:
+    def _cpu_share(self, run: StepRun, times: StepStart, steps: int = 1) -> float:
         """Return the fraction of the requested CPU time since a step began, and in the steps behind."""
         return self._stage.cpu_share(steps) * self._ran(run.step, times, run.output.awaited_ns)
 
-    def _ran(self, step: Step, times: StepTimes, awaited_ns: int) -> float:
+    def _ran(self, step: Step, times: StepStart, awaited_ns: int) -> float:
         """Return the fraction of time since a step began to compute that this thread ran.
 
         Time spent waiting for masks is left out. 1 if the step may have waited for other stages, a device or a gate.
@@ -126,7 +126,7 @@ class RunMode(ABC):
         self,
         run: StepRun,
         output: StepOutput,
-        times: StepTimes,
+        times: StepStart,
         share: float,
         end_ns: int,
         *,

@@ -93,7 +93,7 @@ class StepRun:
         return replace(done, earlier=earlier) if earlier else done
 
 
-class StepTimes(NamedTuple):
+class StepStart(NamedTuple):
     """A step's start, the computation's start, and the thread's CPU time then, in nanoseconds."""
 
     start_ns: int
