@@ -43,7 +43,7 @@ from moonpool.engine.decode.core.events import (
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
 from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.executor import RUN_STEPS
+from moonpool.engine.process_engine import RUN_STEPS
 
 BLOCK_SIZE = 64
 POOL_BLOCKS = 2_000

@@ -2,8 +2,8 @@
 
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. The bound is
 worked out from the largest step (`EngineSpec.max_num_batched_tokens`): what kernels and sampling allocate for such a
-step, each at its largest. The allocator keeps memory once used (`moonpool.engine.executor`), so the bound is also what
-stays.
+step, each at its largest. The allocator keeps memory once used (`moonpool.engine.worker_process`), so the bound is also
+what stays.
 
 A device with separate memory holds the weights, a pool as large as the host's, a work space, which is worked out too,
 and decode graphs. A pool that leaves the others no room is refused.

@@ -1,7 +1,7 @@
 """The `Engine` interface: run steps, open KV gates, drop sequences, abort, and learn that the engine died.
 
-Services are written against this interface. Behind the interface are engine processes (`moonpool.engine.executor`) or
-an emulated engine.
+Services are written against this interface. Behind the interface are engine processes
+(`moonpool.engine.process_engine`) or an emulated engine.
 """
 
 import asyncio
