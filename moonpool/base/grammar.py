@@ -220,7 +220,7 @@ class AnswerGrammar:
     def text_until(self, end: str, expressions: Sequence[str] = ()) -> str:
         """A text that matches all regular expressions, up to the first `end` and with `end`."""
         name = self._name("until")
-        matched = " & ".join(f"/{_unslashed(it)}/" for it in (r"(.|\n)*", *expressions))
+        matched = " & ".join(f"/{_unslashed(expression)}/" for expression in (r"(.|\n)*", *expressions))
         self._rules.append(f"{name}[lazy]: ({matched}) {self.text(end)}")
         return name
 

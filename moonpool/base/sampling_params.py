@@ -338,7 +338,7 @@ def _restore(*values: object) -> SamplingParams:
 
 def _declared(name: str) -> dict[str, Any]:
     """Return what the fields' metadata says under a name, by field."""
-    values = {it.name: it.metadata.get(name) for it in fields(SamplingParams)}
+    values = {option.name: option.metadata.get(name) for option in fields(SamplingParams)}
     return {field_name: value for field_name, value in values.items() if value is not None}
 
 
@@ -404,7 +404,7 @@ class SampleSpec:
 
     def after(self, token: int) -> SampleSpec:
         """Parameters for the token after `token`, which has the position of these; the same tokens are banned."""
-        its = token.to_bytes(_TOKEN_BYTES, "little")
-        history = self.history + its if self.history is not None else None
-        answer = self.answer + its if self.params.response_format else b""
+        encoded = token.to_bytes(_TOKEN_BYTES, "little")
+        history = self.history + encoded if self.history is not None else None
+        answer = self.answer + encoded if self.params.response_format else b""
         return replace(self, position=self.position + 1, history=history, answer=answer)

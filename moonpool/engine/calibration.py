@@ -114,12 +114,12 @@ def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) ->
     return max(0.0, long_s - per_token * long.tokens), per_token, per_pair
 
 
-def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
+def fit_decode(alone: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
     """(base, per sequence, per context token), none negative; `deep` has the sequences of `many` and more context."""
     context_span = deep.context - many.context
     per_context = max(0.0, (deep.seconds - many.seconds) / context_span) if context_span > 0 else 0.0
-    one_s, many_s = (max(0.0, t.seconds - per_context * t.context) for t in (one, many))
-    span = many.sequences - one.sequences
+    one_s, many_s = (max(0.0, t.seconds - per_context * t.context) for t in (alone, many))
+    span = many.sequences - alone.sequences
     per_sequence = max(0.0, (many_s - one_s) / span) if span > 0 else 0.0
     per_sequence = min(per_sequence, many_s / many.sequences)
     return max(0.0, many_s - per_sequence * many.sequences), per_sequence, per_context
@@ -192,10 +192,10 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     base, per_token, per_pair = fit_prefill(short, long, prefixed)
 
     shallow = min(16, room)
-    one = await timer.decode(1, shallow)
+    alone = await timer.decode(1, shallow)
     many = await timer.decode(sizes.batch, shallow)
     deep = await timer.decode(sizes.batch, min(room, sizes.context))
-    decode_base, per_sequence, per_context = fit_decode(one, many, deep)
+    decode_base, per_sequence, per_context = fit_decode(alone, many, deep)
     return Speeds(
         prefill_base_s=base,
         prefill_per_token_s=per_token,

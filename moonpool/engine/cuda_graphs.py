@@ -94,8 +94,8 @@ class GraphCache:
         shape = GraphShape(found_rows, found_context)
         if shape in self._held:
             return shape
-        larger = (it for it in self._held if it.rows >= rows and it.context >= context)
-        return min(larger, key=lambda it: (it.context, it.rows), default=None)
+        larger = (held for held in self._held if held.rows >= rows and held.context >= context)
+        return min(larger, key=lambda held: (held.context, held.rows), default=None)
 
     def captured(self, shape: GraphShape, nbytes: int) -> bool:
         """A graph was captured; returns whether the graph may be kept."""
@@ -241,19 +241,19 @@ class DecodeGraphs:
 
     def _layers(self, shape: GraphShape) -> Tensor:
         """The captured work: independent of the buffers' content."""
-        its = self._inputs(shape).views(self._memory_of_inputs)
+        inputs = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
-            token_ids=its["token_ids"],
-            positions=its["positions"],
-            context_lens=its["context_lens"],
-            block_tables=its["block_tables"],
-            block_ids=its["block_ids"],
-            offsets=its["offsets"],
+            token_ids=inputs["token_ids"],
+            positions=inputs["positions"],
+            context_lens=inputs["context_lens"],
+            block_tables=inputs["block_tables"],
+            block_ids=inputs["block_ids"],
+            offsets=inputs["offsets"],
             query_start=self._query_start[: shape.rows + 1],
             last_rows=self._last_rows[: shape.rows],
             block_size=self._block_size,
-            slot_tables=its.get("slot_tables", its["block_tables"]),
-            slot_ids=its.get("slot_ids", its["block_ids"]),
+            slot_tables=inputs.get("slot_tables", inputs["block_tables"]),
+            slot_ids=inputs.get("slot_ids", inputs["block_ids"]),
             most_context=shape.context,
         )
         model, memory = self._model, self._memory

@@ -99,11 +99,11 @@ def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, 
     """Inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
     hidden, attention, latent = model.hidden_size, layer.attention, layer.attention.latent
     heads = attention.num_heads * attention.head_dim
-    if (its := layer.recurrent) is not None:
-        values, keys = its.heads * its.value_dim, its.key_heads * its.key_dim
-        yield hidden, 3 * its.channels + values + 2 * its.heads + 2 * its.width, 6
-        yield max(values, its.width), hidden, 1
-        yield its.width, keys + values, 2
+    if (recurrent := layer.recurrent) is not None:
+        values, keys = recurrent.heads * recurrent.value_dim, recurrent.key_heads * recurrent.key_dim
+        yield hidden, 3 * recurrent.channels + values + 2 * recurrent.heads + 2 * recurrent.width, 6
+        yield max(values, recurrent.width), hidden, 1
+        yield recurrent.width, keys + values, 2
     elif latent is not None:
         wide = attention.num_heads * (latent.key_width + latent.rope_width)
         yield hidden, latent.q_rank or 0, 1
@@ -159,8 +159,8 @@ def _row_elements(model: ModelConfig) -> int:
 def _experts_bytes(model: ModelConfig, rows: int, element: int) -> int:
     """Rows gathered by expert, their inner layer, results; scores (`kernels/engine/experts.cpp`)."""
     found = [layer.feed_forward.experts for layer in model.decoder.layers if layer.feed_forward.experts is not None]
-    most = max((its.chosen * (model.hidden_size + max(its.inner, its.shared_inner)) for its in found), default=0)
-    scores = max((6 * its.count + 6 * its.chosen for its in found), default=0)
+    most = max((each.chosen * (model.hidden_size + max(each.inner, each.shared_inner)) for each in found), default=0)
+    scores = max((6 * each.count + 6 * each.chosen for each in found), default=0)
     return rows * (element * (most + 2 * model.hidden_size) + 4 * (model.hidden_size + scores)) if found else 0
 
 

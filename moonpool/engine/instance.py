@@ -109,8 +109,10 @@ class InstanceContext:
 
 
 INSTANCE_METRICS: tuple[Metric[InstanceContext], ...] = (
-    Metric("emulated", "1 if compute is emulated, else 0.", lambda it: bool(it.setup.model.emulated)),
-    Metric("link_waiting", "Sends that wait for their turn on the network link.", lambda it: it.link.waiting, 0),
+    Metric("emulated", "1 if compute is emulated, else 0.", lambda instance: bool(instance.setup.model.emulated)),
+    Metric(
+        "link_waiting", "Sends that wait for their turn on the network link.", lambda instance: instance.link.waiting, 0
+    ),
 )
 
 

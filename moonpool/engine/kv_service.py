@@ -301,10 +301,10 @@ class KVDeletion:
             self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
             ending |= {name: self._ending[name] for name in chosen if name in self._ending}
             await asyncio.sleep(0)
-        blocks = sum(one.blocks for one in ending.values())
+        blocks = sum(each.blocks for each in ending.values())
         if ttl_s:
             blocks += self._from_pool(KVSelection(), ttl_s)
-        writes = {job for one in ending.values() for job in one.writes}
+        writes = {job for each in ending.values() for job in each.writes}
         if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
             raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
         for name in ending:

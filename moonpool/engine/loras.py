@@ -167,6 +167,6 @@ class InstanceLoras:
 
 LORA_METRICS: tuple[Metric[InstanceLoras], ...] = (
     Metric("loras", "LoRA adapters that the engine holds.", len),
-    Metric("lora_bytes", "Memory of these adapters, over all stages.", lambda it: it.nbytes),
-    counter("lora_loads_total", "LoRA adapters loaded.", lambda it: it.loads),
+    Metric("lora_bytes", "Memory of these adapters, over all stages.", lambda loras: loras.nbytes),
+    counter("lora_loads_total", "LoRA adapters loaded.", lambda loras: loras.loads),
 )

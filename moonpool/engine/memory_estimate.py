@@ -65,7 +65,7 @@ def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstim
     """
     model, threads = found.config, engine.threads or os.cpu_count() or 1
     native = [not model.decoder.not_native(layer) for layer in range(model.num_layers)]
-    work = max(work_bytes(model, engine, native=its, threads=threads) for its in set(native))
+    work = max(work_bytes(model, engine, native=whole, threads=threads) for whole in set(native))
     return MemoryEstimate(
         PROGRAM_BYTES,
         tokenizer_bytes(model),

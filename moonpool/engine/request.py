@@ -183,7 +183,7 @@ class RequestReader:
 
     def cancel(self, request_id: str, caller: str = "") -> bool:
         """Cancel reads under this id for `caller`; return whether there were any."""
-        found = [it for it in self._reading if (it.request_id, it.caller) == (request_id, caller)]
+        found = [read for read in self._reading if (read.request_id, read.caller) == (request_id, caller)]
         for reading in found:
             reading.cancelled = True
         return bool(found)

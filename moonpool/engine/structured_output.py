@@ -223,7 +223,7 @@ class PendingMasks:
     @property
     def waits(self) -> bool:
         """Whether a grammar has to be waited for."""
-        return not all(it.done() for it in self._grammars)
+        return not all(grammar.done() for grammar in self._grammars)
 
     def early(self) -> None:
         """Makes them, unless a grammar has to be waited for."""
@@ -311,7 +311,7 @@ class _MaskRow:
 
     def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
         """The mask that is wanted after these steps' tokens."""
-        tokens = array("i", [its[self.index] for its in later])
+        tokens = array("i", [each[self.index] for each in later])
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
     def leads_to(self, wanted: MaskRequest) -> bool:
@@ -386,9 +386,9 @@ class MaskBuilder:
         self._close()
         self._look()
         self._rows, self._later, self._allowed = [], [], TokenMasks()
-        for it in wanted:
-            self._rows.append(self._row(it, self._rows[-1] if self._rows else None))
-        needed = [it.compiled for it in self._rows if it.parser is None and not it.wanted.may_skip]
+        for request in wanted:
+            self._rows.append(self._row(request, self._rows[-1] if self._rows else None))
+        needed = [row.compiled for row in self._rows if row.parser is None and not row.wanted.may_skip]
         return PendingMasks(self._made, needed)
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
@@ -410,7 +410,7 @@ class MaskBuilder:
         self._later.append(tokens)
         if self._look():
             wanted, self._later = [row.after(self._later) for row in self._rows], []
-            self._rows, self._allowed = [self._row(it) for it in wanted], TokenMasks()
+            self._rows, self._allowed = [self._row(request) for request in wanted], TokenMasks()
             return self._made()
         for row in self._rows:
             assert row.parser is not None, "a run goes on from masks"

@@ -141,7 +141,7 @@ def conductor_identity(conductor: kv_pb2.Instance) -> str:
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
     """For each answer, the tokens known behind the first token."""
-    further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
+    further: list[Sequence[int]] = [known.token_ids for known in message.further_known]
     return [message.known_token_ids, *(further or [()] * (answers - 1))]
 
 

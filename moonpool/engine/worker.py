@@ -339,8 +339,8 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
-        its = StepTurns(kernels.others_compute, kernels.had)
-        runner.give_way, runner.cpu_share = its.give_way, its.cpu_share
+        turns = StepTurns(kernels.others_compute, kernels.had)
+        runner.give_way, runner.cpu_share = turns.give_way, turns.cpu_share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:

@@ -362,9 +362,9 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
         raise CheckpointError(f"{fields.source}: {name}.attention.layer_norm_rms_epsilon is missing")
     found |= dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"), epsilon)
     found |= {
-        ours: file.metadata[f"{name}.{its}"]
-        for ours, its in family.gguf.keys.items()
-        if f"{name}.{its}" in file.metadata
+        ours: file.metadata[f"{name}.{key}"]
+        for ours, key in family.gguf.keys.items()
+        if f"{name}.{key}" in file.metadata
     }
     if family.gguf.further_layers:
         found["num_hidden_layers"] -= int(fields.number(f"{name}.{family.gguf.further_layers}", 0))

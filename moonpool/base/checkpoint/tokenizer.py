@@ -309,7 +309,7 @@ class Tokenizer:
         if first or not self._plain_marks_first:
             return list(self._plain.encode(text, add_special_tokens=False).ids)
         # Behind a line break the part is not the first of a text, and gets no space in front.
-        line, ids = (self._plain.encode(it, add_special_tokens=False).ids for it in ("\n", f"\n{text}"))
+        line, ids = (self._plain.encode(piece, add_special_tokens=False).ids for piece in ("\n", f"\n{text}"))
         if ids[: len(line)] == line:
             return list(ids[len(line) :])
         return list(self._plain.encode(text, add_special_tokens=False).ids)

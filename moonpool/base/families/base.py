@@ -194,7 +194,7 @@ class ModelFamily:
             defaults.pop("rope_parameters", None)
         given = {**defaults, **data}
         return JsonFields(
-            {**given, **{ours: given[its] for ours, its in self.other_keys.items() if its in given}}, source
+            {**given, **{ours: given[theirs] for ours, theirs in self.other_keys.items() if theirs in given}}, source
         )
 
 

@@ -415,8 +415,8 @@ def described_ways(reasons: Sequence[str], first: int = 0) -> str:
     ways = dict.fromkeys(sorted(reasons))
     parts = []
     for why in ways:
-        its = [first + index for index, reason in enumerate(reasons) if reason == why]
-        which = "all layers" if len(ways) == 1 else f"layers {_ranges(its)}"
+        numbers = [first + index for index, reason in enumerate(reasons) if reason == why]
+        which = "all layers" if len(ways) == 1 else f"layers {_ranges(numbers)}"
         way = "fallback" if why == FALLBACK else "torch"
         parts.append(f"{which} {way} ({why})" if why else f"{which} native")
     return "; ".join(parts)
@@ -424,6 +424,6 @@ def described_ways(reasons: Sequence[str], first: int = 0) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Return rising numbers as text, "0-3, 5"."""
-    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda its: its[1] - its[0]))
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
     ends = ((run[0][1], run[-1][1]) for run in runs)
     return ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in ends)

@@ -362,11 +362,13 @@ EMULATED_METRICS: "tuple[Metric[EmulatedEngine], ...]" = (
     counter(
         "emulated_step_seconds_total",
         "Seconds that all steps should take, in this machine's time.",
-        lambda it: it.step_s,
+        lambda engine: engine.step_s,
     ),
     counter("emulated_late_seconds_total", "Seconds by which steps ended late.", lambda engine: engine.late_s),
     counter(
-        "emulated_slices_checked_total", "KV slices compared with the expected bytes.", lambda it: it.slices_checked
+        "emulated_slices_checked_total",
+        "KV slices compared with the expected bytes.",
+        lambda engine: engine.slices_checked,
     ),
 )
 """Reported by instances with emulated compute."""

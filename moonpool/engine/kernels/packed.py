@@ -145,13 +145,13 @@ def packed_linear(
     numbers, scales = bytes_of_rows(x)
     total = torch.zeros(x.shape[0], outputs)
     for begin in range(0, inputs, part):
-        some, its = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
+        some, row_scales = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
         sums = some @ whole[:, begin : begin + part].t()
         group = begin // weight.group
-        both = its * scales_of[:, group]
+        both = row_scales * scales_of[:, group]
         total = (total.double() + sums.double() * both.double()).float()
         if offsets_of is not None:
-            more = its * some.sum(-1, keepdim=True)
+            more = row_scales * some.sum(-1, keepdim=True)
             total = (total.double() + more.double() * offsets_of[:, group].double()).float()
     out.copy_(total if bias is None else total + bias.float())
 

@@ -55,7 +55,7 @@ def _of_model(path: Path, name: str, importance: Tensor, config: ModelConfig) ->
         return {}
     if not leaf.endswith("_exps"):
         return {ours: importance.flatten()}
-    experts = next((its.feed_forward.experts for its in config.decoder.layers if its.feed_forward.experts), None)
+    experts = next((layer.feed_forward.experts for layer in config.decoder.layers if layer.feed_forward.experts), None)
     if experts is None or importance.numel() % experts.count:
         raise CheckpointError(f"{path}: {name} has {importance.numel()} numbers, which are not those of experts")
     rows = importance.reshape(experts.count, -1)

@@ -156,9 +156,9 @@ class NativeLayers:
         if self.index not in loras.native:
             of = np.full(rows, -1, np.int32)
             adapters = [self._adapter(lora) for lora, _ in loras.adapted]
-            for number, (_, its) in enumerate(loras.adapted):
-                of[slice(None) if its is None else its.numpy()] = number
-            pointers = np.array([ctypes.addressof(its) for its in adapters if its is not None], np.int64)
+            for number, (_, adapted) in enumerate(loras.adapted):
+                of[slice(None) if adapted is None else adapted.numpy()] = number
+            pointers = np.array([ctypes.addressof(adapter) for adapter in adapters if adapter is not None], np.int64)
             made = structures.Loras(pointers.ctypes.data, of.ctypes.data)
             loras.native[self.index] = made, of, pointers, adapters  # live as long as the batch
         found: structures.Loras = loras.native[self.index][0]
@@ -219,9 +219,9 @@ def native_layers(
         return [], reasons
     runs = list[NativeLayers]()
     kinds = (None if why else _kind(layer.spec) for why, layer in zip(reasons, layers, strict=True))
-    for kind, its in groupby(enumerate(kinds), key=lambda item: item[1]):
+    for kind, run in groupby(enumerate(kinds), key=lambda item: item[1]):
         if kind is not None:
-            rows = [row for row, _ in its]
+            rows = [row for row, _ in run]
             runs.append(NativeLayers(native, config, index + rows[0], layers[rows[0] : rows[-1] + 1]))
     return runs, reasons
 

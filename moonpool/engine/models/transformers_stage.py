@@ -179,15 +179,17 @@ class TransformersStage(StageModel):
         batch, window = self._batch, how.get("sliding_window")
         self._windows.add(window)
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-        its = None if scales is None else scales[layer]
-        write_kv(k, v, kv[layer], batch.block_ids, batch.offsets, scales=its)
+        layer_scales = None if scales is None else scales[layer]
+        write_kv(k, v, kv[layer], batch.block_ids, batch.offsets, scales=layer_scales)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
         plan = batch.plans.get(("other", window))
         if plan is None:
             plan = batch.plans[("other", window)] = make_plan(kv[layer], tables, starts, lengths, window=window)
         kind = AttentionKind(window, how.get("softcap"), how.get("s_aux"))
         scale = self.config.head_dim**-0.5 if scale is None else scale
-        attended = paged_attention(q, kv[layer], tables, starts, lengths, scale, kind=kind, scales=its, plan=plan)
+        attended = paged_attention(
+            q, kv[layer], tables, starts, lengths, scale, kind=kind, scales=layer_scales, plan=plan
+        )
         return attended[None]
 
     def check(self) -> None:

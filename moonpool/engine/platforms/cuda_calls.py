@@ -101,10 +101,10 @@ class CudaRuntime:
             raise CallRefused(f"cudaMemcpyBatchAsync has another signature before CUDA {_BATCHES_SINCE}")
         row = source.stride(0) * source.element_size()
         begin, sizes = (np.ascontiguousarray(column).astype(np.uint64) for column in row * runs.T)
-        places = [begin + np.uint64(it.data_ptr()) for it in (target, source)]
+        places = [begin + np.uint64(tensor.data_ptr()) for tensor in (target, source)]
         attributes, first = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0)
         code = self._library.cudaMemcpyBatchAsync(
-            *(ctypes.c_void_p(it.ctypes.data) for it in (*places, sizes)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (*places, sizes)),
             ctypes.c_size_t(len(runs)),
             ctypes.byref(attributes),
             ctypes.byref(first),

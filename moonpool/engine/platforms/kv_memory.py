@@ -214,14 +214,14 @@ class StageSlices:
             device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
             return
         first = 0
-        for target, its, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
+        for target, own, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
             end = first + target.shape[0] * self._blocks
             chosen = slices[(slices >= first) & (slices < end)] - first
             if by_slots:  # a slice that came for a slot that is gone by now is left out
                 places = self._places(by_slots, chosen % self._blocks)
                 chosen = (chosen // self._blocks * target.shape[1] + places)[places != NO_SLOT].sort().values
             if len(chosen):
-                device.copy_slices(target.flatten(0, 1), its.flatten(0, 1), chosen)
+                device.copy_slices(target.flatten(0, 1), own.flatten(0, 1), chosen)
             first = end
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -357,8 +357,8 @@ class KVLoads:
         None: the row is there. Waits until the loading thread has given the row to the device.
         """
         with self._changing:
-            found = [it for it in self._under_way if it.rows[0] <= row <= it.rows[1]]
-        last = next((it for it in reversed(found) if bool(blocks[it.slices % len(blocks)].any())), None)
+            found = [copy for copy in self._under_way if copy.rows[0] <= row <= copy.rows[1]]
+        last = next((each for each in reversed(found) if bool(blocks[each.slices % len(blocks)].any())), None)
         if last is None:
             return None
         assert last.given is not None
@@ -411,15 +411,15 @@ class TieredKVMemory:
     ) -> None:
         host = StageSlices.of_pool(part, pool_bytes(part))
         self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
-        its = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
-        self.kv, self.scales = its.typed()
+        slices = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
+        self.kv, self.scales = slices.typed()
         self.blocks, self.block_size, self.slot_of = part.blocks, part.layout.block_size, slot_table(part)
         part.populate()
         device.register(host.flat)
-        self._copy_home = partial(host.copy, device, its)
-        self._device_slices = its
+        self._copy_home = partial(host.copy, device, slices)
+        self._device_slices = slices
         self._part, self._device, self._size = part, device, part.layout.block_size
-        own = part.nbytes if its.flat.device.type == "cpu" else 0
+        own = part.nbytes if slices.flat.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own
         self._callbacks = callbacks
         self._unstored: set[int] = set()
@@ -430,19 +430,19 @@ class TieredKVMemory:
         self._finished: list[tuple[int, int]] = []
         self._leaving: list[int] = []  # layers with finished blocks not stored yet
         newer, on_failure = self._unstored.difference_update, callbacks.on_failure
-        self._loads = KVLoads(part, device, host, its, self._batch_slices, newer, on_failure)
+        self._loads = KVLoads(part, device, host, slices, self._batch_slices, newer, on_failure)
 
     def begin(self, step: Step) -> None:
         """See `KVMemory.begin`."""
         self._gated, self._awaited = step.gated, None
-        self._tables = [it.block_table for it in step.sequences]
+        self._tables = [sequence.block_table for sequence in step.sequences]
         if step.copies:
             self._tables += zip(*step.copies, strict=True)
         if not self._loads.quiet:
             self._loads.bring()
             self._awaited = self._loads.blocks_of(self._tables)
         self._copy(step.copies)
-        self._written = [block for it in step.sequences for block in self._written_by(it)]
+        self._written = [block for sequence in step.sequences for block in self._written_by(sequence)]
         self._finished = sorted(finished_blocks(step, self._size))
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:

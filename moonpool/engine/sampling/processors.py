@@ -33,7 +33,7 @@ class LogitsPipeline:
     def __init__(self, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
         self._vocab, self._device = vocab, device
         processors = (kind.of(specs, vocab, device) for kind in PROCESSORS)
-        self._processors = [it for it in processors if it is not None]
+        self._processors = [processor for processor in processors if processor is not None]
         self._bits = torch.arange(8, dtype=torch.uint8, device=device)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -69,12 +69,12 @@ class LogitBias:
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
         """See `LogitsProcessor.of`."""
-        biases = [(row, *it) for row, spec in enumerate(specs) for it in spec.params.logit_bias.items()]
-        biases = [it for it in biases if it[1] < vocab]
+        biases = [(row, *bias) for row, spec in enumerate(specs) for bias in spec.params.logit_bias.items()]
+        biases = [bias for bias in biases if bias[1] < vocab]
         if not biases:
             return None
-        values = torch.tensor([it[2] for it in biases], dtype=torch.float32)
-        return cls(_places([it[:2] for it in biases], device), send_to_device(values, device))
+        values = torch.tensor([bias[2] for bias in biases], dtype=torch.float32)
+        return cls(_places([bias[:2] for bias in biases], device), send_to_device(values, device))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Biases are the same in each step."""

@@ -124,7 +124,7 @@ class TorchRows:
         if pending is None or self._scored is None:
             return {}
         found = pending.read(self._scored.sizes, list(self._counts.values()))
-        return {row: its for row, its in zip(self._counts, found, strict=True) if row not in failed}
+        return {row: tokens for row, tokens in zip(self._counts, found, strict=True) if row not in failed}
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
