@@ -2,8 +2,8 @@
 
 A frozen `ModelConfig` with all that computing the model needs, the model's identity, and where the tensors lie.
 
-Checkpoint readers (`moonpool.base.checkpoint.huggingface`, `moonpool.base.checkpoint.gguf`) refuse every feature that
-would change the result and is not implemented, before any memory is allocated.
+Checkpoint readers (`moonpool.base.checkpoint.huggingface`, `moonpool.base.checkpoint.gguf_config`) refuse every feature
+that would change the result and is not implemented, before any memory is allocated.
 """
 
 from __future__ import annotations

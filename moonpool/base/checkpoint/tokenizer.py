@@ -16,7 +16,8 @@ import tokenizers
 
 from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplates, ControlTokens, RenderedChat
 from moonpool.base.checkpoint.folder_tokenizer import folder_tokenizer
-from moonpool.base.checkpoint.gguf import gguf_tokenizer, is_gguf
+from moonpool.base.checkpoint.gguf import is_gguf
+from moonpool.base.checkpoint.gguf_tokenizer import gguf_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
 

@@ -49,7 +49,10 @@ class BatchLoras:
         found: dict[bytes, tuple[Any, list[int]]] = {}
         for lora, (begin, end) in zip(of, pairwise(query_start), strict=True):
             found.setdefault(lora.id if lora else b"", (lora, []))[1].extend(range(begin, end))
-        rows = {key: None if len(found) == 1 else torch.tensor(rows, device=device) for key, (_, rows) in found.items()}
+        rows = {
+            key: None if len(found) == 1 else torch.tensor(numbers, device=device)
+            for key, (_, numbers) in found.items()
+        }
         self.base = rows.get(b"")
         self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
         self.layers: dict[int, Any] = {}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
-from moonpool.base.checkpoint.gguf import GgufFile, translated
+from moonpool.base.checkpoint.gguf import GgufFile
+from moonpool.base.checkpoint.gguf_tensors import translated
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 
