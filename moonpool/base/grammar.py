@@ -50,6 +50,7 @@ SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' f
 """Tokens that match one of these expressions are allowed together if a format allows the expression; only the others
 are checked one by one. The library's own, and shorter texts: for texts near their longest length.
 """
+_NOTATIONS = {"regex": "regular expression that can be followed", "lark": "grammar that can be followed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,9 +407,6 @@ def _fault(grammar: Grammar) -> str:
     if wrong and grammar.format in ("json_schema", "json_object"):
         return _schema_fault(grammar.text, wrong)
     return wrong and f"is no {_NOTATIONS.get(grammar.format, grammar.format)}: {wrong[:_MAX_REASON]}"
-
-
-_NOTATIONS = {"regex": "regular expression that can be followed", "lark": "grammar that can be followed"}
 
 
 def _schema_fault(text: str, wrong: str) -> str:

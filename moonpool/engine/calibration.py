@@ -22,6 +22,14 @@ _FIRST_STEP_ID = -1000
 LONG_TOKENS = 512
 """Of the longest step that is timed."""
 _LONG_SECONDS = 0.25  # on a CPU, the long prefill is chosen to take about so long at most
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+PREFIXES = (0, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 512, 2048, 4096)
+LONGEST_STEP_S = 2.0
+"""Sizes at least as large as a size that took longer are left out for the rest of the round."""
+MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
+"""Tokens that the pool must hold for all sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +214,6 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     )
 
 
-CHUNKS = (16, 64, 128, 256, 512, 1024)
-PREFIXES = (0, 512, 1024, 2048, 4096)
-BATCHES = (1, 2, 4, 8, 16, 32)
-CONTEXTS = (64, 512, 2048, 4096)
-LONGEST_STEP_S = 2.0
-"""Sizes at least as large as a size that took longer are left out for the rest of the round."""
-MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
-"""Tokens that the pool must hold for all sizes."""
 Coefficients = tuple[float, float, float]
 Time = PrefillTime | DecodeTime
 

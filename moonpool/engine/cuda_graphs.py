@@ -30,6 +30,14 @@ MAX_GRAPH_ROWS = 256
 MAX_GRAPHS = 64
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
 _LEAST_CONTEXT, _WIDER = 1024, 4
+_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
+"""Values for rows without a sequence: such rows read one pool slot and write none."""
+_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
+"""The same, of inputs that there are only if the pool has window slots."""
+_INT32 = ("context_lens", "block_tables", "slot_tables")
+"""The other inputs are int64."""
+_ALIGNED = 128
+"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +119,6 @@ class GraphCache:
 
 
 log = logging.getLogger(__name__)
-_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
-"""Values for rows without a sequence: such rows read one pool slot and write none."""
-_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
-"""The same, of inputs that there are only if the pool has window slots."""
-_INT32 = ("context_lens", "block_tables", "slot_tables")
-"""The other inputs are int64."""
-_ALIGNED = 128
-"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
 
 
 class _Inputs:

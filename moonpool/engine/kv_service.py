@@ -32,6 +32,14 @@ from moonpool.base.transport.streams import OpenStreams
 from moonpool.engine.instance import InstanceContext
 from moonpool.v1 import kv_pb2
 
+MAX_BLOCKS = 1 << 15
+"""Most keys in one read."""
+STALL_S = 10.0
+"""Longest wait for a reader's credits."""
+LEASE_S = 60.0
+"""Longest read; the read's blocks cannot be evicted so long."""
+WRITE_BACK_TIMEOUT_S = 30.0
+
 
 class PoolCalls:
     """Calls of the KV service to the core.
@@ -76,12 +84,6 @@ class PoolCalls:
 
 
 log = get_logger(__name__)
-MAX_BLOCKS = 1 << 15
-"""Most keys in one read."""
-STALL_S = 10.0
-"""Longest wait for a reader's credits."""
-LEASE_S = 60.0
-"""Longest read; the read's blocks cannot be evicted so long."""
 
 
 class PoolReads:
@@ -249,9 +251,6 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read ended early", blocks=len(lease.blocks), error=str(error))
         self.done(number)
-
-
-WRITE_BACK_TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ MAX_END_TOKENS = 4096
 MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
 TOKEN_BYTES = 4
 LORA_ID_BYTES = 32
+MAX_PENDING_READS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,6 @@ def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[S
 def _check_name(field: str, name: str, *, least: int) -> None:
     if not least <= len(name) <= MAX_NAME_CHARS:
         raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")
-
-
-MAX_PENDING_READS = 1024
 
 
 @dataclass(slots=True, eq=False)

@@ -32,6 +32,21 @@ MAX_PARSERS = 512
 TOKEN_BYTES = 4
 K = TypeVar("K")
 V = TypeVar("V")
+WORD_BITS = 32
+STEPS_PER_MEMORY_CHECK = 16
+"""Steps from one look at the process's memory to the next."""
+_MAX_REASON = 300
+QUICK_NS = 5_000_000
+"""Processor time of a mask that a step waits for, nanoseconds."""
+SLOW_MASKS = 16
+"""After a late mask, this many masks of the sequence are not waited for."""
+MASK_WAIT_S = 0.01
+"""Longest wait of a step for masks that were quick before, seconds."""
+ALONE_WAIT_S = 0.05
+"""The same where every sequence of the step would go without a token."""
+ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
+"""Processor time for one answer's masks: at the beginning, and more for each token."""
+QUICK_THREADS = 2
 
 
 class KeptParser(NamedTuple):
@@ -162,12 +177,6 @@ def _keep_newest(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
         kept.popitem(last=False)
 
 
-WORD_BITS = 32
-STEPS_PER_MEMORY_CHECK = 16
-"""Steps from one look at the process's memory to the next."""
-_MAX_REASON = 300
-
-
 @dataclass(slots=True)
 class TokenMasks:
     """Which tokens may follow in a step, by index of the sequence.
@@ -235,19 +244,6 @@ class PendingMasks:
         if self._made is None:
             self._made = self._make()
         return self._made
-
-
-QUICK_NS = 5_000_000
-"""Processor time of a mask that a step waits for, nanoseconds."""
-SLOW_MASKS = 16
-"""After a late mask, this many masks of the sequence are not waited for."""
-MASK_WAIT_S = 0.01
-"""Longest wait of a step for masks that were quick before, seconds."""
-ALONE_WAIT_S = 0.05
-"""The same where every sequence of the step would go without a token."""
-ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
-"""Processor time for one answer's masks: at the beginning, and more for each token."""
-QUICK_THREADS = 2
 
 
 @dataclass(slots=True)

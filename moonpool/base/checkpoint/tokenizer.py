@@ -20,6 +20,15 @@ from moonpool.base.checkpoint.gguf import is_gguf
 from moonpool.base.checkpoint.gguf_tokenizer import gguf_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
+_REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
+# valid.
+_MAX_HELD_TOKENS = 32
+_FEW_TOKENS = 256
+_PIECE_CHARS = 1 << 14
+_PIECE_SLACK = 16
+"""Extra tokens that a text's piece may have compared with the whole text: a cut token, tokens put in front."""
+
 
 class StopWatcher:
     """Passes text on, up to the first of several stop strings, however the text is cut into pieces.
@@ -72,18 +81,6 @@ class StopWatcher:
         """Return the length of the held text's longest end that begins `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
-
-
-_REPLACEMENT = "\ufffd"
-
-
-# A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
-# valid.
-_MAX_HELD_TOKENS = 32
-_FEW_TOKENS = 256
-_PIECE_CHARS = 1 << 14
-_PIECE_SLACK = 16
-"""Extra tokens that a text's piece may have compared with the whole text: a cut token, tokens put in front."""
 
 
 # A text is tokenised only on the thread that asks.

@@ -12,6 +12,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+FALLBACK = "transformers' own modelling code"
+"""Why torch computes the layers of an architecture that no family describes."""
+NATIVE_HEAD_DIM = 256
+"""`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
+NATIVE_CHOSEN = 64
+"""`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,14 +399,6 @@ class DecoderSpec:
         rope = self.ropes[layer.attention.rope]
         partial = rope.width != layer.attention.head_dim or rope.by_length is not None
         return "rotary embeddings of a part of each head" if partial else ""
-
-
-FALLBACK = "transformers' own modelling code"
-"""Why torch computes the layers of an architecture that no family describes."""
-NATIVE_HEAD_DIM = 256
-"""`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
-NATIVE_CHOSEN = 64
-"""`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
 
 def described_ways(reasons: Sequence[str], first: int = 0) -> str:

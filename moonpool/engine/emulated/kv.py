@@ -24,6 +24,8 @@ from moonpool.engine.emulated.profile import SLOT_BYTES, EmulatedCompute
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _UINT64_MASK = (1 << 64) - 1
+RECHECKED_TOKENS = 64
+"""Tokens whose KV is checked again per step: one piece of the prefix in one layer, the next piece in the next step."""
 
 
 class EmulatedKV:
@@ -128,10 +130,6 @@ def continuation(
         answer.append(choose_token(digest.intdigest(), vocab_size, reserved, seed=seed))
         digest.update(tokens_to_bytes(answer[-1:]))
     return answer
-
-
-RECHECKED_TOKENS = 64
-"""Tokens whose KV is checked again per step: one piece of the prefix in one layer, the next piece in the next step."""
 
 
 class WrongKV(Exception):  # noqa: N818 - names the finding

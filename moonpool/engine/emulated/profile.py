@@ -18,6 +18,16 @@ from moonpool.base.scheduling.state_machine import draw_unit
 from moonpool.base.scheduling.steps import Step
 
 _SPEED_DRAW, _STEP_DRAW = 0, 1
+SCHEME = "emulated:"
+"""Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
+_FORMER_SCHEME = "paced:"
+SLOT_BYTES = 8
+"""Bytes for one token's K (or V) in one head and layer of emulated KV."""
+KV_DTYPE = "float16"
+_SUFFIX = ".yaml"
+_PREFILL = ("base_s", "per_token_s", "per_pair_s")
+_PROMPT = ("per_prompt_s", "per_cached_token_s")
+_DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +53,7 @@ class Noise:
 
 
 NO_NOISE = Noise()
-SCHEME = "emulated:"
-"""Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
-_FORMER_SCHEME = "paced:"
-SLOT_BYTES = 8
-"""Bytes for one token's K (or V) in one head and layer of emulated KV."""
-KV_DTYPE = "float16"
-_SUFFIX = ".yaml"
 _FOLDER = Path(__file__).resolve().parent / "profiles"
-_PREFILL = ("base_s", "per_token_s", "per_pair_s")
-_PROMPT = ("per_prompt_s", "per_cached_token_s")
-_DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: Inputs of a row that share a scale in products with packed weights.
 CHUNK = 32
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Floats of 8 bits that products read as they are stored."""
 
 
 class PackedTensor(Protocol):
@@ -68,10 +70,6 @@ class PackedTensor(Protocol):
     def offset_units(self) -> Tensor | None:
         """[outputs, blocks], what 1 stands for in offsets of one byte."""
         ...
-
-
-FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Floats of 8 bits that products read as they are stored."""
 
 
 def float8_of(values: Tensor) -> torch.dtype | None:

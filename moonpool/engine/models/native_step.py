@@ -29,6 +29,11 @@ from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.weights import AttentionWeights, LayerWeights
 from moonpool.engine.weights.linear import Linear
 
+_LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
+"""`LoraPlace` of lora.h, by the place in `LayerWeights`."""
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
+"""`Scores` of experts.h."""
+
 
 class StepSignals(Protocol):
     """Signals of other threads to a step that runs."""
@@ -237,12 +242,6 @@ def _why_not(config: ModelConfig, index: int, layer: LayerWeights) -> str:
     if not missing and any(linear.panels is None for linear in _linears(layer)):
         missing = "a matrix cannot be arranged in panels"
     return missing
-
-
-_LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
-"""`LoraPlace` of lora.h, by the place in `LayerWeights`."""
-_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
-"""`Scores` of experts.h."""
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:

@@ -7,6 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_STREAM_ORDER = 1
+"""Sources are read in the stream's order."""
+_BATCHES_SINCE = 13
+"""Version of CUDA; cudaMemcpyBatchAsync has another signature before."""
+
 
 class CallRefused(Exception):  # noqa: N818 - nothing is wrong: the caller does without
     """CUDA's runtime refused a call, or lacks the call; the message says which."""
@@ -34,12 +39,6 @@ class _Attributes(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int) for name in ("order", "source_kind", "source", "target_kind", "target", "flags")
     )
-
-
-_STREAM_ORDER = 1
-"""Sources are read in the stream's order."""
-_BATCHES_SINCE = 13
-"""Version of CUDA; cudaMemcpyBatchAsync has another signature before."""
 
 
 class CudaRuntime:

@@ -36,6 +36,9 @@ from moonpool.engine.models.batch import LayersKV, LayersScales
 from moonpool.engine.models.loader import torch_dtype
 from moonpool.engine.platforms.base import Device, DeviceEvent
 
+_BATCH_BYTES = 16 << 20
+"""Bytes per batch: copying takes longer than ordering the copy."""
+
 
 @dataclass(slots=True, eq=False)
 class _Callback:
@@ -245,10 +248,6 @@ def _typed(slices: Tensor, group: KVGroup, block_size: int) -> tuple[Tensor, Ten
         return slices.view(torch_dtype(group.dtype)).view(*slices.shape[:-1], *shape), None
     sizes = {"kv_heads": group.kv_heads, "block_size": block_size, "head_dim": group.head_dim}
     return kv_quantization.views(slices, kv_quantization.DTYPES[group.dtype], planes=group.planes, **sizes)
-
-
-_BATCH_BYTES = 16 << 20
-"""Bytes per batch: copying takes longer than ordering the copy."""
 
 
 @dataclass(slots=True, eq=False)

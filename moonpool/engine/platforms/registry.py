@@ -14,6 +14,8 @@ MEMORY_SHARE = 0.9
 """Of a GPU's memory, what engines take together, by default."""
 HOST_COLLECTIVES = "gloo"
 """The `torch.distributed` backend that sends from the host's memory: every platform can use this backend."""
+_SEPARATOR = ","
+"""Between the devices of a pipeline's stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,6 @@ PLATFORMS: dict[str, Platform] = {
 
 DEVICE_USAGE = "; ".join(platform.usage for platform in PLATFORMS.values())
 """All names of devices, for help texts."""
-_SEPARATOR = ","
-"""Between the devices of a pipeline's stages."""
 
 
 @dataclass(frozen=True, slots=True)
