@@ -42,7 +42,7 @@ LORA = "lora"
 
 
 def lora_option(lora: bytes) -> str:
-    """The option of a request for the LoRA adapter with this id."""
+    """Return the option of a request for the LoRA adapter with this id."""
     return f"{LORA}:{lora.hex()}"
 
 
@@ -251,7 +251,7 @@ class SamplingParams:
         return replace(self, **given) if given else self
 
     def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
-        """Checks that an engine can sample with these parameters.
+        """Check that an engine can sample with these parameters.
 
         Raises:
             InvalidRequest: names the first field that is wrong, as "FIELD_PREFIX.NAME".
@@ -270,7 +270,7 @@ class SamplingParams:
     def check_end_tokens(
         self, end_token_ids: frozenset[int], vocab_size: int, field: str, field_prefix: str = "sampling"
     ) -> None:
-        """Checks the tokens that end a sequence, and that enough others can be chosen.
+        """Check the tokens that end a sequence, and that enough others can be chosen.
 
         Raises:
             InvalidRequest: names `field`, or "FIELD_PREFIX.beam_width".

@@ -153,7 +153,7 @@ class StepTimer:
         return PrefillTime(tokens, prefix, await self._best([sequence], times))
 
     async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
-        """A batch of so many sequences, each with so much context.
+        """Return a batch of so many sequences, each with so much context.
 
         On a device no step fills a block: few steps do, and their time includes copies to the host.
         """
@@ -302,7 +302,7 @@ async def _median_times(
 
 
 def fit_profile(times: Sequence[Time]) -> ProfileFit:
-    """Fits half of the measured sizes and holds out the rest.
+    """Fit half of the measured sizes and hold out the rest.
 
     The sizes are a grid; as on a chess board, no two neighbours are on the same side. So the held-out sizes have the
     others' range, and half of the corners.
@@ -321,7 +321,7 @@ def fit_profile(times: Sequence[Time]) -> ProfileFit:
 
 
 def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
-    """The non-negative coefficients with the least sum of squared *relative* errors.
+    """Return the non-negative coefficients with the least sum of squared *relative* errors.
 
     Relative, because a profile is used for short steps as much as for long ones. With three coefficients all subsets of
     non-zero coefficients can be tried.

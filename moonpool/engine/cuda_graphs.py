@@ -49,7 +49,7 @@ class GraphShape:
 
 
 def next_size(values: Sequence[int], at_least: int) -> int | None:
-    """The first of rising values that is not less; None when all are."""
+    """Return the first of rising values that is not less; None when all are."""
     return next((value for value in values if value >= at_least), None)
 
 
@@ -95,7 +95,7 @@ class GraphCache:
         return [GraphShape(rows, context) for context in self._contexts for rows in reversed(self._rows)]
 
     def shape(self, rows: int, context: int) -> GraphShape | None:
-        """The least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
+        """Return the least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
         found_rows, found_context = next_size(self._rows, rows), next_size(self._contexts, context)
         if found_rows is None or found_context is None:
             return None
@@ -183,7 +183,7 @@ class DecodeGraphs:
         self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
 
     def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
-        """The graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
+        """Return the graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
 
         `batch`: the step's, on the host.
         """
@@ -240,7 +240,7 @@ class DecodeGraphs:
         self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
 
     def _layers(self, shape: GraphShape) -> Tensor:
-        """The captured work: independent of the buffers' content."""
+        """Return the captured work: independent of the buffers' content."""
         inputs = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
             token_ids=inputs["token_ids"],

@@ -38,7 +38,7 @@ def start_engine(
     start_timeout_s: float = 120.0,
     listener: StartListener = NO_LISTENER,
 ) -> AbstractAsyncContextManager[Engine]:
-    """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
+    """Start the engine's processes, or emulate them; leaving the context ends them and frees the pool.
 
     `listener` is told how the start goes on.
 

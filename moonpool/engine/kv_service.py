@@ -63,7 +63,7 @@ class PoolCalls:
             self._lent[action.number] = action.blocks
 
     def forget(self, event: DeleteKV) -> int:
-        """Deletes KV from the pool; how many blocks.
+        """Delete KV from the pool; return how many blocks.
 
         Raises:
             Unavailable: the core has stopped.
@@ -74,7 +74,7 @@ class PoolCalls:
         return self._forgot.pop(event.number)
 
     def lend(self, event: LendBlocks) -> tuple[int, ...]:
-        """Blocks that may be read until `take_back`; none where the core has stopped."""
+        """Return the blocks that may be read until `take_back`; none where the core has stopped."""
         self._ask(event)
         return self._lent.pop(event.number, ())
 
@@ -129,7 +129,7 @@ class PoolReads:
             await stream.run(requests, bare_write(context))
 
     def lend(self, keys: Sequence[BlockKey], windows_from: int) -> "PoolReadLease":
-        """Holds the leading blocks of `keys` that are here; see `LendBlocks`."""
+        """Hold the leading blocks of `keys` that are here; see `LendBlocks`."""
         number = next(self._numbers)
         blocks = self._calls.lend(LendBlocks(number, tuple(keys), windows_from))
         self.sessions += 1
@@ -158,7 +158,7 @@ class PoolReads:
         return slice_hash(data) == value
 
     def slices(self, lease: "PoolReadLease", layers: range) -> Iterator[Slice]:
-        """The slices of a lease, layers in order."""
+        """Return the slices of a lease, layers in order."""
         full = self.pool.layout.block_size
         for layer in layers:
             first = lease.windows_from if layer in self.pool.layout.windowed_layers else 0
@@ -205,7 +205,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         self._reads = reads
 
     async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
-        """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
+        """Take readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
         reads = self._reads
         check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
         self.writes(
@@ -220,7 +220,6 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        """Begins a read."""
         reads, layers = self._reads, self._layers(message)
         lease = reads.lend(keys, message.windows_from)
         try:

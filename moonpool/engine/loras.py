@@ -113,7 +113,7 @@ class InstanceLoras:
             drop.add_done_callback(self._drops.discard)
 
     def _find(self, lora: kv_pb2.LoraAdapter) -> _HeldLora:
-        """The adapter, now the most recently used; begins to load an adapter that is not here."""
+        """Return the adapter, now the most recently used; begins to load an adapter that is not here."""
         held = self._held.pop(lora.id, None)
         if held is None:
             if not self._max_loras:

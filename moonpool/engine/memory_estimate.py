@@ -52,7 +52,7 @@ class MemoryEstimate:
         return self.program + self.weights + max(self.reading, self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1) -> bool:
-        """Whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
+        """Tell whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
         return free is None or engines * self.idle <= free
 
 

@@ -105,5 +105,5 @@ class NativeRun(RunMode):
 
 
 def _like_further(sequence: SequenceStep) -> bool:
-    """Whether a sequence's part of a run's first step is one token after others, as in later steps."""
+    """Tell whether a sequence's part of a run's first step is one token after others, as in later steps."""
     return len(sequence.token_ids) == 4 and sequence.start > 0 and sequence.scored is None and not sequence.full_hit

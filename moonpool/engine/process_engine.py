@@ -97,12 +97,10 @@ class ProcessEngine:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the pool."""
         return self._spec.blocks
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """See `Engine.max_num_batched_tokens`."""
         return self._spec.max_num_batched_tokens
 
     @property
@@ -112,7 +110,6 @@ class ProcessEngine:
 
     @property
     def pool(self) -> KVPool:
-        """The paged memory."""
         assert self._memory.pool is not None, "the engine is not ready"
         return self._memory.pool
 
@@ -138,7 +135,6 @@ class ProcessEngine:
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
-        """See `Engine.run`."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
         if len(self._flights) >= self.stages:
@@ -155,19 +151,15 @@ class ProcessEngine:
         return await asyncio.shield(flight.future)
 
     def open_gate(self, step_id: int, layer: int) -> None:
-        """See `Engine.open_gate`."""
         self._send(OpenKVGateMessage(step_id, layer))
 
     def drop(self, step_id: int, index: int) -> None:
-        """See `Engine.drop`."""
         self._send(DropSequence(step_id, index))
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
-        """See `Engine.stop_run`."""
         self._send(StopRunMessage(step_id, urgent))
 
     def abort(self, step_id: int) -> None:
-        """See `Engine.abort`."""
         self._send(AbortStageStep(step_id))
 
     def _send(
@@ -189,18 +181,15 @@ class ProcessEngine:
             worker.channel.send(message)
 
     async def fetch(self, blocks: Sequence[int]) -> None:
-        """See `Engine.fetch`."""
         if self._one_pool:
             return
         async with self._may_fetch:
             await self._ask(FetchBlocks(next(self._numbers), tuple(blocks)))
 
     def load(self) -> "asyncio.Future[None] | None":
-        """See `Engine.load`."""
         return None if self._one_pool else self._ask(LoadKV(next(self._numbers)))
 
     async def load_lora(self, lora: bytes, folder: str) -> int:
-        """See `Engine.load_lora`."""
         message = LoadLora(next(self._numbers), lora, folder)
         future = self._ask(message)
         answers = self._asked.get(message.number)
@@ -212,11 +201,10 @@ class ProcessEngine:
         return answers.nbytes
 
     async def drop_lora(self, lora: bytes) -> None:
-        """See `Engine.drop_lora`."""
         await self._ask(DropLora(next(self._numbers), lora))
 
     def _ask(self, message: FetchBlocks | LoadKV | LoadLora | DropLora) -> "asyncio.Future[None]":
-        """Sends a message; the future is done with the answers of all stages."""
+        """Send a message; the future is done with the answers of all stages."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._failed.done():
             future.set_exception(Unavailable(self._failed.result()))
@@ -227,13 +215,13 @@ class ProcessEngine:
         return future
 
     async def idle(self) -> None:
-        """Waits until no step is in flight, those of cancelled callers included."""
+        """Wait until no step is in flight, those of cancelled callers included."""
         await asyncio.gather(*(flight.future for flight in self._flights.values()), return_exceptions=True)
 
     # --- answers of the stages -------------------------------------------------------------------------------------
 
     async def ready(self, listener: StartListener) -> None:
-        """Waits until every stage has loaded.
+        """Wait until every stage has loaded.
 
         Args:
             listener: called for each layer that a stage has loaded, and for the start's progress.
@@ -279,7 +267,7 @@ class ProcessEngine:
         return messages
 
     async def _next(self, worker: WorkerProcess, listener: StartListener) -> Any:
-        """A stage's next message that is not about the start's progress."""
+        """Return a stage's next message that is not about the start's progress."""
         try:
             message = await worker.channel.receive()
             while isinstance(message, LayersLoaded | StageStarting):
@@ -310,7 +298,7 @@ class ProcessEngine:
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
 
     def listen(self) -> None:
-        """Starts to read the stages' messages, and reports landed KV."""
+        """Start to read the stages' messages, and report landed KV."""
         for part, worker in zip(self.pool.parts, self._workers, strict=True):
             part.on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
@@ -380,7 +368,7 @@ class ProcessEngine:
         self._fail(f"step {step_id} was not done after {self._spec.step_timeout_s:g} s")
 
     def _fail(self, reason: str) -> None:
-        """Fails the engine; no process runs any more when this returns."""
+        """Fail the engine: when this returns, no process runs any more."""
         if self._failed.done():
             return
         self._failed.set_result(reason)
@@ -394,7 +382,7 @@ class ProcessEngine:
                 answer.future.set_exception(Unavailable(reason))
 
     async def _death_of(self, worker: WorkerProcess) -> str:
-        """How a worker ended after the channel closed."""
+        """Return how a worker ended after the channel closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = await asyncio.to_thread(worker.process.wait, _REAP_S)
             return f"{worker} {exit_reason(code)}{self._others(worker)}"
@@ -408,7 +396,7 @@ class ProcessEngine:
     # --- shutdown --------------------------------------------------------------------------------------------------
 
     async def shutdown(self) -> None:
-        """Aborts steps in flight and lets the stages exit; kills them after some seconds.
+        """Abort steps in flight and let the stages exit; kill them after some seconds.
 
         Idempotent. Runs in flight return (aborted or not), or raise Unavailable when force was needed.
         """
@@ -433,7 +421,7 @@ class ProcessEngine:
             await worker.channel.wait_closed()
 
     def kill(self) -> None:
-        """Ends all processes at once and reaps them."""
+        """End all processes at once and reap them."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:

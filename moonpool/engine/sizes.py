@@ -98,7 +98,7 @@ def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom
 
 
 def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
-    """Bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
+    """Return the bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
     longest = spec.max_tokens or model.max_position_embeddings
     sized = replace(spec, max_num_batched_tokens=tokens, blocks=-(-longest // spec.layout.block_size))
     held = device_footprint(model, sized, weights=0, pool=0)

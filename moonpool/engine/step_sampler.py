@@ -175,17 +175,14 @@ class _RowGroup:
         return native
 
     def attach(self, further: GoOn) -> bool:
-        """See `StepSampler.attach`."""
         return self._native.attach(further)
 
     def set_masks(self, masks: PendingMasks) -> StepOutput:
-        """See `StepSampler.set_masks`."""
         output = StepOutput()
         self._native.set_masks(self._row_masks(masks, output))
         return output
 
     def last_output(self, masks: PendingMasks | None) -> StepOutput:
-        """See `StepSampler.last_output`."""
         output = StepOutput([None] * len(self._wanted))
         self._row_masks(masks, output)
         self._record(sampler_output(self._native.choices()), output)
@@ -197,11 +194,9 @@ class _RowGroup:
         return native.tokens_address if native is not None and len(self._drawn) == sequences else None
 
     def set_previous(self, tokens: Sequence[int]) -> None:
-        """See `StepSampler.set_previous`."""
         self._native.set_previous(tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `StepSampler.advance`."""
         self._sampler.advance(
             tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn]
         )

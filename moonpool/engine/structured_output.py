@@ -98,7 +98,7 @@ class ParserCache:
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
 
     def known(self, grammar: Grammar, answer: bytes) -> KeptParser | None:
-        """Takes the parser kept behind an answer, or before the answer's last token.
+        """Take the parser kept behind an answer, or before the answer's last token.
 
         Args:
             grammar: that the answer follows.
@@ -124,7 +124,7 @@ class ParserCache:
         return found
 
     def forget(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        """Drops a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
+        """Drop a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
         if self._grammars.get(grammar) is compiled:
             del self._grammars[grammar]
         for key in [key for key, kept in self._parsers.items() if kept.compiled is compiled]:
@@ -147,11 +147,10 @@ class ParserCache:
         return True
 
     def warm(self) -> None:
-        """Makes the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
+        """Make the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
         wait([self._thread.submit(lambda: self.tokenizer)])
 
     def close(self) -> None:
-        """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -235,12 +234,12 @@ class PendingMasks:
         return not all(grammar.done() for grammar in self._grammars)
 
     def early(self) -> None:
-        """Makes them, unless a grammar has to be waited for."""
+        """Make them, unless a grammar has to be waited for."""
         if not self.waits:
             self.now()
 
     def now(self) -> TokenMasks:
-        """The masks."""
+        """Return the masks."""
         if self._made is None:
             self._made = self._make()
         return self._made
@@ -306,17 +305,17 @@ class _MaskRow:
         return self.wanted.index
 
     def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
-        """The mask that is wanted after these steps' tokens."""
+        """Return the mask that is wanted after these steps' tokens."""
         tokens = array("i", [each[self.index] for each in later])
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
     def leads_to(self, wanted: MaskRequest) -> bool:
-        """Whether another mask is that of this row's answer with one token more."""
+        """Tell whether another mask is that of this row's answer with one token more."""
         same = wanted.grammar == self.wanted.grammar
         return same and len(wanted.answer) >= TOKEN_BYTES and wanted.answer[:-TOKEN_BYTES] == self.wanted.answer
 
     def behind_guess(self, wanted: MaskRequest) -> _MaskRow:
-        """The row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
+        """Return the row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
         assert self.parser is not None
         token = int.from_bytes(wanted.answer[-TOKEN_BYTES:], "little")
         parser, work = self.parser.deep_copy(), None
@@ -326,7 +325,7 @@ class _MaskRow:
         return _MaskRow(wanted, self.compiled, parser, np.empty(0, np.uint32), self.time, work)
 
     def write(self, answer: bytes) -> None:
-        """Writes the mask; on another thread. The library lets others run meanwhile."""
+        """Write the mask; on another thread. The library lets others run meanwhile."""
         began_ns = time.thread_time_ns()
         try:
             if self.parser is None:
@@ -372,7 +371,7 @@ class MaskBuilder:
         self._goes_on = self._alone = False
 
     def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks | None:
-        """Begins the masks of a step, which may begin a run; None where none is wanted.
+        """Begin the masks of a step, which may begin a run; None where none is wanted.
 
         `alone`: no sequence of the step goes on without a mask.
         """
@@ -388,15 +387,14 @@ class MaskBuilder:
         return PendingMasks(self._made, needed)
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
-        """Begins the masks for the run's next step, when each sequence in the step has got a token."""
+        """Begin the masks for the run's next step, when each sequence in the step has got a token."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
 
     def warm(self) -> None:
-        """Makes what the first grammar needs; call this before the engine serves, whose steps would stand still."""
+        """Make what the first grammar needs; call this before the engine serves, whose steps would stand still."""
         self._parsers.warm()
 
     def close(self) -> None:
-        """Ends the threads."""
         self._parsers.close()
         for threads in (self._quick, self._slow):
             threads.shutdown(cancel_futures=True)
@@ -434,7 +432,7 @@ class MaskBuilder:
         self._rows = []
 
     def _row(self, wanted: MaskRequest, before: _MaskRow | None = None) -> _MaskRow:
-        """A mask's row: with a mask being made, or with a kept parser, or with neither.
+        """Return a mask's row: with a mask being made, or with a kept parser, or with neither.
 
         `before`: the step's row before. If the answer is that row's with a token more (a guess that the step checks),
         the parser follows from that row's.
@@ -454,7 +452,7 @@ class MaskBuilder:
         return _MaskRow(wanted, self._parsers.compiled(wanted.grammar), None, bits, ProcessorTime())
 
     def _made(self) -> TokenMasks:
-        """Masks of the rows, as far as they are made in time."""
+        """Return the masks of the rows, as far as they are made in time."""
         began_ns = world.monotonic_ns()
         answers = {row.index: row.after(self._later).answer for row in self._rows}
         for row in self._rows:

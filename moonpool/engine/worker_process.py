@@ -57,7 +57,7 @@ def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
 def spawn_worker(
     module: str, launcher: Launcher, pool_fd: int, env: dict[str, str]
 ) -> tuple[ChildProcess, socket.socket]:
-    """Starts one worker; returns the worker and our end of the channel."""
+    """Start one worker; return the worker and our end of the channel."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, _signals_blocked():
@@ -73,7 +73,7 @@ def spawn_worker(
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that is started within inherits the mask; what comes meanwhile is delivered afterwards."""
+    """Block signals: a process started within inherits the mask; what comes meanwhile is delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         yield
@@ -82,7 +82,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
-    """The error that a worker's `Failed` message describes."""
+    """Return the error that a worker's `Failed` message describes."""
     kind = getattr(moonpool.base.errors, failure.kind, None) if failure.kind else None
     if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
         return Internal(f"{who} failed: {failure.message}")

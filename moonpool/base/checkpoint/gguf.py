@@ -108,7 +108,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """A GGUF file's name without the ending and part number."""
+    """Return a GGUF file's name without the ending and part number."""
     match = _PART_NAME.fullmatch(path.name)
     return path.name.removesuffix(GGUF_SUFFIX) if match is None else match["stem"]
 

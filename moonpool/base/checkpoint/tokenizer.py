@@ -168,7 +168,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def definition(self) -> str:
-        """The tokenizer without the chat template, as the library `tokenizers` writes the definition."""
+        """Return the tokenizer without the chat template, as the library `tokenizers` writes the definition."""
         return str(self._backend.to_str())
 
     @property

@@ -27,9 +27,7 @@ class PackedTensor(Protocol):
         ...
 
     @property
-    def bits(self) -> int:
-        """Of a code."""
-        ...
+    def bits(self) -> int: ...
 
     @property
     def group(self) -> int:

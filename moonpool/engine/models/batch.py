@@ -188,7 +188,7 @@ class PackedBatch:
         return replace(self, slot_tables=self.block_tables, slot_ids=self.block_ids, plans={})
 
     def filled(self) -> list[int]:
-        """Blocks that the step fills, for a batch with one token per sequence."""
+        """Return the blocks that the step fills, for a batch with one token per sequence."""
         if self.within:
             return []
         filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_size - 1].tolist()

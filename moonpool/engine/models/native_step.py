@@ -44,7 +44,7 @@ class StepSignals(Protocol):
     """
 
     def stopped(self, layer: int) -> bool:
-        """Whether this layer must not run, or not yet."""
+        """Tell whether this layer must not run, or not yet."""
         ...
 
 
@@ -136,7 +136,7 @@ class NativeLayers:
         return Progress(self.native, self.index, len(self._layers))
 
     def takes(self, loras: BatchLoras | None) -> bool:
-        """Whether a batch's adapters change these layers only where native code adds."""
+        """Tell whether a batch's adapters change these layers only where native code adds."""
         return loras is None or all(self._adapter(lora) is not None for lora, _ in loras.adapted)
 
     def _adapter(self, lora: StageLora) -> ctypes.Array[structures.LowRank] | None:

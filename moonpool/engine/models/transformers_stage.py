@@ -97,13 +97,11 @@ class TransformersStage(StageModel):
         return sum(weight.nbytes for weight in self._model.parameters())
 
     def progress(self, loras: BatchLoras | None = None) -> Progress | None:
-        """See `StageModel.progress`."""
         del loras
         return None
 
     @in_inference_mode
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """See `StageModel.embed`."""
         del positions
         embedded: Tensor = self._body.get_input_embeddings()(token_ids)
         return embedded
@@ -141,7 +139,6 @@ class TransformersStage(StageModel):
 
     @in_inference_mode
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `StageModel.logits`."""
         del out
         prefix = self._model.base_model_prefix
         self._given.hidden = rows[None]
@@ -153,7 +150,6 @@ class TransformersStage(StageModel):
         return logits.float()
 
     def native_run(self, *args: Any, **kwargs: Any) -> NativeLoop | None:
-        """See `StageModel.native_run`."""
         del args, kwargs
         return None
 

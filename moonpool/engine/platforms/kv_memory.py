@@ -155,7 +155,7 @@ class KVMemory(Protocol):
 
 
 def pool_bytes(part: PoolPart) -> Tensor:
-    """A stage's pool as bytes, uint8 [nbytes], over the same memory."""
+    """Return a stage's pool as bytes, uint8 [nbytes], over the same memory."""
     return torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
 
 
@@ -190,7 +190,7 @@ class StageSlices:
 
     @classmethod
     def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
-        """The slices in a stage's pool, or in a device's copy of the pool."""
+        """Return the slices in a stage's pool, or in a device's copy of the pool."""
         return cls(flat, part)
 
     def _places(self, by_slots: bool, blocks: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class StageSlices:
 
 
 def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:
-    """Bytes of a layer's slices, and whether they lie by window slots."""
+    """Return the bytes of a layer's slices, and whether they lie by window slots."""
     return part.layout.slice_bytes(layer), part.slots > 0 and layer in part.layout.windowed_layers
 
 
@@ -336,7 +336,6 @@ class KVLoads:
         self._thread.send(self._settle)
 
     def load(self, then: OnDone | None) -> None:
-        """See `KVMemory.load`."""
         self.bring()
         if then is not None:
             self._thread.send(then)
@@ -432,7 +431,6 @@ class TieredKVMemory:
         self._loads = KVLoads(part, device, host, slices, self._batch_slices, newer, on_failure)
 
     def begin(self, step: Step) -> None:
-        """See `KVMemory.begin`."""
         self._gated, self._awaited = step.gated, None
         self._tables = [sequence.block_table for sequence in step.sequences]
         if step.copies:
@@ -445,7 +443,6 @@ class TieredKVMemory:
         self._finished = sorted(finished_blocks(step, self._size))
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """See `KVMemory.advance`."""
         self._gated, self._awaited = False, None
         self._written, self._finished = written, [(block, self._size) for block in sorted(full)]
 
@@ -468,7 +465,6 @@ class TieredKVMemory:
             self._callbacks.send(then)
 
     def finish_step(self, then: OnDone, *, aborted: bool) -> None:
-        """See `KVMemory.finish_step`."""
         self._unstored.update(self._written)
         if aborted:
             self._leaving.clear()
@@ -486,15 +482,13 @@ class TieredKVMemory:
         self._callbacks.send(then)
 
     def load(self, then: OnDone | None) -> None:
-        """See `KVMemory.load`."""
         self._loads.load(then)
 
     def close(self) -> None:
-        """See `KVMemory.close`."""
         self._loads.close()
 
     def _written_by(self, sequence: SequenceStep) -> Sequence[int]:
-        """Blocks that a sequence writes to."""
+        """Return the blocks that a sequence writes to."""
         if sequence.full_hit:
             return ()
         end = sequence.start + len(sequence.token_ids) // 4

@@ -73,7 +73,6 @@ class Sampler:
         return self._rows if isinstance(self._rows, NativeRows) else None
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask] = MappingProxyType({})) -> SamplerOutput:
-        """See `sample`."""
         assert logits.dim() == 2
         assert logits.shape[0] == self._count
         assert logits.dtype == torch.float32

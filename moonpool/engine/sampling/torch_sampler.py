@@ -81,7 +81,6 @@ class TorchRows:
         self._scored = _RowPart(list(self._counts), self._sizes, device) if self._counts else None
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> RowChoices:
-        """See `RowSampler.sample`."""
         with torch.inference_mode():
             return self.read(self.begin(logits, masks))
 

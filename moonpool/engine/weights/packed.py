@@ -99,12 +99,10 @@ class PackedWeight(LinearWeight):
 
     @property
     def outputs(self) -> int:
-        """Number of rows."""
         return self.codes.shape[0]
 
     @property
     def inputs(self) -> int:
-        """Number of columns."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property

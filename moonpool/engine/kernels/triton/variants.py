@@ -107,7 +107,7 @@ def _candidates(tokens: int, longest: int) -> Iterator[BatchShape]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
