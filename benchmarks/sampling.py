@@ -32,7 +32,6 @@ from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
-from moonpool.engine.executor import RUN_STEPS
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.native.library import Library
 from moonpool.engine.kv_gate import KVGates
@@ -42,6 +41,7 @@ from moonpool.engine.models.loader import load_stage
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.platforms.stage_platform import stage_platform
+from moonpool.engine.process_engine import RUN_STEPS
 from moonpool.engine.sampling.sampler import sample
 from moonpool.engine.structured_output import MaskBuilder
 from moonpool.v1 import kv_pb2

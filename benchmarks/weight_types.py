@@ -32,7 +32,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.experts import MixtureOfExperts
 from moonpool.engine.models.loader import load_stage
-from moonpool.engine.models.native_step import NativeRun
+from moonpool.engine.models.native_step import NativeLoop
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import KeptWeights
@@ -232,10 +232,10 @@ def expert_call(stage: StageModel) -> Callable[[], None]:
     tokens = itertools.cycle(
         torch.randperm(stage.config.vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
     )
-    chosen, runs = array("i", [0]), list[NativeRun]()
+    chosen, runs = array("i", [0]), list[NativeLoop]()
     address, _ = chosen.buffer_info()
 
-    def begun() -> NativeRun:
+    def begun() -> NativeLoop:
         batch = PackedBatch.build([(array("i", [next(tokens)]).tobytes(), 0, list(range(-(-RUN // BLOCK))))], BLOCK)
         stage.forward(batch.token_ids, batch, pool.kv)
         run = stage.native_run(batch, pool.kv, RUN - 1, address)

@@ -50,6 +50,7 @@ SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' f
 """Tokens that match one of these expressions are allowed together if a format allows the expression; only the others
 are checked one by one. The library's own, and shorter texts: for texts near their longest length.
 """
+_NOTATIONS = {"regex": "regular expression that can be followed", "lark": "grammar that can be followed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ class Grammar:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Grammar | None:
-        """What some parameters ask for; None = any text."""
+        """Return what some parameters ask for; None = any text."""
         return cls(params.response_format, params.grammar) if params.response_format else None
 
     def compiled(self) -> str:
-        """The grammar in llguidance's form.
+        """Return the grammar in llguidance's form.
 
         Raises:
             ValueError: a schema is no JSON object, or the format is not known.
@@ -113,12 +114,12 @@ def _json_grammar(text: str) -> str:
 
 
 def _built(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema in words of llguidance."""
+    """Return the schema in words of llguidance."""
     return map_schemas(normalise(schema), _name_members)
 
 
 def _name_members(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
-    """A schema with patterns of few names replaced by the names, so that no member comes twice."""
+    """Return a schema with patterns of few names replaced by the names, so that no member comes twice."""
     patterns, members = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(members, dict):
         return schema
@@ -135,7 +136,7 @@ def _name_members(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _names(pattern: str) -> tuple[str, ...] | None:
-    """The names that match a pattern, at most `MAX_NAMES`; None if there are more, or the pattern is wrong."""
+    """Return the names that match a pattern, at most `MAX_NAMES`; None if there are more, or the pattern is wrong."""
     text = json.dumps({"type": "string", "pattern": pattern})
     matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(text), log_level=0, limits=LIMITS)
     found: list[bytes] = []
@@ -194,12 +195,12 @@ class AnswerGrammar:
         self._opening = ""  # the rule of a whole answer that has a form
 
     def mark(self, mark: str) -> str:
-        """A text of the model's own, which may be a special token."""
+        """Return a text of the model's own, which may be a special token."""
         token = self._special_id(mark)
         return self.text(mark) if token is None else f"<[{token}]>"
 
     def text(self, text: str) -> str:
-        """A text."""
+        """Return a text."""
         return json.dumps(text, ensure_ascii=False)
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -212,15 +213,15 @@ class AnswerGrammar:
         return f"%json {json.dumps({**flexible, **_built(schema)})}"
 
     def token(self, expression: str, text: str) -> str:
-        """What matches a regular expression and then is a text, read as one piece."""
+        """Return what matches a regular expression and then is a text, read as one piece."""
         name = self._name("token").upper()
         self._rules.append(f"{name}: /{expression}/ {self.text(text)}")
         return name
 
     def text_until(self, end: str, expressions: Sequence[str] = ()) -> str:
-        """A text that matches all regular expressions, up to the first `end` and with `end`."""
+        """Return a text that matches all regular expressions, up to the first `end` and with `end`."""
         name = self._name("until")
-        matched = " & ".join(f"/{_unslashed(it)}/" for it in (r"(.|\n)*", *expressions))
+        matched = " & ".join(f"/{_unslashed(expression)}/" for expression in (r"(.|\n)*", *expressions))
         self._rules.append(f"{name}[lazy]: ({matched}) {self.text(end)}")
         return name
 
@@ -245,7 +246,7 @@ class AnswerGrammar:
         self._rules.append(rf"FIRST: /(.|\n)*/ & ~/({begins})(.|\n)*/" + self._without_thinking())
 
     def lark(self) -> str:
-        """The grammar."""
+        """Return the grammar."""
         if self._thinking is not None and not self._opening:
             self.pass_mark(self._thinking.begin)
             self.pass_mark(self._thinking.end)
@@ -267,7 +268,7 @@ class AnswerGrammar:
         return f"{name} {form}".rstrip()
 
     def _thought(self) -> str:
-        """The thinking, up to the first end mark."""
+        """Return the thinking, up to the first end mark."""
         if self._thinking is None:
             return ""
         begin, end = self._thinking.begin, self._thinking.end
@@ -279,7 +280,7 @@ class AnswerGrammar:
         return thought if self._thinking.is_open else f"{thought}?"
 
     def _without_thinking(self) -> str:
-        """What excludes the end of thinking from a text, so that what follows the end begins anew."""
+        """Return what excludes the end of thinking from a text, so that what follows the end begins anew."""
         if self._thinking is None:
             return ""
         return rf" & ~/(.|\n)*{_unslashed(re.escape(self._thinking.end))}(.|\n)*/"
@@ -296,7 +297,7 @@ class _TooSlowError(Exception):
 
 
 def _first_fault(compiled: str) -> str:
-    """What is wrong, also what shows only where the first tokens are looked for; "" = no fault.
+    """Return what is wrong, also what shows only where the first tokens are looked for; "" = no fault.
 
     A cost over the limit is measured a second time: the first time may have paid for what else the machine did.
 
@@ -311,7 +312,7 @@ def _first_fault(compiled: str) -> str:
 
 
 def _measured_fault(probe: LLTokenizer, compiled: str) -> str:
-    """The first fault; see `_first_fault`. Measures once."""
+    """Return the first fault; see `_first_fault`. Measures once."""
     began_ns = time.thread_time_ns()
     wrong = LLMatcher.validate_grammar(compiled, limits=LIMITS)
     if wrong:
@@ -331,20 +332,20 @@ def _measured_fault(probe: LLTokenizer, compiled: str) -> str:
 
 
 def _middle_token(allowed: bytes) -> int:
-    """A token that may follow: the middle one."""
+    """Return a token that may follow: the middle one."""
     bits = int.from_bytes(allowed, "little")
     tokens = [token for token in range(bits.bit_length()) if bits >> token & 1]
     return tokens[len(tokens) // 2]
 
 
 def prepare_checks() -> None:
-    """Builds what `check_grammar` needs, so that the first check takes no longer than others."""
+    """Build what `check_grammar` needs, so that the first check takes no longer than others."""
     _probe()
 
 
 @functools.cache
 def _probe() -> LLTokenizer:
-    """The bundled model's vocabulary, with which the cost of a grammar is measured."""
+    """Return the bundled model's vocabulary, with which the cost of a grammar is measured."""
     return LLTokenizer(json.dumps(json.loads((model_dir() / "tokenizer.json").read_text())), slices=SLICES)
 
 
@@ -367,7 +368,7 @@ def text_expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> None:
-    """Checks that the grammar, if there is one, can be followed, and at what cost; takes up to a second.
+    """Check that the grammar, if there is one, can be followed, and at what cost; takes up to a second.
 
     Fetches nothing, whatever a schema refers to.
 
@@ -391,7 +392,7 @@ def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> Non
 
 @functools.lru_cache(maxsize=256)
 def _fault(grammar: Grammar) -> str:
-    """What is wrong with a grammar, for the client; "" = no fault.
+    """Return what is wrong with a grammar, for the client; "" = no fault.
 
     Raises:
         _TooSlowError: following the grammar takes too long. A measured cost is no fact to remember, so the next request
@@ -408,11 +409,8 @@ def _fault(grammar: Grammar) -> str:
     return wrong and f"is no {_NOTATIONS.get(grammar.format, grammar.format)}: {wrong[:_MAX_REASON]}"
 
 
-_NOTATIONS = {"regex": "regular expression that can be followed", "lark": "grammar that can be followed"}
-
-
 def _schema_fault(text: str, wrong: str) -> str:
-    """The message about a schema that cannot be followed, with the place of the smallest schema at fault."""
+    """Return the message about a schema that cannot be followed, with the place of the smallest schema at fault."""
     place = ""
     try:
         schema = json.loads(text)

@@ -58,7 +58,7 @@ class Logprobs:
         return len(self.ranks) == len(self) and len(self.top_logprobs) == tops == self.top * len(self)
 
     def extend(self, more: Logprobs) -> None:
-        """Appends the following tokens' log probabilities, with as many likely tokens per position."""
+        """Append the following tokens' log probabilities, with as many likely tokens per position."""
         self.logprobs += more.logprobs
         self.ranks += more.ranks
         self.top_token_ids += more.top_token_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -42,7 +42,7 @@ LORA = "lora"
 
 
 def lora_option(lora: bytes) -> str:
-    """The option of a request for the LoRA adapter with this id."""
+    """Return the option of a request for the LoRA adapter with this id."""
     return f"{LORA}:{lora.hex()}"
 
 
@@ -229,6 +229,11 @@ class SamplingParams:
         return self.beam_width > 0
 
     @property
+    def given(self) -> tuple[str, ...]:
+        """Names of all options whose value is not the default."""
+        return tuple([option.name for option in fields(self) if getattr(self, option.name) != default_of(option)])
+
+    @property
     def uncommon(self) -> tuple[str, ...]:
         """Names of set options in `UNCOMMON`."""
         return tuple([name for name in UNCOMMON if getattr(self, name) != _DEFAULTS[name]])
@@ -246,7 +251,7 @@ class SamplingParams:
         return replace(self, **given) if given else self
 
     def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
-        """Checks that an engine can sample with these parameters.
+        """Check that an engine can sample with these parameters.
 
         Raises:
             InvalidRequest: names the first field that is wrong, as "FIELD_PREFIX.NAME".
@@ -265,7 +270,7 @@ class SamplingParams:
     def check_end_tokens(
         self, end_token_ids: frozenset[int], vocab_size: int, field: str, field_prefix: str = "sampling"
     ) -> None:
-        """Checks the tokens that end a sequence, and that enough others can be chosen.
+        """Check the tokens that end a sequence, and that enough others can be chosen.
 
         Raises:
             InvalidRequest: names `field`, or "FIELD_PREFIX.beam_width".
@@ -333,7 +338,7 @@ def _restore(*values: object) -> SamplingParams:
 
 def _declared(name: str) -> dict[str, Any]:
     """Return what the fields' metadata says under a name, by field."""
-    values = {it.name: it.metadata.get(name) for it in fields(SamplingParams)}
+    values = {option.name: option.metadata.get(name) for option in fields(SamplingParams)}
     return {field_name: value for field_name, value in values.items() if value is not None}
 
 
@@ -342,9 +347,14 @@ ITEM_LIMITS: dict[str, int] = _declared("max_items")
 HTTP_FIELDS: dict[str, type] = _declared("http")
 """Fields that the OpenAI endpoints take under the same name, with their JSON types."""
 _CHECKS: dict[str, Check] = _declared("check")
-_DEFAULTS: dict[str, Any] = {
-    f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
-}
+
+
+def default_of(option: Field[Any]) -> Any:
+    """Return the default of a field."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+_DEFAULTS: dict[str, Any] = {option.name: default_of(option) for option in fields(SamplingParams)}
 _NEUTRAL: dict[str, float | int] = {
     name: float(value) if isinstance(value, Unset) else int(value)
     for name, value in _DEFAULTS.items()
@@ -394,7 +404,7 @@ class SampleSpec:
 
     def after(self, token: int) -> SampleSpec:
         """Parameters for the token after `token`, which has the position of these; the same tokens are banned."""
-        its = token.to_bytes(_TOKEN_BYTES, "little")
-        history = self.history + its if self.history is not None else None
-        answer = self.answer + its if self.params.response_format else b""
+        encoded = token.to_bytes(_TOKEN_BYTES, "little")
+        history = self.history + encoded if self.history is not None else None
+        answer = self.answer + encoded if self.params.response_format else b""
         return replace(self, position=self.position + 1, history=history, answer=answer)

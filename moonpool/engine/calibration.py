@@ -22,6 +22,14 @@ _FIRST_STEP_ID = -1000
 LONG_TOKENS = 512
 """Of the longest step that is timed."""
 _LONG_SECONDS = 0.25  # on a CPU, the long prefill is chosen to take about so long at most
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+PREFIXES = (0, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 512, 2048, 4096)
+LONGEST_STEP_S = 2.0
+"""Sizes at least as large as a size that took longer are left out for the rest of the round."""
+MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
+"""Tokens that the pool must hold for all sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +122,12 @@ def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) ->
     return max(0.0, long_s - per_token * long.tokens), per_token, per_pair
 
 
-def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
+def fit_decode(alone: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
     """(base, per sequence, per context token), none negative; `deep` has the sequences of `many` and more context."""
     context_span = deep.context - many.context
     per_context = max(0.0, (deep.seconds - many.seconds) / context_span) if context_span > 0 else 0.0
-    one_s, many_s = (max(0.0, t.seconds - per_context * t.context) for t in (one, many))
-    span = many.sequences - one.sequences
+    one_s, many_s = (max(0.0, t.seconds - per_context * t.context) for t in (alone, many))
+    span = many.sequences - alone.sequences
     per_sequence = max(0.0, (many_s - one_s) / span) if span > 0 else 0.0
     per_sequence = min(per_sequence, many_s / many.sequences)
     return max(0.0, many_s - per_sequence * many.sequences), per_sequence, per_context
@@ -145,7 +153,7 @@ class StepTimer:
         return PrefillTime(tokens, prefix, await self._best([sequence], times))
 
     async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
-        """A batch of so many sequences, each with so much context.
+        """Return a batch of so many sequences, each with so much context.
 
         On a device no step fills a block: few steps do, and their time includes copies to the host.
         """
@@ -192,10 +200,10 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     base, per_token, per_pair = fit_prefill(short, long, prefixed)
 
     shallow = min(16, room)
-    one = await timer.decode(1, shallow)
+    alone = await timer.decode(1, shallow)
     many = await timer.decode(sizes.batch, shallow)
     deep = await timer.decode(sizes.batch, min(room, sizes.context))
-    decode_base, per_sequence, per_context = fit_decode(one, many, deep)
+    decode_base, per_sequence, per_context = fit_decode(alone, many, deep)
     return Speeds(
         prefill_base_s=base,
         prefill_per_token_s=per_token,
@@ -206,14 +214,6 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     )
 
 
-CHUNKS = (16, 64, 128, 256, 512, 1024)
-PREFIXES = (0, 512, 1024, 2048, 4096)
-BATCHES = (1, 2, 4, 8, 16, 32)
-CONTEXTS = (64, 512, 2048, 4096)
-LONGEST_STEP_S = 2.0
-"""Sizes at least as large as a size that took longer are left out for the rest of the round."""
-MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
-"""Tokens that the pool must hold for all sizes."""
 Coefficients = tuple[float, float, float]
 Time = PrefillTime | DecodeTime
 
@@ -302,7 +302,7 @@ async def _median_times(
 
 
 def fit_profile(times: Sequence[Time]) -> ProfileFit:
-    """Fits half of the measured sizes and holds out the rest.
+    """Fit half of the measured sizes and hold out the rest.
 
     The sizes are a grid; as on a chess board, no two neighbours are on the same side. So the held-out sizes have the
     others' range, and half of the corners.
@@ -321,7 +321,7 @@ def fit_profile(times: Sequence[Time]) -> ProfileFit:
 
 
 def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
-    """The non-negative coefficients with the least sum of squared *relative* errors.
+    """Return the non-negative coefficients with the least sum of squared *relative* errors.
 
     Relative, because a profile is used for short steps as much as for long ones. With three coefficients all subsets of
     non-zero coefficients can be tried.

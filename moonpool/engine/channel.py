@@ -20,7 +20,7 @@ class ChannelClosed(Exception):  # noqa: N818 - an ending, not a fault
 
 
 def encode(message: object) -> bytes:
-    """A message with the message's length before."""
+    """Return a message with the message's length before."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     assert len(body) <= MAX_MESSAGE_BYTES
     return _LENGTH.pack(len(body)) + body
@@ -35,7 +35,7 @@ class BlockingChannel:
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Sends a message; blocks while the other end does not read.
+        """Send a message; block while the other end does not read.
 
         Raises:
             ChannelClosed: The other end has closed.
@@ -48,7 +48,7 @@ class BlockingChannel:
             raise ChannelClosed from error
 
     def receive(self) -> Any:
-        """The next message; blocks until there is one.
+        """Return the next message; blocks until there is one.
 
         Raises:
             ChannelClosed: The other end has closed.
@@ -57,7 +57,6 @@ class BlockingChannel:
         return pickle.loads(self._exactly(length))  # noqa: S301 - see the module's docstring
 
     def close(self) -> None:
-        """Closes this end."""
         self._socket.close()
 
     def _exactly(self, size: int) -> bytes:
@@ -82,11 +81,11 @@ class AsyncChannel:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "AsyncChannel":
-        """Takes over a connected socket."""
+        """Take over a connected socket."""
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def send(self, message: object) -> None:
-        """Sends a message without waiting; dropped when the other end has closed (`receive` raises).
+        """Send a message without waiting; dropped when the other end has closed (`receive` raises).
 
         The protocol bounds the messages under way: `stages` steps and their gates.
         """
@@ -94,7 +93,7 @@ class AsyncChannel:
             self._writer.write(encode(message))
 
     async def receive(self) -> Any:
-        """The next message.
+        """Return the next message.
 
         Raises:
             ChannelClosed: The other end has closed.
@@ -107,10 +106,10 @@ class AsyncChannel:
         return pickle.loads(body)  # noqa: S301 - see the module's docstring
 
     def close(self) -> None:
-        """Closes this end at once."""
+        """Close this end at once."""
         self._writer.close()
 
     async def wait_closed(self) -> None:
-        """Waits until the socket is closed."""
+        """Wait until the socket is closed."""
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -36,7 +36,7 @@ def default_core_page() -> Path:
 
 
 def cpu_set_id(cores: Sequence[int]) -> int:
-    """A number that is equal for equal sets of cores."""
+    """Return a number that is equal for equal sets of cores."""
     return hash(tuple(sorted(cores))) & _LONGEST_NUMBER
 
 
@@ -54,7 +54,7 @@ class CpuSlot:
 
     @classmethod
     def claim(cls, path: Path, share: int) -> "CpuSlot":
-        """Takes a free slot of a page, which is made when there is none; slots of dead processes are free.
+        """Take a free slot of a page, which is made when there is none; slots of dead processes are free.
 
         Args:
             path: the page's path.

@@ -30,6 +30,14 @@ MAX_GRAPH_ROWS = 256
 MAX_GRAPHS = 64
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
 _LEAST_CONTEXT, _WIDER = 1024, 4
+_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
+"""Values for rows without a sequence: such rows read one pool slot and write none."""
+_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
+"""The same, of inputs that there are only if the pool has window slots."""
+_INT32 = ("context_lens", "block_tables", "slot_tables")
+"""The other inputs are int64."""
+_ALIGNED = 128
+"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class GraphShape:
 
 
 def next_size(values: Sequence[int], at_least: int) -> int | None:
-    """The first of rising values that is not less; None when all are."""
+    """Return the first of rising values that is not less; None when all are."""
     return next((value for value in values if value >= at_least), None)
 
 
@@ -87,15 +95,15 @@ class GraphCache:
         return [GraphShape(rows, context) for context in self._contexts for rows in reversed(self._rows)]
 
     def shape(self, rows: int, context: int) -> GraphShape | None:
-        """The least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
+        """Return the least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
         found_rows, found_context = next_size(self._rows, rows), next_size(self._contexts, context)
         if found_rows is None or found_context is None:
             return None
         shape = GraphShape(found_rows, found_context)
         if shape in self._held:
             return shape
-        larger = (it for it in self._held if it.rows >= rows and it.context >= context)
-        return min(larger, key=lambda it: (it.context, it.rows), default=None)
+        larger = (held for held in self._held if held.rows >= rows and held.context >= context)
+        return min(larger, key=lambda held: (held.context, held.rows), default=None)
 
     def captured(self, shape: GraphShape, nbytes: int) -> bool:
         """A graph was captured; returns whether the graph may be kept."""
@@ -111,14 +119,6 @@ class GraphCache:
 
 
 log = logging.getLogger(__name__)
-_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
-"""Values for rows without a sequence: such rows read one pool slot and write none."""
-_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
-"""The same, of inputs that there are only if the pool has window slots."""
-_INT32 = ("context_lens", "block_tables", "slot_tables")
-"""The other inputs are int64."""
-_ALIGNED = 128
-"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
 
 
 class _Inputs:
@@ -183,7 +183,7 @@ class DecodeGraphs:
         self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
 
     def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
-        """The graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
+        """Return the graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
 
         `batch`: the step's, on the host.
         """
@@ -240,20 +240,20 @@ class DecodeGraphs:
         self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
 
     def _layers(self, shape: GraphShape) -> Tensor:
-        """The captured work: independent of the buffers' content."""
-        its = self._inputs(shape).views(self._memory_of_inputs)
+        """Return the captured work: independent of the buffers' content."""
+        inputs = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
-            token_ids=its["token_ids"],
-            positions=its["positions"],
-            context_lens=its["context_lens"],
-            block_tables=its["block_tables"],
-            block_ids=its["block_ids"],
-            offsets=its["offsets"],
+            token_ids=inputs["token_ids"],
+            positions=inputs["positions"],
+            context_lens=inputs["context_lens"],
+            block_tables=inputs["block_tables"],
+            block_ids=inputs["block_ids"],
+            offsets=inputs["offsets"],
             query_start=self._query_start[: shape.rows + 1],
             last_rows=self._last_rows[: shape.rows],
             block_size=self._block_size,
-            slot_tables=its.get("slot_tables", its["block_tables"]),
-            slot_ids=its.get("slot_ids", its["block_ids"]),
+            slot_tables=inputs.get("slot_tables", inputs["block_tables"]),
+            slot_ids=inputs.get("slot_ids", inputs["block_ids"]),
             most_context=shape.context,
         )
         model, memory = self._model, self._memory

@@ -2,8 +2,8 @@
 
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. The bound is
 worked out from the largest step (`EngineSpec.max_num_batched_tokens`): what kernels and sampling allocate for such a
-step, each at its largest. The allocator keeps memory once used (`moonpool.engine.executor`), so the bound is also what
-stays.
+step, each at its largest. The allocator keeps memory once used (`moonpool.engine.worker_process`), so the bound is also
+what stays.
 
 A device with separate memory holds the weights, a pool as large as the host's, a work space, which is worked out too,
 and decode graphs. A pool that leaves the others no room is refused.
@@ -58,7 +58,7 @@ _TOKENIZER_BYTES = 1280
 
 
 def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads: int) -> int:
-    """The work space of the largest step; `native`: layers run in one native call."""
+    """Return the work space of the largest step; `native`: layers run in one native call."""
     rows, element = max_rows(engine), 4 if engine.dtype == "float32" else 2
     longest = max_sequence_tokens(model, engine)
     parts = [
@@ -79,13 +79,13 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
 def device_footprint(
     model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, loras: int = 0
 ) -> DeviceFootprint:
-    """Bytes that one stage holds in device memory. `weights`, `pool`, `loras`: bytes, as they are held."""
+    """Return the bytes that one stage holds in device memory. `weights`, `pool`, `loras`: bytes, as they are held."""
     graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
     return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, loras)
 
 
 def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_end: int) -> int:
-    """Bytes of all LoRA adapters that some layers may hold: each of the largest rank, on all projections."""
+    """Return the bytes of all LoRA adapters that some layers may hold: each of the largest rank, on all projections."""
     element, rank = 4 if engine.dtype == "float32" else 2, engine.max_lora_rank
     elements = 0
     for layer in model.decoder.layers[layer_begin:layer_end]:
@@ -99,11 +99,11 @@ def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, 
     """Inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
     hidden, attention, latent = model.hidden_size, layer.attention, layer.attention.latent
     heads = attention.num_heads * attention.head_dim
-    if (its := layer.recurrent) is not None:
-        values, keys = its.heads * its.value_dim, its.key_heads * its.key_dim
-        yield hidden, 3 * its.channels + values + 2 * its.heads + 2 * its.width, 6
-        yield max(values, its.width), hidden, 1
-        yield its.width, keys + values, 2
+    if (recurrent := layer.recurrent) is not None:
+        values, keys = recurrent.heads * recurrent.value_dim, recurrent.key_heads * recurrent.key_dim
+        yield hidden, 3 * recurrent.channels + values + 2 * recurrent.heads + 2 * recurrent.width, 6
+        yield max(values, recurrent.width), hidden, 1
+        yield recurrent.width, keys + values, 2
     elif latent is not None:
         wide = attention.num_heads * (latent.key_width + latent.rope_width)
         yield hidden, latent.q_rank or 0, 1
@@ -120,12 +120,12 @@ def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, 
 
 
 def _filled(outputs: int) -> int:
-    """Outputs as panels hold them."""
+    """Return the outputs as panels hold them."""
     return -(-outputs // _PANEL) * _PANEL
 
 
 def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
-    """The work space of the largest step on a device."""
+    """Return the work space of the largest step on a device."""
     rows, element = max_rows(engine), 4 if engine.dtype == "float32" else 2
     longest = max_sequence_tokens(model, engine)
     splits = 2 * (longest // _EXACT_TOKENS + 1) if engine.deterministic else _SPLIT_PROGRAMS
@@ -145,7 +145,7 @@ def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:
 
 
 def max_rows(engine: EngineSpec) -> int:
-    """Tokens of the largest step, those that are timed at start included."""
+    """Return the tokens of the largest step, those that are timed at start included."""
     return max(engine.max_num_batched_tokens, LONG_TOKENS if engine.measure else 0)
 
 
@@ -157,10 +157,10 @@ def _row_elements(model: ModelConfig) -> int:
 
 
 def _experts_bytes(model: ModelConfig, rows: int, element: int) -> int:
-    """Rows gathered by expert, their inner layer, results; scores (`kernels/engine/experts.cpp`)."""
+    """Return the rows gathered by expert, their inner layer, results; scores (`kernels/engine/experts.cpp`)."""
     found = [layer.feed_forward.experts for layer in model.decoder.layers if layer.feed_forward.experts is not None]
-    most = max((its.chosen * (model.hidden_size + max(its.inner, its.shared_inner)) for its in found), default=0)
-    scores = max((6 * its.count + 6 * its.chosen for its in found), default=0)
+    most = max((each.chosen * (model.hidden_size + max(each.inner, each.shared_inner)) for each in found), default=0)
+    scores = max((6 * each.count + 6 * each.chosen for each in found), default=0)
     return rows * (element * (most + 2 * model.hidden_size) + 4 * (model.hidden_size + scores)) if found else 0
 
 
@@ -192,7 +192,7 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
 
 
 def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
-    """Rows of the widest product (`kernels/engine/packed_floats.cpp`); in torch also what is dequantised."""
+    """Return the rows of the widest product (`kernels/engine/packed_floats.cpp`); in torch also what is dequantised."""
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
     return rows * widest * 4 if native else (rows + 3 * DEQUANTISED_OUTPUTS) * widest * 4
 
@@ -204,22 +204,22 @@ def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int
 
 
 def grammar_bytes(model: ModelConfig) -> int:
-    """What answers of a given format may take."""
+    """Return what answers of a given format may take."""
     return GRAMMAR_BYTES + tokenizer_bytes(model)
 
 
 def tokenizer_bytes(model: ModelConfig) -> int:
-    """What the tokenizer for these answers takes."""
+    """Return what the tokenizer for these answers takes."""
     return model.vocab_size * _TOKENIZER_BYTES
 
 
 def near_memory_limit(bound: int) -> bool:
-    """Whether this process comes near the memory bound, by the grammars' possible growth."""
+    """Tell whether this process comes near the memory bound, by the grammars' possible growth."""
     return resident_bytes() > bound - _MARGIN_BYTES
 
 
 def release_memory() -> None:
-    """Hands freed memory back to the system, if the C library can: an engine's process keeps freed memory otherwise."""
+    """Hand freed memory back to the system, if the C library can: an engine's process keeps freed memory otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -97,20 +97,22 @@ class InstanceContext:
         )
 
     def endpoint(self, address: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> KVEndpoint:
-        """The instance at an address, for KV streams that connect within `connect_timeout_s` seconds."""
+        """Return the instance at an address, for KV streams that connect within `connect_timeout_s` seconds."""
         settings = StreamSettings(self.dialer, self.link, connect_timeout_s)
         return KVEndpoint(self.channels, address, self.hello(), self.setup.layout, settings)
 
     def metrics(self) -> MetricSet:
-        """What prefill and decode instances both report."""
+        """Return what prefill and decode instances both report."""
         metrics = MetricSet().add(PROCESS_METRICS, None).add(INSTANCE_METRICS, self)
         metrics.add(DIALER_METRICS, self.dialer).add(LISTENER_METRICS, self.listener)
         return metrics.add(EMULATED_METRICS, self.engine) if isinstance(self.engine, EmulatedEngine) else metrics
 
 
 INSTANCE_METRICS: tuple[Metric[InstanceContext], ...] = (
-    Metric("emulated", "1 if compute is emulated, else 0.", lambda it: bool(it.setup.model.emulated)),
-    Metric("link_waiting", "Sends that wait for their turn on the network link.", lambda it: it.link.waiting, 0),
+    Metric("emulated", "1 if compute is emulated, else 0.", lambda instance: bool(instance.setup.model.emulated)),
+    Metric(
+        "link_waiting", "Sends that wait for their turn on the network link.", lambda instance: instance.link.waiting, 0
+    ),
 )
 
 
@@ -144,11 +146,11 @@ class EngineService(Protocol):
         ...
 
     async def run(self) -> None:
-        """Runs until cancelled, or raises if the service cannot continue."""
+        """Run until cancelled, or raise if the service cannot continue."""
         ...
 
     def load(self) -> conductor_pb2.LoadReport:
-        """The load now."""
+        """Return the load now."""
         ...
 
     def gauges(self) -> MetricSet:
@@ -160,11 +162,11 @@ class EngineService(Protocol):
         ...
 
     def drain(self) -> None:
-        """Refuses new requests from now on, and notifies; may be called again."""
+        """Refuse new requests from now on, and notify; may be called again."""
         ...
 
     async def drained(self) -> None:
-        """Waits until no request is left. The caller bounds the wait."""
+        """Wait until no request is left. The caller bounds the wait."""
         ...
 
 
@@ -284,7 +286,7 @@ class _Lifecycle:
     drain_s: float
 
     async def run(self, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
-        """Returns after a drain; raises what made the instance unable to go on."""
+        """Return after a drain; raise what made the instance unable to go on."""
         left = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
@@ -322,7 +324,7 @@ class _Lifecycle:
 
 
 async def run_together(*work: Coroutine[Any, Any, object]) -> None:
-    """Runs all until the first one fails, and cancels the others then. Raises that one's error."""
+    """Run all until the first one fails, and cancel the others then. Raise the first error."""
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in work:
@@ -332,7 +334,7 @@ async def run_together(*work: Coroutine[Any, Any, object]) -> None:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A group's first error, reported as the reason of an end."""
+    """Return a group's first error, reported as the reason of an end."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

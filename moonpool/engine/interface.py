@@ -1,7 +1,7 @@
 """The `Engine` interface: run steps, open KV gates, drop sequences, abort, and learn that the engine died.
 
-Services are written against this interface. Behind the interface are engine processes (`moonpool.engine.executor`) or
-an emulated engine.
+Services are written against this interface. Behind the interface are engine processes
+(`moonpool.engine.process_engine`) or an emulated engine.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Engine(Protocol):
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
-        """Runs one step, or a run, and returns when every stage is done.
+        """Run one step, or a run, and return when every stage is done.
 
         The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
         `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
@@ -82,7 +82,7 @@ class Engine(Protocol):
         """
 
     async def fetch(self, blocks: Sequence[int]) -> None:
-        """Returns when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
+        """Return when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
 
         Full blocks, and a prompt's last block after the prompt's last step, are there without this call. No running
         step writes to them.
@@ -99,7 +99,7 @@ class Engine(Protocol):
         """
 
     async def load_lora(self, lora: bytes, folder: str) -> int:
-        """Loads a LoRA adapter on all stages; returns the bytes that they hold of the adapter.
+        """Load a LoRA adapter on all stages; return the bytes that they hold of the adapter.
 
         `lora` is the id: the hash of the content that `folder` must have. From then on, steps may name the id.
 
@@ -110,17 +110,17 @@ class Engine(Protocol):
         """
 
     async def drop_lora(self, lora: bytes) -> None:
-        """Forgets a LoRA adapter that no later step names; returns when the memory is free.
+        """Forget a LoRA adapter that no later step names; return when the memory is free.
 
         Raises:
             Unavailable: The engine has failed.
         """
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
-        """Ends a run with the current step, or the step after; late calls are ignored.
+        """End a run with the current step, or the step after; late calls are ignored.
 
         `urgent`: a client waits for single tokens, so the step must not wait for others.
         """
 
     def abort(self, step_id: int) -> None:
-        """Gives a step up before the next layer. May precede `run`; late calls are ignored; `run` still returns."""
+        """Give a step up before the next layer. May precede `run`; late calls are ignored; `run` still returns."""

@@ -27,7 +27,6 @@ class StepState:
         self._words[2] = 1
 
     def stopped(self, layer: int) -> bool:
-        """See `StepSignals.stopped`."""
         return bool(self._words[0]) or self._words[1] < layer
 
 
@@ -80,7 +79,7 @@ class KVGates:
                     self._signals[step_id].wait()
 
     def is_stopped(self, step_id: int) -> bool:
-        """Whether the run is to end."""
+        """Tell whether the run is to end."""
         return step_id in self._stopped  # one look-up: needs no lock
 
     def drop(self, step_id: int, index: int) -> None:

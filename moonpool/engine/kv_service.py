@@ -32,6 +32,14 @@ from moonpool.base.transport.streams import OpenStreams
 from moonpool.engine.instance import InstanceContext
 from moonpool.v1 import kv_pb2
 
+MAX_BLOCKS = 1 << 15
+"""Most keys in one read."""
+STALL_S = 10.0
+"""Longest wait for a reader's credits."""
+LEASE_S = 60.0
+"""Longest read; the read's blocks cannot be evicted so long."""
+WRITE_BACK_TIMEOUT_S = 30.0
+
 
 class PoolCalls:
     """Calls of the KV service to the core.
@@ -55,7 +63,7 @@ class PoolCalls:
             self._lent[action.number] = action.blocks
 
     def forget(self, event: DeleteKV) -> int:
-        """Deletes KV from the pool; how many blocks.
+        """Delete KV from the pool; return how many blocks.
 
         Raises:
             Unavailable: the core has stopped.
@@ -66,7 +74,7 @@ class PoolCalls:
         return self._forgot.pop(event.number)
 
     def lend(self, event: LendBlocks) -> tuple[int, ...]:
-        """Blocks that may be read until `take_back`; none where the core has stopped."""
+        """Return the blocks that may be read until `take_back`; none where the core has stopped."""
         self._ask(event)
         return self._lent.pop(event.number, ())
 
@@ -76,12 +84,6 @@ class PoolCalls:
 
 
 log = get_logger(__name__)
-MAX_BLOCKS = 1 << 15
-"""Most keys in one read."""
-STALL_S = 10.0
-"""Longest wait for a reader's credits."""
-LEASE_S = 60.0
-"""Longest read; the read's blocks cannot be evicted so long."""
 
 
 class PoolReads:
@@ -127,7 +129,7 @@ class PoolReads:
             await stream.run(requests, bare_write(context))
 
     def lend(self, keys: Sequence[BlockKey], windows_from: int) -> "PoolReadLease":
-        """Holds the leading blocks of `keys` that are here; see `LendBlocks`."""
+        """Hold the leading blocks of `keys` that are here; see `LendBlocks`."""
         number = next(self._numbers)
         blocks = self._calls.lend(LendBlocks(number, tuple(keys), windows_from))
         self.sessions += 1
@@ -156,7 +158,7 @@ class PoolReads:
         return slice_hash(data) == value
 
     def slices(self, lease: "PoolReadLease", layers: range) -> Iterator[Slice]:
-        """The slices of a lease, layers in order."""
+        """Return the slices of a lease, layers in order."""
         full = self.pool.layout.block_size
         for layer in layers:
             first = lease.windows_from if layer in self.pool.layout.windowed_layers else 0
@@ -203,7 +205,7 @@ class ReadStream(ReadServerStream[kv_pb2.ReadKVRequest]):
         self._reads = reads
 
     async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
-        """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
+        """Take readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
         reads = self._reads
         check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
         self.writes(
@@ -218,7 +220,6 @@ class ReadStream(ReadServerStream[kv_pb2.ReadKVRequest]):
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        """Begins a read."""
         reads, layers = self._reads, self._layers(message)
         lease = reads.lend(keys, message.windows_from)
         try:
@@ -249,9 +250,6 @@ class ReadStream(ReadServerStream[kv_pb2.ReadKVRequest]):
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read ended early", blocks=len(lease.blocks), error=str(error))
         self.done(number)
-
-
-WRITE_BACK_TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -301,10 +299,10 @@ class KVDeletion:
             self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
             ending |= {name: self._ending[name] for name in chosen if name in self._ending}
             await asyncio.sleep(0)
-        blocks = sum(one.blocks for one in ending.values())
+        blocks = sum(each.blocks for each in ending.values())
         if ttl_s:
             blocks += self._from_pool(KVSelection(), ttl_s)
-        writes = {job for one in ending.values() for job in one.writes}
+        writes = {job for each in ending.values() for job in each.writes}
         if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
             raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
         for name in ending:

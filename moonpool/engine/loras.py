@@ -113,7 +113,7 @@ class InstanceLoras:
             drop.add_done_callback(self._drops.discard)
 
     def _find(self, lora: kv_pb2.LoraAdapter) -> _HeldLora:
-        """The adapter, now the most recently used; begins to load an adapter that is not here."""
+        """Return the adapter, now the most recently used; begins to load an adapter that is not here."""
         held = self._held.pop(lora.id, None)
         if held is None:
             if not self._max_loras:
@@ -167,6 +167,6 @@ class InstanceLoras:
 
 LORA_METRICS: tuple[Metric[InstanceLoras], ...] = (
     Metric("loras", "LoRA adapters that the engine holds.", len),
-    Metric("lora_bytes", "Memory of these adapters, over all stages.", lambda it: it.nbytes),
-    counter("lora_loads_total", "LoRA adapters loaded.", lambda it: it.loads),
+    Metric("lora_bytes", "Memory of these adapters, over all stages.", lambda loras: loras.nbytes),
+    counter("lora_loads_total", "LoRA adapters loaded.", lambda loras: loras.loads),
 )

@@ -52,7 +52,7 @@ class MemoryEstimate:
         return self.program + self.weights + max(self.reading, self.tokenizer)
 
     def fits(self, free: int | None, engines: int = 1) -> bool:
-        """Whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
+        """Tell whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
         return free is None or engines * self.idle <= free
 
 
@@ -65,7 +65,7 @@ def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstim
     """
     model, threads = found.config, engine.threads or os.cpu_count() or 1
     native = [not model.decoder.not_native(layer) for layer in range(model.num_layers)]
-    work = max(work_bytes(model, engine, native=its, threads=threads) for its in set(native))
+    work = max(work_bytes(model, engine, native=whole, threads=threads) for whole in set(native))
     return MemoryEstimate(
         PROGRAM_BYTES,
         tokenizer_bytes(model),

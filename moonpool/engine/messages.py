@@ -22,6 +22,8 @@ from moonpool.engine.platforms.registry import MEMORY_SHARE
 
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
+WRITE_BACK_SHARE = 4
+"""Write-back holds at most this fraction of the pool's blocks, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +374,3 @@ class WorkerFailed:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish the steps already sent, then exit."""
-
-
-WRITE_BACK_SHARE = 4
-"""Write-back holds at most this fraction of the pool's blocks, by default."""

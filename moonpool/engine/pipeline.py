@@ -39,7 +39,7 @@ class Links(Protocol):
         ...
 
     def flush(self) -> None:
-        """Waits until everything sent has been received."""
+        """Wait until everything sent has been received."""
         ...
 
 
@@ -76,7 +76,7 @@ class StageLinks:
         timeout_s: float,
         outstanding: int = 2,
     ) -> None:
-        """Meets the other stages in the private folder `rendezvous`; blocks until all are there and have been heard.
+        """Meet the other stages in the private folder `rendezvous`; block until all are there and have been heard.
 
         Args:
             rendezvous: Folder that only these stages use, once.
@@ -111,7 +111,7 @@ class StageLinks:
         self._greet()
 
     def _greet(self) -> None:
-        """Sends one row through the chain: what cannot be linked is found now, not by the first request."""
+        """Send one row through the chain: what cannot be linked is found now, not by the first request."""
         if self._stage:
             self.receive(_GREETING, 1)
         self.send(_GREETING, torch.zeros(1, self._hidden_size, dtype=self._dtype))
@@ -138,7 +138,7 @@ class StageLinks:
         return hidden
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
-        """Starts to send a step's hidden states; waits only when too much is under way.
+        """Start to send a step's hidden states; wait only when too much is under way.
 
         Raises:
             Unavailable: The stage after is lost.
@@ -157,7 +157,7 @@ class StageLinks:
         self._under_way.append(([work for work in works if work is not None], tensors))
 
     def flush(self) -> None:
-        """Waits until everything sent has been received."""
+        """Wait until everything sent has been received."""
         while self._under_way:
             self._wait_oldest()
 

@@ -27,6 +27,7 @@ MAX_END_TOKENS = 4096
 MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
 TOKEN_BYTES = 4
 LORA_ID_BYTES = 32
+MAX_PENDING_READS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,6 @@ def _check_name(field: str, name: str, *, least: int) -> None:
         raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")
 
 
-MAX_PENDING_READS = 1024
-
-
 @dataclass(slots=True, eq=False)
 class _PendingRead:
     """A request that a thread reads, and the request's caller."""
@@ -183,7 +181,7 @@ class RequestReader:
 
     def cancel(self, request_id: str, caller: str = "") -> bool:
         """Cancel reads under this id for `caller`; return whether there were any."""
-        found = [it for it in self._reading if (it.request_id, it.caller) == (request_id, caller)]
+        found = [read for read in self._reading if (read.request_id, read.caller) == (request_id, caller)]
         for reading in found:
             reading.cancelled = True
         return bool(found)

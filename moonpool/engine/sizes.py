@@ -46,7 +46,7 @@ def choose_sizes(
         ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
     """
     layout, longest = spec.layout, spec.max_tokens
-    stages = [range(*its) for its in stage_ranges(layout.layers, spec.stages)]
+    stages = [range(*stage) for stage in stage_ranges(layout.layers, spec.stages)]
     lefts = _left(spec, rooms)
     slots = layout.window_slots(spec.blocks, spec.max_num_batched_tokens or _STEPS[-1], longest)
     given = [layout.pool_bytes(spec.blocks, slots, layers) for layers in stages]
@@ -80,7 +80,7 @@ def _left(spec: EngineSpec, rooms: Sequence[StageRoom]) -> list[int]:
     on_device, found = Counter(devices), list[int]()
     for device, room in zip(devices, rooms, strict=True):
         # Among stages on one device, the last report has seen all stages' weights.
-        free = min(other.free for its, other in zip(devices, rooms, strict=True) if its == device)
+        free = min(other.free for where, other in zip(devices, rooms, strict=True) if where == device)
         share = int(spec.memory_share * room.total) // on_device[device] - room.weights - _PROCESS_BYTES
         found.append(min(share, free // on_device[device] - _GROWTH_BYTES))
     return found
@@ -91,12 +91,14 @@ def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom
     processors = min(room.processors for room in rooms)
     most = next((tokens for least, tokens in _SLOWER.items() if processors >= least), 2048)
     least = _beside(model, spec, _STEPS[-1])
-    fitting = (it for it in _STEPS if it <= most and (_beside(model, spec, it) - least) * _WORK_SHARE <= left)
+    fitting = (
+        tokens for tokens in _STEPS if tokens <= most and (_beside(model, spec, tokens) - least) * _WORK_SHARE <= left
+    )
     return next(fitting, _STEPS[-1])
 
 
 def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
-    """Bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
+    """Return the bytes that steps, graphs and adapters need beside the pool, which may hold sequences of any length."""
     longest = spec.max_tokens or model.max_position_embeddings
     sized = replace(spec, max_num_batched_tokens=tokens, blocks=-(-longest // spec.layout.block_size))
     held = device_footprint(model, sized, weights=0, pool=0)

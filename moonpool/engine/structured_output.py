@@ -32,6 +32,21 @@ MAX_PARSERS = 512
 TOKEN_BYTES = 4
 K = TypeVar("K")
 V = TypeVar("V")
+WORD_BITS = 32
+STEPS_PER_MEMORY_CHECK = 16
+"""Steps from one look at the process's memory to the next."""
+_MAX_REASON = 300
+QUICK_NS = 5_000_000
+"""Processor time of a mask that a step waits for, nanoseconds."""
+SLOW_MASKS = 16
+"""After a late mask, this many masks of the sequence are not waited for."""
+MASK_WAIT_S = 0.01
+"""Longest wait of a step for masks that were quick before, seconds."""
+ALONE_WAIT_S = 0.05
+"""The same where every sequence of the step would go without a token."""
+ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
+"""Processor time for one answer's masks: at the beginning, and more for each token."""
+QUICK_THREADS = 2
 
 
 class KeptParser(NamedTuple):
@@ -83,7 +98,7 @@ class ParserCache:
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
 
     def known(self, grammar: Grammar, answer: bytes) -> KeptParser | None:
-        """Takes the parser kept behind an answer, or before the answer's last token.
+        """Take the parser kept behind an answer, or before the answer's last token.
 
         Args:
             grammar: that the answer follows.
@@ -109,7 +124,7 @@ class ParserCache:
         return found
 
     def forget(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        """Drops a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
+        """Drop a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
         if self._grammars.get(grammar) is compiled:
             del self._grammars[grammar]
         for key in [key for key, kept in self._parsers.items() if kept.compiled is compiled]:
@@ -132,11 +147,10 @@ class ParserCache:
         return True
 
     def warm(self) -> None:
-        """Makes the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
+        """Make the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
         wait([self._thread.submit(lambda: self.tokenizer)])
 
     def close(self) -> None:
-        """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -160,12 +174,6 @@ def _keep_newest(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     kept[key] = value
     while len(kept) > most:
         kept.popitem(last=False)
-
-
-WORD_BITS = 32
-STEPS_PER_MEMORY_CHECK = 16
-"""Steps from one look at the process's memory to the next."""
-_MAX_REASON = 300
 
 
 @dataclass(slots=True)
@@ -223,31 +231,18 @@ class PendingMasks:
     @property
     def waits(self) -> bool:
         """Whether a grammar has to be waited for."""
-        return not all(it.done() for it in self._grammars)
+        return not all(grammar.done() for grammar in self._grammars)
 
     def early(self) -> None:
-        """Makes them, unless a grammar has to be waited for."""
+        """Make them, unless a grammar has to be waited for."""
         if not self.waits:
             self.now()
 
     def now(self) -> TokenMasks:
-        """The masks."""
+        """Return the masks."""
         if self._made is None:
             self._made = self._make()
         return self._made
-
-
-QUICK_NS = 5_000_000
-"""Processor time of a mask that a step waits for, nanoseconds."""
-SLOW_MASKS = 16
-"""After a late mask, this many masks of the sequence are not waited for."""
-MASK_WAIT_S = 0.01
-"""Longest wait of a step for masks that were quick before, seconds."""
-ALONE_WAIT_S = 0.05
-"""The same where every sequence of the step would go without a token."""
-ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
-"""Processor time for one answer's masks: at the beginning, and more for each token."""
-QUICK_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -310,17 +305,17 @@ class _MaskRow:
         return self.wanted.index
 
     def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
-        """The mask that is wanted after these steps' tokens."""
-        tokens = array("i", [its[self.index] for its in later])
+        """Return the mask that is wanted after these steps' tokens."""
+        tokens = array("i", [each[self.index] for each in later])
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
     def leads_to(self, wanted: MaskRequest) -> bool:
-        """Whether another mask is that of this row's answer with one token more."""
+        """Tell whether another mask is that of this row's answer with one token more."""
         same = wanted.grammar == self.wanted.grammar
         return same and len(wanted.answer) >= TOKEN_BYTES and wanted.answer[:-TOKEN_BYTES] == self.wanted.answer
 
     def behind_guess(self, wanted: MaskRequest) -> _MaskRow:
-        """The row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
+        """Return the row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
         assert self.parser is not None
         token = int.from_bytes(wanted.answer[-TOKEN_BYTES:], "little")
         parser, work = self.parser.deep_copy(), None
@@ -330,7 +325,7 @@ class _MaskRow:
         return _MaskRow(wanted, self.compiled, parser, np.empty(0, np.uint32), self.time, work)
 
     def write(self, answer: bytes) -> None:
-        """Writes the mask; on another thread. The library lets others run meanwhile."""
+        """Write the mask; on another thread. The library lets others run meanwhile."""
         began_ns = time.thread_time_ns()
         try:
             if self.parser is None:
@@ -376,7 +371,7 @@ class MaskBuilder:
         self._goes_on = self._alone = False
 
     def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks | None:
-        """Begins the masks of a step, which may begin a run; None where none is wanted.
+        """Begin the masks of a step, which may begin a run; None where none is wanted.
 
         `alone`: no sequence of the step goes on without a mask.
         """
@@ -386,21 +381,20 @@ class MaskBuilder:
         self._close()
         self._look()
         self._rows, self._later, self._allowed = [], [], TokenMasks()
-        for it in wanted:
-            self._rows.append(self._row(it, self._rows[-1] if self._rows else None))
-        needed = [it.compiled for it in self._rows if it.parser is None and not it.wanted.may_skip]
+        for request in wanted:
+            self._rows.append(self._row(request, self._rows[-1] if self._rows else None))
+        needed = [row.compiled for row in self._rows if row.parser is None and not row.wanted.may_skip]
         return PendingMasks(self._made, needed)
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
-        """Begins the masks for the run's next step, when each sequence in the step has got a token."""
+        """Begin the masks for the run's next step, when each sequence in the step has got a token."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
 
     def warm(self) -> None:
-        """Makes what the first grammar needs; call this before the engine serves, whose steps would stand still."""
+        """Make what the first grammar needs; call this before the engine serves, whose steps would stand still."""
         self._parsers.warm()
 
     def close(self) -> None:
-        """Ends the threads."""
         self._parsers.close()
         for threads in (self._quick, self._slow):
             threads.shutdown(cancel_futures=True)
@@ -410,7 +404,7 @@ class MaskBuilder:
         self._later.append(tokens)
         if self._look():
             wanted, self._later = [row.after(self._later) for row in self._rows], []
-            self._rows, self._allowed = [self._row(it) for it in wanted], TokenMasks()
+            self._rows, self._allowed = [self._row(request) for request in wanted], TokenMasks()
             return self._made()
         for row in self._rows:
             assert row.parser is not None, "a run goes on from masks"
@@ -438,7 +432,7 @@ class MaskBuilder:
         self._rows = []
 
     def _row(self, wanted: MaskRequest, before: _MaskRow | None = None) -> _MaskRow:
-        """A mask's row: with a mask being made, or with a kept parser, or with neither.
+        """Return a mask's row: with a mask being made, or with a kept parser, or with neither.
 
         `before`: the step's row before. If the answer is that row's with a token more (a guess that the step checks),
         the parser follows from that row's.
@@ -458,7 +452,7 @@ class MaskBuilder:
         return _MaskRow(wanted, self._parsers.compiled(wanted.grammar), None, bits, ProcessorTime())
 
     def _made(self) -> TokenMasks:
-        """Masks of the rows, as far as they are made in time."""
+        """Return the masks of the rows, as far as they are made in time."""
         began_ns = world.monotonic_ns()
         answers = {row.index: row.after(self._later).answer for row in self._rows}
         for row in self._rows:

@@ -53,7 +53,7 @@ class Subscriber:
         score: float | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
-        """Queues one answer's new tokens, sent at the next `flush`. A hypothesis comes whole, with the score."""
+        """Queue one answer's new tokens, sent at the next `flush`. A hypothesis comes whole, with the score."""
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
             waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
@@ -75,7 +75,7 @@ class Subscriber:
         self.flush()
 
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
-        """Answers a cancel. Queued tokens of the request are dropped."""
+        """Answer a cancel. Queued tokens of the request are dropped."""
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
             self.drop(request_id)
         self._rest.cancelled.add(request_id=request_id, outcome=outcome)
@@ -88,11 +88,11 @@ class Subscriber:
         self.flush()
 
     def drop(self, request_id: str) -> None:
-        """Drops queued tokens of a request."""
+        """Drop queued tokens of a request."""
         self._take(request_id)
 
     def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
-        """Takes the request's queued tokens: later tokens under this id belong to another request."""
+        """Take the request's queued tokens: later tokens under this id belong to another request."""
         return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
 
     @property
@@ -101,24 +101,24 @@ class Subscriber:
         return len(rest.failed) + len(rest.cancelled) + len(rest.fenced)
 
     async def wait_until_read(self) -> None:
-        """Waits while too many answers are unread, so that no further message of this conductor is read."""
+        """Wait while too many answers are unread, so that no further message of this conductor is read."""
         while self._answers >= MAX_CANCEL_ANSWERS and not self._closed:
             self._read.clear()
             await self._read.wait()
 
     def flush(self) -> None:
-        """Sends queued messages; called after a step."""
+        """Send queued messages; called after a step."""
         if self.waiting:
             self._wake.set()
 
     def close(self) -> None:
-        """Ends the stream; `next` still returns queued messages."""
+        """End the stream; `next` still returns queued messages."""
         self._closed = True
         self._wake.set()
         self._read.set()
 
     async def next(self) -> decode_pb2.StepsResponse | None:
-        """The next message; None after the last."""
+        """Return the next message; None after the last."""
         while not self.waiting:
             if self._closed:
                 return None
@@ -135,13 +135,13 @@ class Subscriber:
 
 
 def conductor_identity(conductor: kv_pb2.Instance) -> str:
-    """A conductor's identity for the scheduler; "" without identity."""
+    """Return a conductor's identity for the scheduler; "" without identity."""
     return f"{conductor.id}/{conductor.epoch}" if conductor.id else ""
 
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
     """For each answer, the tokens known behind the first token."""
-    further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
+    further: list[Sequence[int]] = [known.token_ids for known in message.further_known]
     return [message.known_token_ids, *(further or [()] * (answers - 1))]
 
 
@@ -152,14 +152,14 @@ class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
 
     @abstractmethod
     def carry_out(self, message: decode_pb2.StepsRequest) -> None:
-        """Carries out one order: start, cancel or resume."""
+        """Carry out one order: start, cancel or resume."""
 
     @abstractmethod
     def give_up(self, order: Order, reason: str) -> None:
-        """Ends the request of an order that met a defect, and tells the conductor so."""
+        """End the request of an order that met a defect, and tell the conductor so."""
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
-        """Takes one order. A defect ends the order's request only."""
+        """Take one order. A defect ends the order's request only."""
         kind = message.WhichOneof("message")
         if kind not in ("start", "cancel", "resume"):
             raise InvalidRequest("message", f"{kind or 'nothing'} has no place in the middle of a stream")
@@ -173,7 +173,7 @@ class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
             self.give_up(order, f"a defect: its {kind} cannot be carried out")
 
     async def room(self) -> None:
-        """Waits while too many answers were not read."""
+        """Wait while too many answers were not read."""
         await self._subscriber.wait_until_read()
 
     async def write_answers(self, write: Write) -> None:

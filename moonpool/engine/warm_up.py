@@ -52,7 +52,7 @@ def warm_up(runner: StageRunner, max_num_batched_tokens: int, longest: int, say:
 
 
 def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:
-    """What is run: every way to sample, every variant of attention, and the most tokens."""
+    """Return what is run: every way to sample, every variant of attention, and the most tokens."""
     size = runner.platform.memory.block_size
     prompt = min(_PROMPT, longest)
     every = SampleSpec(_EVERY_WAY, history=bytes(4 * prompt), prompt_tokens=prompt, banned=(2,))
@@ -64,7 +64,7 @@ def _steps(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> It
 
 
 def _batches(runner: StageRunner, max_num_batched_tokens: int, longest: int) -> list[BatchShape]:
-    """Batches that take every variant of Triton's attention; none where other kernels attend."""
+    """Return the batches that take every variant of Triton's attention; none where other kernels attend."""
     model, device = runner.model, runner.platform.torch_device
     if choose("attention", device, model.dtype) != "triton":
         return []
@@ -90,7 +90,6 @@ class _NoNeighbours:
         self._model = model
 
     def receive(self, step_id: int, rows: int) -> Tensor:
-        """See `Links.receive`."""
         return torch.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:

@@ -81,11 +81,11 @@ class OrderReceiver:
         """Loads an adapter, in a thread of its own; set before the stage is ready."""
 
     def start(self) -> None:
-        """Starts the thread; the thread ends with the process."""
+        """Start the thread; the thread ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
     def next_order(self, *, wait: bool) -> Step | FetchBlocks | DropLora | Shutdown | EngineSizes | None:
-        """The next order; None without a waiting order, if not `wait`.
+        """Return the next order; None without a waiting order, if not `wait`.
 
         There is no deadline: the process ends when the channel closes.
         """
@@ -282,7 +282,7 @@ class StageLoader:
 
 
 def _build_kernels(channel: BlockingChannel) -> None:
-    """Builds the native kernels if need be; says meanwhile that the start goes on."""
+    """Build the native kernels if need be; say meanwhile that the start goes on."""
     from moonpool.base.native.build import BuildError, build
     from moonpool.engine.kernels.choice import VARIABLE
 
@@ -313,7 +313,7 @@ def describe_compute(runner: "StageRunner") -> str:
 
 
 def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
-    """The context for each step: as many cores as are ours meanwhile (`moonpool.engine.cpu_sharing`).
+    """Return the context for each step: as many cores as are ours meanwhile (`moonpool.engine.cpu_sharing`).
 
     Native kernels check that themselves, before each region, and the `runner`'s patient steps give way to others.
     Torch's threads are set per step, unless results are to be the same whatever else runs.
@@ -339,8 +339,8 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
-        its = StepTurns(kernels.others_compute, kernels.had)
-        runner.give_way, runner.cpu_share = its.give_way, its.cpu_share
+        turns = StepTurns(kernels.others_compute, kernels.had)
+        runner.give_way, runner.cpu_share = turns.give_way, turns.cpu_share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:
@@ -396,7 +396,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the worker to the end."""
+    """Run the worker to the end."""
     parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")
@@ -410,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end_process(channel: BlockingChannel, error: BaseException) -> NoReturn:
-    """Ends the process after an error in any thread."""
+    """End the process after an error in any thread."""
     if isinstance(error, ChannelClosed):
         _exit(_ORPHANED)
     if isinstance(error, MoonpoolError):

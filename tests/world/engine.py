@@ -27,7 +27,6 @@ from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import LayerDone, Step, stage_ranges
 from moonpool.engine.channel import AsyncChannel, encode
 from moonpool.engine.emulated.profile import step_seconds
-from moonpool.engine.executor import PoolMemory, ProcessEngine, WorkerProcess
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
     AbortStageStep,
@@ -44,7 +43,10 @@ from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.models.loader import load_stage, torch_dtype
 from moonpool.engine.models.tensor_reader import KeptWeights
 from moonpool.engine.platforms.stage_platform import stage_platform
+from moonpool.engine.pool_memory import PoolMemory
+from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.structured_output import MaskBuilder
+from moonpool.engine.worker_process import WorkerProcess
 
 SPEEDS = Speeds(
     prefill_base_s=0.01,

@@ -198,7 +198,7 @@ class ChatTemplates:
         return self._control.unmark(text, begin, end)
 
     def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
-        """A turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
+        """Return a turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
         for call in turn.get("tool_calls", ()):
             call["function"]["arguments"] = call_arguments(call["function"].get("arguments"))
         marked = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
@@ -252,7 +252,7 @@ class _Generation(Extension):
 
 
 def _environment() -> SandboxedEnvironment:
-    """A sandbox with the filters and functions that transformers gives to templates.
+    """Return a sandbox with the filters and functions that transformers gives to templates.
 
     Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes to
     arguments; a template can only compute text.

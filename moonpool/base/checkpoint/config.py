@@ -2,8 +2,8 @@
 
 A frozen `ModelConfig` with all that computing the model needs, the model's identity, and where the tensors lie.
 
-Checkpoint readers (`moonpool.base.checkpoint.huggingface`, `moonpool.base.checkpoint.gguf`) refuse every feature that
-would change the result and is not implemented, before any memory is allocated.
+Checkpoint readers (`moonpool.base.checkpoint.huggingface`, `moonpool.base.checkpoint.gguf_config`) refuse every feature
+that would change the result and is not implemented, before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ END_OF_TURN = (
 """Special tokens' texts that end an answer even if no id says so: files often name one end token, chat models have
 several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 """
+#: Element types that weights and activations may have.
+DTYPES = ("float32", "bfloat16", "float16")
+_LATER = (
+    "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
+    "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
+)  # fmt: skip
+"""Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 
 
 class TokenizerParts(NamedTuple):
@@ -51,9 +58,6 @@ class TokenizerParts(NamedTuple):
 
 ModelImpl = Literal["auto", "moonpool", "transformers"]
 """What computes a model: a family of Moonpool, or transformers' own modelling code; auto: a family if there is one."""
-
-#: Element types that weights and activations may have.
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +141,6 @@ def config_hash(config: ModelConfig) -> bytes:
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()
-
-
-_LATER = (
-    "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
-    "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
-)  # fmt: skip
-"""Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
 
 
 def _forget_unused(fields: Any) -> None:

@@ -22,6 +22,12 @@ from moonpool.base.families.fields import read_json
 _TOKENIZER = "tokenizer.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that every tokenizer class in transformers has."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 splits text before merging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +154,6 @@ def _text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
 def _token(folder: Path, value: Any, *, special: bool | None = None) -> AddedToken:
     text = _text(value)
     if text is None:
@@ -234,11 +237,6 @@ def _qwen2(content: Mapping[str, Any], fields: Mapping[str, Any], read: tokenize
     return backend
 
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Llama 3 splits text before merging."""
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 """How Qwen 2 splits text before merging."""
 

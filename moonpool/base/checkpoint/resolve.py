@@ -15,7 +15,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
 def model_name(model: str) -> str:
-    """The name under which a model is served: the folder's, the file's (`gguf_name`), the hub id's last part.
+    """Return the name under which a model is served: the folder's, the file's (`gguf_name`), the hub id's last part.
 
     Conductor and engines must say the same, so both ask here.
     """

@@ -16,8 +16,18 @@ import tokenizers
 
 from moonpool.base.checkpoint.chat_template import ChatOptions, ChatTemplates, ControlTokens, RenderedChat
 from moonpool.base.checkpoint.folder_tokenizer import folder_tokenizer
-from moonpool.base.checkpoint.gguf import gguf_tokenizer, is_gguf
+from moonpool.base.checkpoint.gguf import is_gguf
+from moonpool.base.checkpoint.gguf_tokenizer import gguf_tokenizer
 from moonpool.base.errors import CheckpointError, InvalidRequest
+
+_REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
+# valid.
+_MAX_HELD_TOKENS = 32
+_FEW_TOKENS = 256
+_PIECE_CHARS = 1 << 14
+_PIECE_SLACK = 16
+"""Extra tokens that a text's piece may have compared with the whole text: a cut token, tokens put in front."""
 
 
 class StopWatcher:
@@ -71,18 +81,6 @@ class StopWatcher:
         """Return the length of the held text's longest end that begins `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
-
-
-_REPLACEMENT = "\ufffd"
-
-
-# A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
-# valid.
-_MAX_HELD_TOKENS = 32
-_FEW_TOKENS = 256
-_PIECE_CHARS = 1 << 14
-_PIECE_SLACK = 16
-"""Extra tokens that a text's piece may have compared with the whole text: a cut token, tokens put in front."""
 
 
 # A text is tokenised only on the thread that asks.
@@ -170,7 +168,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def definition(self) -> str:
-        """The tokenizer without the chat template, as the library `tokenizers` writes the definition."""
+        """Return the tokenizer without the chat template, as the library `tokenizers` writes the definition."""
         return str(self._backend.to_str())
 
     @property
@@ -309,7 +307,7 @@ class Tokenizer:
         if first or not self._plain_marks_first:
             return list(self._plain.encode(text, add_special_tokens=False).ids)
         # Behind a line break the part is not the first of a text, and gets no space in front.
-        line, ids = (self._plain.encode(it, add_special_tokens=False).ids for it in ("\n", f"\n{text}"))
+        line, ids = (self._plain.encode(piece, add_special_tokens=False).ids for piece in ("\n", f"\n{text}"))
         if ids[: len(line)] == line:
             return list(ids[len(line) :])
         return list(self._plain.encode(text, add_special_tokens=False).ids)

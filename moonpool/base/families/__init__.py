@@ -17,15 +17,21 @@ from moonpool.base.families.other import other_family
 def _found() -> Iterator[ModelFamily]:
     """Yield the families of this folder's files, by file."""
     for file in iter_modules(__path__, f"{__name__}."):
-        yield from (it for it in vars(import_module(file.name)).values() if isinstance(it, ModelFamily))
+        yield from (found for found in vars(import_module(file.name)).values() if isinstance(found, ModelFamily))
 
 
-_ALL = tuple({it.architecture: it for it in _found()}.values())
-FAMILIES: Mapping[str, ModelFamily] = {name: it for it in _ALL for name in (it.architecture, *it.other_architectures)}
+_ALL = tuple({family.architecture: family for family in _found()}.values())
+FAMILIES: Mapping[str, ModelFamily] = {
+    name: family for family in _ALL for name in (family.architecture, *family.other_architectures)
+}
 """By architecture, as config.json names the architecture."""
 
-_BY_MODEL_TYPE = {it.model_type: it for it in _ALL}
-_BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and it not in (MIXTRAL, DEEPSEEK_V3)}
+_BY_MODEL_TYPE = {family.model_type: family for family in _ALL}
+_BY_GGUF = {
+    family.gguf.architecture: family
+    for family in _ALL
+    if family.gguf is not None and family not in (MIXTRAL, DEEPSEEK_V3)
+}
 
 
 def family_of(declared: object, model_type: object) -> ModelFamily:

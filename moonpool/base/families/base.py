@@ -15,6 +15,11 @@ from moonpool.base.families.fields import JsonFields
 from moonpool.base.families.rope import read_rope
 from moonpool.base.families.spec import Activation, AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec, NormSpec
 
+_OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+"""Keys of rotary embeddings in the spelling before transformers 5."""
+COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+_ATTENTION_KINDS = ("full_attention", "sliding_attention")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
@@ -194,13 +199,10 @@ class ModelFamily:
             defaults.pop("rope_parameters", None)
         given = {**defaults, **data}
         return JsonFields(
-            {**given, **{ours: given[its] for ours, its in self.other_keys.items() if its in given}}, source
+            {**given, **{ours: given[theirs] for ours, theirs in self.other_keys.items() if theirs in given}}, source
         )
 
 
-_OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
-"""Keys of rotary embeddings in the spelling before transformers 5."""
-COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
@@ -242,9 +244,6 @@ def llama_decoder(fields: JsonFields, *, rope_kind: str | None = None) -> Decode
     norm = NormSpec(eps=fields.number("rms_norm_eps"))
     layers = fields.positive("num_hidden_layers")
     return DecoderSpec((LayerSpec(attention, inner, norm),) * layers, (read_rope(fields, size, kind=rope_kind),), norm)
-
-
-_ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 def layer_kinds(

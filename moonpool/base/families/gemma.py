@@ -117,10 +117,10 @@ def _decoder4(fields: JsonFields) -> DecoderSpec:
         )
         if kinds[index] == "sliding_attention":
             return layer.with_attention(rope=1)
-        its = JsonFields(overrides.get(str(index), {}), f"{fields.source}: per_layer_config.{index}")
+        override = JsonFields(overrides.get(str(index), {}), f"{fields.source}: per_layer_config.{index}")
         return layer.with_attention(
-            head_dim=its.positive("head_dim", whole),
-            num_kv_heads=its.positive("num_key_value_heads", heads),
+            head_dim=override.positive("head_dim", whole),
+            num_kv_heads=override.positive("num_key_value_heads", heads),
             values_of_keys=equal,
         )
 

@@ -53,7 +53,7 @@ def _linear_fields(fields: JsonFields) -> JsonFields:
     given = fields.get("linear_attn_config")
     names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-    whole = {ours: fields.get(its) for ours, its in names.items()}
+    whole = {ours: fields.get(theirs) for ours, theirs in names.items()}
     return JsonFields(
         {**whole, **(given if isinstance(given, Mapping) else {})}, f"{fields.source}: linear_attn_config"
     )

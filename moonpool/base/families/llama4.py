@@ -41,16 +41,16 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     if fields.flag("attn_temperature_tuning", True):
         upright = replace(upright, by_length=grown)
 
-    def layer(index: int, its: LayerSpec) -> LayerSpec:
-        its = its.with_attention(
+    def layer(index: int, spec: LayerSpec) -> LayerSpec:
+        spec = spec.with_attention(
             rope=0 if rotated[index] else 1,
             window=chunk if kinds[index] == "chunked_attention" else None,
             chunked=chunk is not None and kinds[index] == "chunked_attention",
             qk_norm=norm if rotated[index] else None,
             qk_norm_last=norm is not None and rotated[index],
         )
-        its = its.with_feed_forward(bias=False)
-        return its.with_feed_forward(experts=experts) if index in sparse else its.with_feed_forward(inner=dense)
+        spec = spec.with_feed_forward(bias=False)
+        return spec.with_feed_forward(experts=experts) if index in sparse else spec.with_feed_forward(inner=dense)
 
     turned = replace(decoder.ropes[0], paired=True)
     assert turned.width == heads.head_dim

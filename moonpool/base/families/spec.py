@@ -12,6 +12,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+FALLBACK = "transformers' own modelling code"
+"""Why torch computes the layers of an architecture that no family describes."""
+NATIVE_HEAD_DIM = 256
+"""`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
+NATIVE_CHOSEN = 64
+"""`MAX_CHOSEN` of `kernels/engine/experts.h`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,14 +401,6 @@ class DecoderSpec:
         return "rotary embeddings of a part of each head" if partial else ""
 
 
-FALLBACK = "transformers' own modelling code"
-"""Why torch computes the layers of an architecture that no family describes."""
-NATIVE_HEAD_DIM = 256
-"""`MAX_HEAD_DIM` of `kernels/engine/pool.h`."""
-NATIVE_CHOSEN = 64
-"""`MAX_CHOSEN` of `kernels/engine/experts.h`."""
-
-
 def described_ways(reasons: Sequence[str], first: int = 0) -> str:
     """Return which way layers compute, for people.
 
@@ -415,8 +413,8 @@ def described_ways(reasons: Sequence[str], first: int = 0) -> str:
     ways = dict.fromkeys(sorted(reasons))
     parts = []
     for why in ways:
-        its = [first + index for index, reason in enumerate(reasons) if reason == why]
-        which = "all layers" if len(ways) == 1 else f"layers {_ranges(its)}"
+        numbers = [first + index for index, reason in enumerate(reasons) if reason == why]
+        which = "all layers" if len(ways) == 1 else f"layers {_ranges(numbers)}"
         way = "fallback" if why == FALLBACK else "torch"
         parts.append(f"{which} {way} ({why})" if why else f"{which} native")
     return "; ".join(parts)
@@ -424,6 +422,6 @@ def described_ways(reasons: Sequence[str], first: int = 0) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Return rising numbers as text, "0-3, 5"."""
-    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda its: its[1] - its[0]))
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
     ends = ((run[0][1], run[-1][1]) for run in runs)
     return ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in ends)

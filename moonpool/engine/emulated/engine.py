@@ -71,11 +71,11 @@ class _LayerSchedule:
     layer_s: float
 
     def add_layer(self) -> None:
-        """Moves the due time to the end of the next layer."""
+        """Move the due time to the end of the next layer."""
         self.due += self.layer_s
 
     def not_before(self, moment: float) -> None:
-        """Delays the layers that have not begun."""
+        """Delay the layers that have not begun."""
         self.due = max(self.due, moment)
 
 
@@ -116,12 +116,10 @@ class EmulatedEngine:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the pool."""
         return self._pool.blocks
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """See `Engine.max_num_batched_tokens`."""
         return STEP_TOKENS
 
     @property
@@ -131,7 +129,6 @@ class EmulatedEngine:
 
     @property
     def pool(self) -> KVPool:
-        """The paged memory."""
         return self._pool
 
     @property
@@ -140,7 +137,7 @@ class EmulatedEngine:
         return self._speeds
 
     def load_s(self, nbytes: int) -> float:
-        """Seconds that loading so many bytes takes on the emulated hardware; 0 = as long as here."""
+        """Return the seconds that loading so many bytes takes on the emulated hardware; 0 = as long as here."""
         return load_seconds(self._speeds, nbytes)
 
     async def fetch(self, blocks: Sequence[int]) -> None:
@@ -176,7 +173,6 @@ class EmulatedEngine:
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
-        """See `Engine.run`."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
         if len(self._tasks) >= self.stages:
@@ -195,13 +191,11 @@ class EmulatedEngine:
             raise
 
     def open_gate(self, step_id: int, layer: int) -> None:
-        """See `Engine.open_gate`."""
         flight = self._flight(step_id)
         flight.open_layer = max(flight.open_layer, layer)
         flight.changed.set()
 
     def drop(self, step_id: int, index: int) -> None:
-        """See `Engine.drop`."""
         self._flight(step_id).dropped.add(index)
 
     async def load_lora(self, lora: bytes, folder: str) -> int:
@@ -215,13 +209,12 @@ class EmulatedEngine:
         """Each run ends with the run's first step."""
 
     def abort(self, step_id: int) -> None:
-        """See `Engine.abort`."""
         flight = self._flight(step_id)
         flight.aborted = True
         flight.changed.set()
 
     async def shutdown(self) -> None:
-        """Ends what runs; idempotent."""
+        """End what runs; idempotent."""
         self._fail("the engine was shut down")
         for task in self._tasks:
             task.cancel()
@@ -320,7 +313,7 @@ class EmulatedEngine:
         return True
 
     async def _gate(self, flight: _StepControl, layer: int, schedule: _LayerSchedule) -> None:
-        """Waits until a layer's gate is open or the step is aborted; aborts the step after `gate_timeout_s`."""
+        """Wait until a layer's gate is open or the step is aborted; abort the step after `gate_timeout_s`."""
         if flight.open_layer < layer and not flight.aborted:
             try:
                 async with asyncio.timeout(self._gate_timeout_s):
@@ -362,11 +355,13 @@ EMULATED_METRICS: "tuple[Metric[EmulatedEngine], ...]" = (
     counter(
         "emulated_step_seconds_total",
         "Seconds that all steps should take, in this machine's time.",
-        lambda it: it.step_s,
+        lambda engine: engine.step_s,
     ),
     counter("emulated_late_seconds_total", "Seconds by which steps ended late.", lambda engine: engine.late_s),
     counter(
-        "emulated_slices_checked_total", "KV slices compared with the expected bytes.", lambda it: it.slices_checked
+        "emulated_slices_checked_total",
+        "KV slices compared with the expected bytes.",
+        lambda engine: engine.slices_checked,
     ),
 )
 """Reported by instances with emulated compute."""
@@ -398,7 +393,7 @@ async def start_emulated(
     gate_timeout_s: float,
     clock: EngineClock = MONOTONIC,
 ) -> AsyncIterator["EmulatedEngine"]:
-    """An emulated engine; leaving the context ends the engine and frees the pool.
+    """Return an emulated engine; leaving the context ends the engine and frees the pool.
 
     See `moonpool.engine.executor.start_engine`.
 

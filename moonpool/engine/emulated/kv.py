@@ -24,6 +24,8 @@ from moonpool.engine.emulated.profile import SLOT_BYTES, EmulatedCompute
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
 _UINT64_MASK = (1 << 64) - 1
+RECHECKED_TOKENS = 64
+"""Tokens whose KV is checked again per step: one piece of the prefix in one layer, the next piece in the next step."""
 
 
 class EmulatedKV:
@@ -46,7 +48,7 @@ class EmulatedKV:
         ]
 
     def base(self, parent: bytes, token_ids: "array[int]", first_slot: int = 0) -> bytes:
-        """Bytes from which the slices of all layers are made: pad XOR token, 8 bytes per slot.
+        """Return the bytes from which the slices of all layers are made: pad XOR token, 8 bytes per slot.
 
         Args:
             parent: key of the previous block, or the chain's root.
@@ -62,14 +64,14 @@ class EmulatedKV:
         return mixed.to_bytes(size, "little")
 
     def write(self, view: memoryview, layer: int, base: bytes, first_slot: int = 0) -> None:
-        """Writes some slots of a layer slice."""
+        """Write some slots of a layer slice."""
         begin = first_slot * SLOT_BYTES
         for plane, table in enumerate(self._tables[layer]):
             start = plane * self._plane_bytes + begin
             view[start : start + len(base)] = base.translate(table)
 
     def wrong_slot(self, view: memoryview, layer: int, base: bytes, first_slot: int = 0) -> int | None:
-        """The first slot of a layer slice with wrong bytes; None when all are right."""
+        """Return the first slot of a layer slice with wrong bytes; None when all are right."""
         begin = first_slot * SLOT_BYTES
         for plane, table in enumerate(self._tables[layer]):
             start = plane * self._plane_bytes + begin
@@ -83,7 +85,7 @@ class EmulatedKV:
 def choose_token(
     digest: int, vocab_size: int, reserved: Collection[int], banned: Collection[int] = (), *, seed: int = 0
 ) -> int:
-    """The token that follows a history.
+    """Return the token that follows a history.
 
     Args:
         digest: `history_digest` over all earlier tokens.
@@ -107,31 +109,27 @@ def history_digest(token_ids: "Sequence[int] | array[int]") -> int:
 
 
 def sampling_seeds(sample: SampleSpec) -> list[int]:
-    """Seeds that the sampling parameters add to the history, one for each sample; 0 when greedy."""
+    """Return the seeds that the sampling parameters add to the history, one for each sample; 0 when greedy."""
     if sample.params.temperature == 0:
         return [0] * sample.samples
     return [token_seed(stream_seed(sample.seed, index)) for index in range(sample.samples)]
 
 
 def token_seed(seed: int) -> int:
-    """What a sampling seed adds to the history."""
+    """Return what a sampling seed adds to the history."""
     return (seed * 0x9E3779B97F4A7C15 + 1) & _UINT64_MASK
 
 
 def continuation(
     token_ids: Sequence[int], count: int, vocab_size: int, reserved: Collection[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """The right greedy answer of `count` tokens to a prompt (`seed`: `token_seed`, when not greedy)."""
+    """Return the right greedy answer of `count` tokens to a prompt (`seed`: `token_seed`, when not greedy)."""
     digest = xxh3_64(tokens_to_bytes(token_ids))
     answer: list[int] = []
     for _ in range(count):
         answer.append(choose_token(digest.intdigest(), vocab_size, reserved, seed=seed))
         digest.update(tokens_to_bytes(answer[-1:]))
     return answer
-
-
-RECHECKED_TOKENS = 64
-"""Tokens whose KV is checked again per step: one piece of the prefix in one layer, the next piece in the next step."""
 
 
 class WrongKV(Exception):  # noqa: N818 - names the finding
@@ -191,14 +189,14 @@ class EmulatedSequences:
         self.slices_checked = 0
 
     def begin(self, step: SequenceStep) -> bool:
-        """Whether this is the sequence's first step here, or the first after an abort; afterwards it is known."""
+        """Tell whether this is the sequence's first step here, or the first after an abort; afterwards it is known."""
         if step.history is None or step.history in self._known:
             return False
         self._known[step.history] = _SequenceState()
         return True
 
     def share(self, step: SequenceStep) -> SequenceWork:
-        """Prepares a step.
+        """Prepare a step.
 
         Raises:
             WrongKV: tokens, keys and history contradict each other.
@@ -220,7 +218,7 @@ class EmulatedSequences:
         return SequenceWork(check, again, write, self._tokens(history, known, step, end))
 
     def run(self, share: SequenceWork, layer: int) -> None:
-        """Checks the prefix of a layer, then writes the new slots.
+        """Check the prefix of a layer, then write the new slots.
 
         Raises:
             WrongKV: a slot holds unexpected bytes.
@@ -233,7 +231,7 @@ class EmulatedSequences:
             self._kv.write(self._pool.slice(layer, slots.block), layer, slots.base, slots.first)
 
     def done(self, step: SequenceStep, *, aborted: bool) -> None:
-        """Notes the end of a step; the sequences of an aborted step are forgotten."""
+        """Note the end of a step; the sequences of an aborted step are forgotten."""
         assert step.history is not None
         if aborted:
             self._known.pop(step.history, None)
@@ -252,7 +250,7 @@ class EmulatedSequences:
         return same * self._size
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Positions [begin, end), cut at block borders."""
+        """Return the positions [begin, end), cut at block borders."""
         while begin < end:
             border = min(end, (begin // self._size + 1) * self._size)
             yield begin, border
@@ -279,7 +277,7 @@ class EmulatedSequences:
         return known.keys[index - 1 - given]
 
     def _check_key(self, history: TokenHistory, index: int) -> None:
-        """Checks that a full block's key is the key of the tokens attended to."""
+        """Check that a full block's key is the key of the tokens attended to."""
         if index >= len(history.keys):
             return
         parent = history.keys[index - 1] if index else history.chain_root

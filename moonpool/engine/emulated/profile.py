@@ -18,6 +18,16 @@ from moonpool.base.scheduling.state_machine import draw_unit
 from moonpool.base.scheduling.steps import Step
 
 _SPEED_DRAW, _STEP_DRAW = 0, 1
+SCHEME = "emulated:"
+"""Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
+_FORMER_SCHEME = "paced:"
+SLOT_BYTES = 8
+"""Bytes for one token's K (or V) in one head and layer of emulated KV."""
+KV_DTYPE = "float16"
+_SUFFIX = ".yaml"
+_PREFILL = ("base_s", "per_token_s", "per_pair_s")
+_PROMPT = ("per_prompt_s", "per_cached_token_s")
+_DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class Noise:
     """So many times longer all steps take from SIGUSR1 to SIGUSR2; 0 = these signals are not taken."""
 
     def factor(self, step_id: int, *, slowed: bool = False) -> float:
-        """A step's seconds over the profile's; `slowed`: between the two signals."""
+        """Return a step's seconds over the profile's; `slowed`: between the two signals."""
         slower = self.slowdown if slowed else 1.0
         return slower * self._around(self.speed_error, _SPEED_DRAW) * self._around(self.jitter, _STEP_DRAW, step_id)
 
@@ -43,17 +53,7 @@ class Noise:
 
 
 NO_NOISE = Noise()
-SCHEME = "emulated:"
-"""Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
-_FORMER_SCHEME = "paced:"
-SLOT_BYTES = 8
-"""Bytes for one token's K (or V) in one head and layer of emulated KV."""
-KV_DTYPE = "float16"
-_SUFFIX = ".yaml"
 _FOLDER = Path(__file__).resolve().parent / "profiles"
-_PREFILL = ("base_s", "per_token_s", "per_pair_s")
-_PROMPT = ("per_prompt_s", "per_cached_token_s")
-_DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _Fields:
 
 
 def _pool_bytes(memory: _Fields) -> int:
-    """Bytes left for KV of a device's memory, without the reserve and the weights."""
+    """Return the bytes left for KV of a device's memory, without the reserve and the weights."""
     device, reserve = memory.number("device_bytes"), memory.number("reserve_share")
     left = device * (1.0 - reserve) - memory.number("weight_bytes")
     if left <= 0:
@@ -194,12 +194,12 @@ def _pool_bytes(memory: _Fields) -> int:
 
 
 def bundled_profiles() -> list[str]:
-    """Names of the profiles that come with Moonpool."""
+    """Return the names of the profiles that come with Moonpool."""
     return sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}"))
 
 
 def load_profile(name: str) -> Profile:
-    """Reads a bundled profile by name, or any profile by path.
+    """Read a bundled profile by name, or any profile by path.
 
     Raises:
         ConfigError: the profile is missing or wrong; names the field.
@@ -246,12 +246,12 @@ class EmulatedCompute:
         )
 
     def describe(self) -> Mapping[str, str | float]:
-        """Fields of logs and spans."""
+        """Return the fields of logs and spans."""
         return {"emulated": self.profile.name, "time_scale": self.time_scale, "hardware": self.profile.hardware}
 
 
 def emulated_profile(engine: str, time_scale: float) -> tuple[Profile, float] | None:
-    """The profile and time scale that `engine` and `time_scale` ask for; None for a real engine.
+    """Return the profile and time scale that `engine` and `time_scale` ask for; None for a real engine.
 
     Raises:
         ConfigError: `engine` is neither "real" nor "emulated:PROFILE", or a time scale is given for a real engine.
@@ -269,7 +269,7 @@ def emulated_profile(engine: str, time_scale: float) -> tuple[Profile, float] | 
 
 
 def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[bool] = ()) -> float:
-    """Seconds that a step takes.
+    """Return the seconds that a step takes.
 
     Args:
         speeds: the emulated hardware's.
@@ -292,10 +292,10 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
 
 
 def copy_seconds(speeds: Speeds, tokens: int) -> float:
-    """Seconds for copying `tokens` tokens' KV within the pool: a step's read, and a write."""
+    """Return the seconds for copying `tokens` tokens' KV within the pool: a step's read, and a write."""
     return 2 * tokens * speeds.decode_per_context_token_s
 
 
 def load_seconds(speeds: Speeds, nbytes: int) -> float:
-    """Seconds that so many bytes of KV take to load; 0 if the profile has no rate."""
+    """Return the seconds that so many bytes of KV take to load; 0 if the profile has no rate."""
     return nbytes / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0

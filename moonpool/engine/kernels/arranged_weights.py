@@ -154,8 +154,8 @@ def arrange_packed(
     made = _in_memory(parts, bias, arena)
     if made is not None:
         codes = weight.codes.contiguous()
-        its = (None if part is None else part.data_ptr() for part in (scales, offsets, units, offset_units))
-        made.native.arrange_packed(parts, structures.PackedMatrix(codes.data_ptr(), *its))
+        addresses = (None if part is None else part.data_ptr() for part in (scales, offsets, units, offset_units))
+        made.native.arrange_packed(parts, structures.PackedMatrix(codes.data_ptr(), *addresses))
     return made
 
 

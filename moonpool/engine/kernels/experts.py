@@ -26,10 +26,14 @@ class ExpertMatrices:
     def __post_init__(self) -> None:
         """Raise ValueError unless matrices are dense and alike."""
         first = self.matrices[0]
-        for it in self.matrices:
-            if (it.shape, it.dtype, it.device) != (first.shape, first.dtype, first.device) or not it.is_contiguous():
+        for matrix in self.matrices:
+            if (matrix.shape, matrix.dtype, matrix.device) != (
+                first.shape,
+                first.dtype,
+                first.device,
+            ) or not matrix.is_contiguous():
                 raise ValueError(f"matrices: must be dense and all as {list(first.shape)} in {first.dtype}")
-        places = [it.data_ptr() for it in self.matrices]
+        places = [matrix.data_ptr() for matrix in self.matrices]
         self.addresses = torch.tensor(places, dtype=torch.int64).to(first.device)
 
 
@@ -54,8 +58,8 @@ def rows_by_expert(chosen: Tensor, weights: Tensor, experts: int) -> RowsByExper
     """Return the rows of chosen experts [T, chosen] (int64), with weights alike, in the order of experts."""
     chosen, by = chosen.sort(dim=-1)
     weights = weights.gather(1, by)
-    its, order = chosen.flatten().sort(stable=True)
-    starts = torch.searchsorted(its, torch.arange(experts + 1, device=its.device))
+    ordered, order = chosen.flatten().sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=ordered.device))
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     tokens = torch.div(order, chosen.shape[1], rounding_mode="floor")
     return RowsByExpert(tokens, starts, places.view(chosen.shape), weights)

@@ -53,7 +53,7 @@ class Int8Head:
 
 
 def int8_head_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Bytes for the int8 copy of a head with these outputs and inputs; 0 where there is none."""
+    """Return the bytes for the int8 copy of a head with these outputs and inputs; 0 where there is none."""
     native = library.get()
     if native is None or dtype not in DTYPES:
         return 0
@@ -62,7 +62,7 @@ def int8_head_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
 
 
 def _error_bounds(outputs: int) -> int:
-    """Numbers that bound outputs' errors: three of each, in whole panels."""
+    """Return the numbers that bound outputs' errors: three of each, in whole panels."""
     return 3 * -(-outputs // _OUTPUTS) * _OUTPUTS
 
 

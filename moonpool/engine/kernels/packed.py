@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: Inputs of a row that share a scale in products with packed weights.
 CHUNK = 32
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Floats of 8 bits that products read as they are stored."""
 
 
 class PackedTensor(Protocol):
@@ -25,9 +27,7 @@ class PackedTensor(Protocol):
         ...
 
     @property
-    def bits(self) -> int:
-        """Of a code."""
-        ...
+    def bits(self) -> int: ...
 
     @property
     def group(self) -> int:
@@ -68,10 +68,6 @@ class PackedTensor(Protocol):
     def offset_units(self) -> Tensor | None:
         """[outputs, blocks], what 1 stands for in offsets of one byte."""
         ...
-
-
-FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Floats of 8 bits that products read as they are stored."""
 
 
 def float8_of(values: Tensor) -> torch.dtype | None:
@@ -145,13 +141,13 @@ def packed_linear(
     numbers, scales = bytes_of_rows(x)
     total = torch.zeros(x.shape[0], outputs)
     for begin in range(0, inputs, part):
-        some, its = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
+        some, row_scales = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
         sums = some @ whole[:, begin : begin + part].t()
         group = begin // weight.group
-        both = its * scales_of[:, group]
+        both = row_scales * scales_of[:, group]
         total = (total.double() + sums.double() * both.double()).float()
         if offsets_of is not None:
-            more = its * some.sum(-1, keepdim=True)
+            more = row_scales * some.sum(-1, keepdim=True)
             total = (total.double() + more.double() * offsets_of[:, group].double()).float()
     out.copy_(total if bias is None else total + bias.float())
 

@@ -121,7 +121,7 @@ class WeightFile:
 
     def _remove_unused(self, before: float | None) -> bool:
         """Remove a file that no process has open: those last used before a time, or the least recent one."""
-        others = [it for it in self._folder.glob(f"*{_SUFFIX}") if it != self._path]
+        others = [path for path in self._folder.glob(f"*{_SUFFIX}") if path != self._path]
         removed = False
         for path in sorted(others, key=_used_at):
             if (before is None or _used_at(path) < before) and _remove_if_unused(path):

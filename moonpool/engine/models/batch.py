@@ -49,7 +49,10 @@ class BatchLoras:
         found: dict[bytes, tuple[Any, list[int]]] = {}
         for lora, (begin, end) in zip(of, pairwise(query_start), strict=True):
             found.setdefault(lora.id if lora else b"", (lora, []))[1].extend(range(begin, end))
-        rows = {key: None if len(found) == 1 else torch.tensor(its, device=device) for key, (_, its) in found.items()}
+        rows = {
+            key: None if len(found) == 1 else torch.tensor(numbers, device=device)
+            for key, (_, numbers) in found.items()
+        }
         self.base = rows.get(b"")
         self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
         self.layers: dict[int, Any] = {}
@@ -156,28 +159,28 @@ class PackedBatch:
         """
         if self.num_tokens != len(self.context_lens):
             return self._packed_anew(tokens)
-        its, size = self.arrays, self.block_size
-        positions, tables = its["positions"], its["block_tables"]
+        arrays, size = self.arrays, self.block_size
+        positions, tables = arrays["positions"], arrays["block_tables"]
         positions += 1
-        self.room = (self.room or int((its["capacity"] - positions).min()) + 1) - 1
+        self.room = (self.room or int((arrays["capacity"] - positions).min()) + 1) - 1
         if not self.room:
-            short = int((its["capacity"] - positions).argmin())
-            raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
-        its["token_ids"][:] = tokens
-        its["context_lens"] += 1
+            short = int((arrays["capacity"] - positions).argmin())
+            raise _too_short(short, int(positions[short]) + 1, int(arrays["capacity"][short]) // size, size)
+        arrays["token_ids"][:] = tokens
+        arrays["context_lens"] += 1
         if self.within:  # mostly: behind a step caches are cold, so each kind of operation costs time
-            its["offsets"] += 1
+            arrays["offsets"] += 1
             self.within -= 1
         else:
-            np.remainder(positions, size, out=its["offsets"])
-            its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+            np.remainder(positions, size, out=arrays["offsets"])
+            arrays["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
             if self.slot_of is not None:
-                its["slot_ids"][:] = self.slot_of[its["block_ids"]]
-            self.within = size - 1 - int(its["offsets"].max())
+                arrays["slot_ids"][:] = self.slot_of[arrays["block_ids"]]
+            self.within = size - 1 - int(arrays["offsets"].max())
         self.angles.clear()
         self.spans = None
         for plan in self.plans.values():
-            plan.go_on(tables if plan.window is None else its["slot_tables"])
+            plan.go_on(tables if plan.window is None else arrays["slot_tables"])
         return self
 
     def without_slots(self) -> PackedBatch:
@@ -185,7 +188,7 @@ class PackedBatch:
         return replace(self, slot_tables=self.block_tables, slot_ids=self.block_ids, plans={})
 
     def filled(self) -> list[int]:
-        """Blocks that the step fills, for a batch with one token per sequence."""
+        """Return the blocks that the step fills, for a batch with one token per sequence."""
         if self.within:
             return []
         filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_size - 1].tolist()
@@ -198,9 +201,9 @@ class PackedBatch:
         slots = moved["block_tables"], moved["block_ids"]
         if self.slot_of is not None:
             slots = self.slot_tables.to(device), self.slot_ids.to(device)
-        its = PackedBatch(**moved, block_size=self.block_size, slot_tables=slots[0], slot_ids=slots[1])
-        its.loras = None if self.loras is None else self.loras.to(self.query_start, device)
-        return its
+        batch = PackedBatch(**moved, block_size=self.block_size, slot_tables=slots[0], slot_ids=slots[1])
+        batch.loras = None if self.loras is None else self.loras.to(self.query_start, device)
+        return batch
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
         used = (self.arrays["capacity"] // self.block_size).tolist()

@@ -93,13 +93,13 @@ class MixtureOfExperts:
         begin = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                its = slice(begin, begin + count)
-                inputs = x[rows[its]]
+                span = slice(begin, begin + count)
+                inputs = x[rows[span]]
                 if self.spec.weighted_inputs:
-                    result = expert((inputs * share[its]).to(x.dtype), deterministic=deterministic)
+                    result = expert((inputs * share[span]).to(x.dtype), deterministic=deterministic)
                 else:
-                    result = expert(inputs, deterministic=deterministic) * share[its]
-                out.index_add_(0, rows[its], result.to(x.dtype))
+                    result = expert(inputs, deterministic=deterministic) * share[span]
+                out.index_add_(0, rows[span], result.to(x.dtype))
                 begin += count
         return out
 
@@ -141,13 +141,13 @@ def expert_matrices(experts: Sequence[FeedForward]) -> tuple[ExpertMatrices, Exp
     Triton computes dense weights; packed ones are computed expert by expert.
     """
     found = list[ExpertMatrices]()
-    for linears in ([its.gate_up for its in experts], [its.down for its in experts]):
-        plain = [its.plain() for its in linears]
-        matrices = [its for its in plain if its is not None]
+    for linears in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
+        plain = [linear.plain() for linear in linears]
+        matrices = [weight for weight in plain if weight is not None]
         first = linears[0]
         if choose("expert_linear", first.device, first.dtype) != "triton" or len(matrices) < len(linears):
             return None
-        biases = [its.bias for its in linears if its.bias is not None]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
         found.append(ExpertMatrices(matrices, torch.stack(biases) if biases else None))
     return found[0], found[1]
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
-from moonpool.base.checkpoint.gguf import GgufFile, translated
+from moonpool.base.checkpoint.gguf import GgufFile
+from moonpool.base.checkpoint.gguf_tensors import translated
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 
@@ -55,7 +56,7 @@ def _of_model(path: Path, name: str, importance: Tensor, config: ModelConfig) ->
         return {}
     if not leaf.endswith("_exps"):
         return {ours: importance.flatten()}
-    experts = next((its.feed_forward.experts for its in config.decoder.layers if its.feed_forward.experts), None)
+    experts = next((layer.feed_forward.experts for layer in config.decoder.layers if layer.feed_forward.experts), None)
     if experts is None or importance.numel() % experts.count:
         raise CheckpointError(f"{path}: {name} has {importance.numel()} numbers, which are not those of experts")
     rows = importance.reshape(experts.count, -1)

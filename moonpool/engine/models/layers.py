@@ -76,7 +76,7 @@ class FeedForward:
 
 
 def fused_gate(spec: FeedForwardSpec) -> bool:
-    """Whether the product of gates and ups also computes the activation."""
+    """Tell whether the product of gates and ups also computes the activation."""
     return spec.gated and spec.activation == "silu"
 
 

@@ -165,7 +165,7 @@ def _check_whole(config: ModelConfig, layers: int) -> None:
 def _outer_slots(*, first: bool, last: bool, tied: bool) -> tuple[str, ...]:
     """Return what the slots of tensors outside layers begin with, of those that a stage has."""
     there = (("embedding", first or (last and tied)), ("positions", first), ("per_layer", first))
-    return tuple(slot for slot, its in (*there, ("norm", last), ("head", last)) if its)
+    return tuple(slot for slot, present in (*there, ("norm", last), ("head", last)) if present)
 
 
 @contextmanager
@@ -258,7 +258,9 @@ class _Ends:
 
     def per_layer(self, norm: NormSpec) -> PerLayerTable:
         """Return tokens' embeddings for each layer."""
-        read = {slot: self._reader.read(its) for slot, its in self._tensors.items() if slot.startswith("per_layer")}
+        read = {
+            slot: self._reader.read(stored) for slot, stored in self._tensors.items() if slot.startswith("per_layer")
+        }
         panels = recorded_weight(None, self._arena) if self._arena.whole else None
         projection = (
             Linear(read["per_layer_input.weight"], arena=self._arena)
@@ -405,17 +407,17 @@ class _LayerReader:
         return DenseAndExperts(dense, dense_out, unweighted, norm_in, experts, norm_out)
 
     def _experts(self, spec: ExpertsSpec) -> MixtureOfExperts:
-        one = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
-        shared = replace(one, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
+        single = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
+        shared = replace(single, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
         router_bias, correction = self._optional("router.bias"), self._optional("correction")
         router, scale = self._one("router.weight").float(), self._optional("router_scale")
         factors = self._optional("expert_scale")
         if scale is not None:
             router = router * (scale.float() * len(scale) ** -0.5)
         experts = (
-            self._all_experts(one, spec.count)
+            self._all_experts(single, spec.count)
             if "experts_down.weight" in self._tensors
-            else [self._feed_forward(f"expert{expert}.", one) for expert in range(spec.count)]
+            else [self._feed_forward(f"expert{expert}.", single) for expert in range(spec.count)]
         )
         return MixtureOfExperts(
             spec,
@@ -457,8 +459,8 @@ class _LayerReader:
                 found.append(self._kept(packed[expert], bias, gated=gated))
             elif weights is not None:
                 counts = self._reader.counts(stored)
-                its = None if counts is None else counts[expert]
-                found.append(self._packed(weights[expert], bias, its, gated=gated))
+                own = None if counts is None else counts[expert]
+                found.append(self._packed(weights[expert], bias, own, gated=gated))
         return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:

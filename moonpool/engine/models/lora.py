@@ -88,16 +88,16 @@ class LoraLinear(Linear):
         if not self.gated:
             result = super().__call__(x, deterministic=deterministic, out=out)
             for rows, addition in self._additions:
-                its = x if rows is None else x[rows]
-                _add(result, rows, addition(its, deterministic=deterministic))
+                part = x if rows is None else x[rows]
+                _add(result, rows, addition(part, deterministic=deterministic))
             return result
         result = x.new_empty((x.shape[0], self.shape[0] // 2))
         if self._others is not None:
             result[self._others] = super().__call__(x[self._others], deterministic=deterministic)
         for rows, addition in self._additions:
-            its = x if rows is None else x[rows]
-            both = self.apart(its, deterministic=deterministic)
-            both += addition(its, deterministic=deterministic)
+            part = x if rows is None else x[rows]
+            both = self.apart(part, deterministic=deterministic)
+            both += addition(part, deterministic=deterministic)
             if rows is None:
                 return gated(both, deterministic=deterministic)
             result[rows] = gated(both, deterministic=deterministic)
@@ -137,8 +137,8 @@ def _with_additions(loras: BatchLoras, index: int, weights: LayerWeights) -> Lay
 def _replaced(part: PartT, path: Sequence[str], change: Callable[[Linear], Linear]) -> PartT:
     """Return a copy of `part` with another product at the end of `path`."""
     name, *rest = path
-    its: Any = getattr(part, name)
-    new = _replaced(its, rest, change) if rest else change(its)
+    linear: Any = getattr(part, name)
+    new = _replaced(linear, rest, change) if rest else change(linear)
     return replace(part, **{name: new})  # type: ignore[type-var]
 
 
@@ -181,11 +181,11 @@ def load_lora(
         for index, weights in enumerate(layers, layer_begin):
             slots = _slots(config, index)
             for place, names in projections(weights.spec, slots).items():
-                its = [(slots[f"{name}.weight"], places.get((index, name))) for name in names.split()]
-                if any(module is not None for _, module in its):
+                placed = [(slots[f"{name}.weight"], places.get((index, name))) for name in names.split()]
+                if any(module is not None for _, module in placed):
                     reader = _PairReader(lora.modules, parts, first.dtype, first.device, arena)
                     base: Linear = attrgetter(place)(weights)
-                    found.setdefault(index, {})[place] = reader.pair(its, gated=base.gated)
+                    found.setdefault(index, {})[place] = reader.pair(placed, gated=base.gated)
     return StageLora(lora.id, found)
 
 
@@ -209,8 +209,8 @@ def lora_places(config: ModelConfig, lora: LoraAdapter) -> dict[tuple[int, str],
                     continue
                 module = lora.modules[name]
                 if (module.outputs, module.inputs) != stored.shape:
-                    its = [module.outputs, module.inputs]
-                    raise CheckpointError(f"{name} has shape {its} in the adapter, {list(stored.shape)} in the model")
+                    shape = [module.outputs, module.inputs]
+                    raise CheckpointError(f"{name} has shape {shape} in the adapter, {list(stored.shape)} in the model")
                 found[index, slot] = name
                 left.pop(name, None)
     if left:
@@ -225,8 +225,8 @@ def lora_places(config: ModelConfig, lora: LoraAdapter) -> dict[tuple[int, str],
 
 def _module_name(stored: Stored, modules: Mapping[str, LoraModule], renamed: Mapping[str, str]) -> str | None:
     name = stored.name.removesuffix(".weight")
-    others = (name.replace(ours, its) for ours, its in renamed.items() if ours in name)
-    return next((it for it in (name, *others) if it in modules), None)
+    others = (name.replace(ours, theirs) for ours, theirs in renamed.items() if ours in name)
+    return next((known for known in (name, *others) if known in modules), None)
 
 
 def _slots(config: ModelConfig, index: int) -> Slots:

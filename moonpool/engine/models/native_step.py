@@ -29,6 +29,11 @@ from moonpool.engine.models.lora import StageLora
 from moonpool.engine.models.weights import AttentionWeights, LayerWeights
 from moonpool.engine.weights.linear import Linear
 
+_LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
+"""`LoraPlace` of lora.h, by the place in `LayerWeights`."""
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
+"""`Scores` of experts.h."""
+
 
 class StepSignals(Protocol):
     """Signals of other threads to a step that runs."""
@@ -39,7 +44,7 @@ class StepSignals(Protocol):
     """
 
     def stopped(self, layer: int) -> bool:
-        """Whether this layer must not run, or not yet."""
+        """Tell whether this layer must not run, or not yet."""
         ...
 
 
@@ -131,7 +136,7 @@ class NativeLayers:
         return Progress(self.native, self.index, len(self._layers))
 
     def takes(self, loras: BatchLoras | None) -> bool:
-        """Whether a batch's adapters change these layers only where native code adds."""
+        """Tell whether a batch's adapters change these layers only where native code adds."""
         return loras is None or all(self._adapter(lora) is not None for lora, _ in loras.adapted)
 
     def _adapter(self, lora: StageLora) -> ctypes.Array[structures.LowRank] | None:
@@ -156,9 +161,9 @@ class NativeLayers:
         if self.index not in loras.native:
             of = np.full(rows, -1, np.int32)
             adapters = [self._adapter(lora) for lora, _ in loras.adapted]
-            for number, (_, its) in enumerate(loras.adapted):
-                of[slice(None) if its is None else its.numpy()] = number
-            pointers = np.array([ctypes.addressof(its) for its in adapters if its is not None], np.int64)
+            for number, (_, adapted) in enumerate(loras.adapted):
+                of[slice(None) if adapted is None else adapted.numpy()] = number
+            pointers = np.array([ctypes.addressof(adapter) for adapter in adapters if adapter is not None], np.int64)
             made = structures.Loras(pointers.ctypes.data, of.ctypes.data)
             loras.native[self.index] = made, of, pointers, adapters  # live as long as the batch
         found: structures.Loras = loras.native[self.index][0]
@@ -219,9 +224,9 @@ def native_layers(
         return [], reasons
     runs = list[NativeLayers]()
     kinds = (None if why else _kind(layer.spec) for why, layer in zip(reasons, layers, strict=True))
-    for kind, its in groupby(enumerate(kinds), key=lambda item: item[1]):
+    for kind, run in groupby(enumerate(kinds), key=lambda item: item[1]):
         if kind is not None:
-            rows = [row for row, _ in its]
+            rows = [row for row, _ in run]
             runs.append(NativeLayers(native, config, index + rows[0], layers[rows[0] : rows[-1] + 1]))
     return runs, reasons
 
@@ -237,12 +242,6 @@ def _why_not(config: ModelConfig, index: int, layer: LayerWeights) -> str:
     if not missing and any(linear.panels is None for linear in _linears(layer)):
         missing = "a matrix cannot be arranged in panels"
     return missing
-
-
-_LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
-"""`LoraPlace` of lora.h, by the place in `LayerWeights`."""
-_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
-"""`Scores` of experts.h."""
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
@@ -336,7 +335,7 @@ class RunResult:
     """Blocks that became full."""
 
 
-class NativeRun:
+class NativeLoop:
     """The rest of a run as a native loop; made by `StageModel.native_run`.
 
     Attributes:
@@ -410,7 +409,7 @@ class NativeRun:
 
 def make_native_run(
     layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
-) -> NativeRun | None:
+) -> NativeLoop | None:
     """Return the rest of a run, or None if Python has to run the steps.
 
     Args:
@@ -426,4 +425,4 @@ def make_native_run(
     if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:
         return None
     room = int((batch.arrays["capacity"] - context).min())
-    return NativeRun(layers, batch, parts, min(room, steps), chosen, out)
+    return NativeLoop(layers, batch, parts, min(room, steps), chosen, out)

@@ -361,7 +361,7 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
 
 @contextlib.contextmanager
 def _drawing_threads() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each core, in which torch computes on that core alone."""
+    """Return a thread for each core, in which torch computes on that core alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # of threads that begin from now on, too
     try:

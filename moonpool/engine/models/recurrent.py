@@ -84,7 +84,7 @@ class StateUndo:
         for pool, sequence, block, state in self._states:
             if sequences is None or sequence in sequences:
                 pool[block, : len(state)] = state
-        self._states = [it for it in self._states if sequences is not None and it[1] not in sequences]
+        self._states = [state for state in self._states if sequences is not None and state[1] not in sequences]
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class RecurrentWeights:
         batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
         projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
         if deterministic:
-            alone = [self._mixed(projected, [its], pool, undo, deterministic=True) for its in spans]
+            alone = [self._mixed(projected, [span], pool, undo, deterministic=True) for span in spans]
             found = torch.cat(alone)
         else:
             found = self._mixed(projected, spans, pool, undo, deterministic=False)
@@ -137,9 +137,9 @@ class RecurrentWeights:
         """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
         first, last = spans[0][0].begin, spans[-1][-1].end
         parts = _Inputs.of(self, projected[first:last], deterministic=deterministic)
-        spans = [[replace(span, begin=span.begin - first, end=span.end - first) for span in its] for its in spans]
+        spans = [[replace(span, begin=span.begin - first, end=span.end - first) for span in own] for own in spans]
         found = projected.new_empty(last - first, parts.gate.shape[1])
-        single = [its[0] for its in spans if its[-1].end - its[0].begin == 1]
+        single = [span[0] for span in spans if span[-1].end - span[0].begin == 1]
         if single:
             rows = torch.tensor([[span.begin] for span in single], device=projected.device)
             states = self._states(pool, single)
@@ -147,12 +147,12 @@ class RecurrentWeights:
             result, states = self._advance(parts, rows, states)
             found[rows[:, 0]] = result[:, 0]
             _store(pool, single, states)
-        for its in spans:
-            if its[-1].end - its[0].begin == 1:
+        for own in spans:
+            if own[-1].end - own[0].begin == 1:
                 continue
-            states = self._states(pool, its[:1])
-            undo.keep(pool, its[:1], states)
-            for span in its:
+            states = self._states(pool, own[:1])
+            undo.keep(pool, own[:1], states)
+            for span in own:
                 rows = torch.arange(span.begin, span.end, device=projected.device)[None]
                 result, states = self._advance(parts, rows, states)
                 found[span.begin : span.end] = result[0]
@@ -275,7 +275,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor | None, st
         return _chunk(q, k, v, decay[..., None], step, state)
     found = []
     for begin in range(0, tokens, _FINE):
-        q_, k_, v_, decay_ = (it[:, :, begin : begin + _FINE] for it in (q, k, v, decay))
+        q_, k_, v_, decay_ = (tensor[:, :, begin : begin + _FINE] for tensor in (q, k, v, decay))
         result, state = _chunk(q_, k_, v_, decay_, None if step is None else step[:, :, begin : begin + _FINE], state)
         found.append(result)
     return torch.cat(found, dim=2), state
@@ -292,9 +292,9 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor | None, 
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     between = between.masked_fill(later[..., None], -torch.inf).exp()
     if between.shape[-1] == 1:
-        by_key, by_query = ((it @ k.transpose(2, 3)) * between[..., 0] for it in (k, q))
+        by_key, by_query = ((factor @ k.transpose(2, 3)) * between[..., 0] for factor in (k, q))
     else:
-        by_key, by_query = ((it[:, :, :, None] * k[:, :, None] * between).sum(-1) for it in (k, q))
+        by_key, by_query = ((factor[:, :, :, None] * k[:, :, None] * between).sum(-1) for factor in (k, q))
     if step is not None and tokens > 1:
         v = torch.linalg.solve_triangular(by_key * step[..., None], v, upper=False, unitriangular=True)
     result = (q * past.exp()) @ state + by_query @ v

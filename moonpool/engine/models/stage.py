@@ -31,7 +31,7 @@ from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_step import (
     NativeLayers,
-    NativeRun,
+    NativeLoop,
     Progress,
     RunInputs,
     StepInputs,
@@ -257,18 +257,18 @@ class StageModel:
     ) -> StepInputs:
         """Return inputs of native layers from `layer` on, or of `layer` alone; `hidden` [T, hidden] is dense."""
         assert self.dtype == hidden.dtype
-        its, its_scales = self._pool_of(run, layer, kv), None if scales is None else self._pool_of(run, layer, scales)
-        assert its_scales is not None or its.dtype == self.dtype
-        plan = self._plan(batch, its[0], self.layers[layer - self.layer_begin].spec.attention)
-        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, its, its_scales)
+        own, its_scales = self._pool_of(run, layer, kv), None if scales is None else self._pool_of(run, layer, scales)
+        assert its_scales is not None or own.dtype == self.dtype
+        plan = self._plan(batch, own[0], self.layers[layer - self.layer_begin].spec.attention)
+        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, own, its_scales)
 
     def _pool_of(self, run: NativeLayers, layer: int, stored: Tensor | Sequence[Tensor | None]) -> Tensor:
         """Return native layers of the pool [layers, ...]; where each layer is a tensor, `layer` in place of all."""
         if isinstance(stored, Tensor):
             return stored[run.index - self.layer_begin : run.end - self.layer_begin]
-        its = stored[layer - self.layer_begin]
-        assert its is not None
-        return its.expand(run.end - run.index, *its.shape)
+        own = stored[layer - self.layer_begin]
+        assert own is not None
+        return own.expand(run.end - run.index, *own.shape)
 
     @in_inference_mode
     def normed(self, rows: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class StageModel:
         scales: LayersScales | None = None,
         out: Tensor | None = None,
         signals: StepSignals | None = None,
-    ) -> NativeRun | None:
+    ) -> NativeLoop | None:
         """Return an object that computes a run's further steps, each in one call; None if by single operations.
 
         Args:
@@ -393,12 +393,12 @@ class StageModel:
         self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
     ) -> Tensor:
         """Return attention's result, or that of what stands in its place, [T, hidden]."""
-        its, spec = weights.attention, weights.spec.attention
-        if isinstance(its, RecurrentWeights):
-            return its(normed, batch, kv, self.undo, deterministic=self.deterministic)
-        if isinstance(its, LatentWeights):
-            return self._latent_attention(its, spec, normed, batch, kv, scales)
-        return self._attention(its, spec, normed, batch, kv, scales)
+        own, spec = weights.attention, weights.spec.attention
+        if isinstance(own, RecurrentWeights):
+            return own(normed, batch, kv, self.undo, deterministic=self.deterministic)
+        if isinstance(own, LatentWeights):
+            return self._latent_attention(own, spec, normed, batch, kv, scales)
+        return self._attention(own, spec, normed, batch, kv, scales)
 
     def _with_own_embedding(
         self, weights: PerLayerWeights, spec: LayerSpec, index: int, hidden: Tensor, batch: PackedBatch

@@ -67,7 +67,6 @@ class SafetensorsFiles:
         self._files: dict[Path, Any] = {}
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
-        """See `StoredTensors.copy`."""
         if info.format is None:
             out.copy_(self._read(name, info))
             return
@@ -75,7 +74,6 @@ class SafetensorsFiles:
             out.copy_(weight_reader(info.format).dense(self._parts(info)))
 
     def packed(self, name: str, info: TensorInfo) -> LinearWeight | None:
-        """See `StoredTensors.packed`."""
         if info.format is None:
             return None
         with _named(name, info):
@@ -109,7 +107,6 @@ class GgufTensors:
     dtypes = frozenset(_GGUF_TYPES)
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
-        """See `StoredTensors.copy`."""
         kind, stored, width = self._stored(name, info)
         reader = weight_reader(kind)
         target = out.view(len(stored), width)

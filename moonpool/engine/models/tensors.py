@@ -152,13 +152,12 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
         turn = partial(_unpaired, size, paired) if paired else None
         projected = (("q", q, turn), ("k", kv, turn), ("v", kv, None))
         for slot, rows, arrange in projected[: 1 if spec.kv_of is not None else 2 if spec.values_of_keys else 3]:
-            its = getattr(names, slot)
-            slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
+            slots |= _linear(names, slot, getattr(names, slot), (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
         if spec.output_gate:  # a head's gate lies behind the head's query
             for slot, first in (("q", 0), ("attention_gate", size)):
                 arrange = partial(_part_of_heads, 2 * size, first, size)
-                its = _linear(names, slot, names.q, (2 * q, hidden), bias=spec.qkv_bias, arrange=arrange)
-                slots |= {at: replace(part, kept_shape=(q, *part.shape[1:])) for at, part in its.items()}
+                part_slots = _linear(names, slot, names.q, (2 * q, hidden), bias=spec.qkv_bias, arrange=arrange)
+                slots |= {at: replace(part, kept_shape=(q, *part.shape[1:])) for at, part in part_slots.items()}
     slots |= _linear(names, "output", names.output, (hidden, q), bias=spec.output_bias)
     if spec.qk_norm is not None:
         normed = (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
@@ -188,28 +187,28 @@ def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec) -> Slots:
         "kimi_delta": (keys, keys, values, spec.width, spec.width, spec.heads),
     }[spec.kind]
     arranged = (partial(_by_kind, spec, 2), partial(_by_kind, spec, 0)) if names.interleaved else (None,) * len(rows)
-    its, slots = names.recurrent, Slots()
-    for number, (name, count, arrange) in enumerate(zip(its["inputs"], rows, arranged, strict=True)):
+    theirs, slots = names.recurrent, Slots()
+    for number, (name, count, arrange) in enumerate(zip(theirs["inputs"], rows, arranged, strict=True)):
         slots |= _linear(names, f"inputs{number}", name, (count, hidden), bias=spec.bias, arrange=arrange)
-    channels = (spec.channels,) if len(its["conv"]) == 1 else (keys, keys, values)
-    for number, (name, count) in enumerate(zip(its["conv"], channels, strict=True)):
+    channels = (spec.channels,) if len(theirs["conv"]) == 1 else (keys, keys, values)
+    for number, (name, count) in enumerate(zip(theirs["conv"], channels, strict=True)):
         kept = (count, spec.conv)
         slots[f"conv{number}"] = Stored(f"{name}.weight", (count, 1, spec.conv), kept, lambda x: x[:, 0])
         if spec.conv_bias:
             slots[f"conv_bias{number}"] = _plain(f"{name}.bias", (count,))
     outputs = spec.width if spec.kind == "short_conv" else values
-    slots |= _linear(names, "output", its["output"][0], (hidden, outputs), bias=spec.bias)
+    slots |= _linear(names, "output", theirs["output"][0], (hidden, outputs), bias=spec.bias)
     fine = spec.kind == "kimi_delta"
-    if "decay" in its:
+    if "decay" in theirs:
         stored = (1, 1, spec.heads, 1) if fine else (spec.heads,)
-        slots["decay"] = Stored(its["decay"][0], stored, (spec.heads,), torch.Tensor.flatten)
-        slots["step_bias"] = _plain(its["step_bias"][0], (keys if fine else spec.heads,))
-        slots["norm"] = _plain(f"{its['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
-    if "skip" in its:
-        slots["skip"] = _plain(its["skip"][0], (spec.heads,))
+        slots["decay"] = Stored(theirs["decay"][0], stored, (spec.heads,), torch.Tensor.flatten)
+        slots["step_bias"] = _plain(theirs["step_bias"][0], (keys if fine else spec.heads,))
+        slots["norm"] = _plain(f"{theirs['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
+    if "skip" in theirs:
+        slots["skip"] = _plain(theirs["skip"][0], (spec.heads,))
     if fine:
-        slots |= _linear(names, "steps", its["steps"][0], (keys, spec.width))
-        slots |= _linear(names, "gates", its["gates"][0], (values, spec.width))
+        slots |= _linear(names, "steps", theirs["steps"][0], (keys, spec.width))
+        slots |= _linear(names, "gates", theirs["gates"][0], (values, spec.width))
     return slots
 
 
@@ -276,12 +275,12 @@ def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bo
     else:
         for expert in range(experts.count):
             prefix = names.expert.format(expert=expert)
-            for slot, its, shape in (
+            for slot, name, shape in (
                 ("gate", names.expert_gate, (experts.inner, hidden)),
                 ("up", names.expert_up, (experts.inner, hidden)),
                 ("down", names.expert_down, (hidden, experts.inner)),
             ):
-                slots |= _linear(names, f"expert{expert}.{slot}", f"{prefix}{its}", shape, bias=experts.bias)
+                slots |= _linear(names, f"expert{expert}.{slot}", f"{prefix}{name}", shape, bias=experts.bias)
     if experts.shared_inner and names.shared_gate_up:
         shape = (2 * experts.shared_inner, hidden)
         slots |= _linear(names, "shared_gate_up", names.shared_gate_up, shape)

@@ -20,7 +20,7 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.engine.kernels.attention import AttentionKind, make_plan, paged_attention, write_kv
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
-from moonpool.engine.models.native_step import NativeRun, Progress, StepSignals
+from moonpool.engine.models.native_step import NativeLoop, Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
 from moonpool.engine.models.stage import StageModel, in_inference_mode
 
@@ -97,13 +97,11 @@ class TransformersStage(StageModel):
         return sum(weight.nbytes for weight in self._model.parameters())
 
     def progress(self, loras: BatchLoras | None = None) -> Progress | None:
-        """See `StageModel.progress`."""
         del loras
         return None
 
     @in_inference_mode
     def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """See `StageModel.embed`."""
         del positions
         embedded: Tensor = self._body.get_input_embeddings()(token_ids)
         return embedded
@@ -141,7 +139,6 @@ class TransformersStage(StageModel):
 
     @in_inference_mode
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `StageModel.logits`."""
         del out
         prefix = self._model.base_model_prefix
         self._given.hidden = rows[None]
@@ -152,8 +149,7 @@ class TransformersStage(StageModel):
             setattr(self._model, prefix, self._body)
         return logits.float()
 
-    def native_run(self, *args: Any, **kwargs: Any) -> NativeRun | None:
-        """See `StageModel.native_run`."""
+    def native_run(self, *args: Any, **kwargs: Any) -> NativeLoop | None:
         del args, kwargs
         return None
 
@@ -179,15 +175,17 @@ class TransformersStage(StageModel):
         batch, window = self._batch, how.get("sliding_window")
         self._windows.add(window)
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-        its = None if scales is None else scales[layer]
-        write_kv(k, v, kv[layer], batch.block_ids, batch.offsets, scales=its)
+        layer_scales = None if scales is None else scales[layer]
+        write_kv(k, v, kv[layer], batch.block_ids, batch.offsets, scales=layer_scales)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
         plan = batch.plans.get(("other", window))
         if plan is None:
             plan = batch.plans[("other", window)] = make_plan(kv[layer], tables, starts, lengths, window=window)
         kind = AttentionKind(window, how.get("softcap"), how.get("s_aux"))
         scale = self.config.head_dim**-0.5 if scale is None else scale
-        attended = paged_attention(q, kv[layer], tables, starts, lengths, scale, kind=kind, scales=its, plan=plan)
+        attended = paged_attention(
+            q, kv[layer], tables, starts, lengths, scale, kind=kind, scales=layer_scales, plan=plan
+        )
         return attended[None]
 
     def check(self) -> None:

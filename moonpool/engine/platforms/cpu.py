@@ -12,7 +12,7 @@ class _CompletedEvent:
     """An event of work that is done already."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class CpuStream:
@@ -21,11 +21,9 @@ class CpuStream:
     _NOW = _CompletedEvent()
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `DeviceStream.run`."""
         work()
 
     def record(self) -> DeviceEvent:
-        """See `DeviceStream.record`."""
         return self._NOW
 
     def wait_event(self, event: DeviceEvent) -> None:
@@ -43,27 +41,23 @@ class CpuKVMemory:
         self._finished: Sequence[tuple[int, int]] = ()
 
     def begin(self, step: Step) -> None:
-        """See `KVMemory.begin`."""
         for source, block in step.copies:
             self._part.copy(source, block)
         self._finished = finished_blocks(step, self._part.layout.block_size)
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """See `KVMemory.advance`."""
         self._finished = [(block, self._part.layout.block_size) for block in full]
 
     def prepare_layer(self, layer: int) -> None:
         """The pool has the layer already."""
 
     def finish_layer(self, layer: int, then: OnDone | None) -> None:
-        """See `KVMemory.finish_layer`."""
         for block, valid_tokens in self._finished:
             self._part.seal(layer, block, valid_tokens)
         if then is not None:
             then()
 
     def finish_step(self, then: OnDone, *, aborted: bool) -> None:
-        """See `KVMemory.finish_step`."""
         then()
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def check_free_memory(needed: int, beside: int, free: int) -> None:
-    """Checks that a pool fits a GPU's free memory, with the memory that steps need beside; all in bytes.
+    """Check that a pool fits a GPU's free memory, with the memory that steps need beside; all in bytes.
 
     Raises:
         ConfigError: the pool does not fit; names the field `kv_cache_memory_bytes`.
@@ -33,7 +33,6 @@ class _CudaEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """See `DeviceEvent.wait`."""
         self.event.synchronize()
 
 
@@ -50,16 +49,13 @@ class CudaStream:
         self._stream, self._sleeps = stream, sleeps
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `DeviceStream.run`."""
         with torch.cuda.stream(self._stream):
             work()
 
     def record(self) -> DeviceEvent:
-        """See `DeviceStream.record`."""
         return _CudaEvent(self._stream, sleeps=self._sleeps)
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """See `DeviceStream.wait_event`."""
         assert isinstance(event, _CudaEvent)
         self._stream.wait_event(event.event)
 
@@ -85,7 +81,6 @@ class _CudaGraph:
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def replay(self) -> None:
-        """See `CapturedGraph.replay`."""
         self._graph.replay()
 
 
@@ -119,15 +114,12 @@ class CudaDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """See `Device.torch_device`."""
         return self._device
 
     def enter_thread(self) -> None:
-        """See `Device.enter_thread`."""
         torch.cuda.set_device(self._device)
 
     def capacity(self) -> DeviceCapacity:
-        """See `Device.capacity`."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what loading left behind is free
         free, total = torch.cuda.mem_get_info(self._device)
@@ -135,7 +127,6 @@ class CudaDevice:
         return DeviceCapacity(int(total), int(free), int(properties.multi_processor_count))
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
-        """See `Device.memory`."""
         torch.cuda.empty_cache()  # what loading weights has left over
         free, _ = torch.cuda.mem_get_info(self._device)
         nbytes = torch.Size(shape).numel()
@@ -148,7 +139,6 @@ class CudaDevice:
         return found
 
     def register(self, memory: Tensor) -> None:
-        """See `Device.register`."""
         try:
             runtime = CudaRuntime.load()
             runtime.register(memory)
@@ -173,14 +163,12 @@ class CudaDevice:
             target[first : first + count].copy_(source[first : first + count], non_blocking=True)
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
-        """See `Device.capture`."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads wait for events and copy meanwhile, which must not end the capture.
         capturing = torch.cuda.graph(graph, pool=self._graphs, stream=stream, capture_error_mode="thread_local")
         return _CudaGraph(graph, capturing, work)
 
     def close(self) -> None:
-        """See `Device.close`."""
         torch.cuda.synchronize(self._device)
         self._batching = None
         while self._registered:

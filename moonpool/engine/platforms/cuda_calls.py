@@ -7,6 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_STREAM_ORDER = 1
+"""Sources are read in the stream's order."""
+_BATCHES_SINCE = 13
+"""Version of CUDA; cudaMemcpyBatchAsync has another signature before."""
+
 
 class CallRefused(Exception):  # noqa: N818 - nothing is wrong: the caller does without
     """CUDA's runtime refused a call, or lacks the call; the message says which."""
@@ -34,12 +39,6 @@ class _Attributes(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int) for name in ("order", "source_kind", "source", "target_kind", "target", "flags")
     )
-
-
-_STREAM_ORDER = 1
-"""Sources are read in the stream's order."""
-_BATCHES_SINCE = 13
-"""Version of CUDA; cudaMemcpyBatchAsync has another signature before."""
 
 
 class CudaRuntime:
@@ -101,10 +100,10 @@ class CudaRuntime:
             raise CallRefused(f"cudaMemcpyBatchAsync has another signature before CUDA {_BATCHES_SINCE}")
         row = source.stride(0) * source.element_size()
         begin, sizes = (np.ascontiguousarray(column).astype(np.uint64) for column in row * runs.T)
-        places = [begin + np.uint64(it.data_ptr()) for it in (target, source)]
+        places = [begin + np.uint64(tensor.data_ptr()) for tensor in (target, source)]
         attributes, first = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0)
         code = self._library.cudaMemcpyBatchAsync(
-            *(ctypes.c_void_p(it.ctypes.data) for it in (*places, sizes)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (*places, sizes)),
             ctypes.c_size_t(len(runs)),
             ctypes.byref(attributes),
             ctypes.byref(first),

@@ -36,6 +36,9 @@ from moonpool.engine.models.batch import LayersKV, LayersScales
 from moonpool.engine.models.loader import torch_dtype
 from moonpool.engine.platforms.base import Device, DeviceEvent
 
+_BATCH_BYTES = 16 << 20
+"""Bytes per batch: copying takes longer than ordering the copy."""
+
 
 @dataclass(slots=True, eq=False)
 class _Callback:
@@ -152,7 +155,7 @@ class KVMemory(Protocol):
 
 
 def pool_bytes(part: PoolPart) -> Tensor:
-    """A stage's pool as bytes, uint8 [nbytes], over the same memory."""
+    """Return a stage's pool as bytes, uint8 [nbytes], over the same memory."""
     return torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
 
 
@@ -187,7 +190,7 @@ class StageSlices:
 
     @classmethod
     def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
-        """The slices in a stage's pool, or in a device's copy of the pool."""
+        """Return the slices in a stage's pool, or in a device's copy of the pool."""
         return cls(flat, part)
 
     def _places(self, by_slots: bool, blocks: Tensor) -> Tensor:
@@ -214,14 +217,14 @@ class StageSlices:
             device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
             return
         first = 0
-        for target, its, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
+        for target, own, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
             end = first + target.shape[0] * self._blocks
             chosen = slices[(slices >= first) & (slices < end)] - first
             if by_slots:  # a slice that came for a slot that is gone by now is left out
                 places = self._places(by_slots, chosen % self._blocks)
                 chosen = (chosen // self._blocks * target.shape[1] + places)[places != NO_SLOT].sort().values
             if len(chosen):
-                device.copy_slices(target.flatten(0, 1), its.flatten(0, 1), chosen)
+                device.copy_slices(target.flatten(0, 1), own.flatten(0, 1), chosen)
             first = end
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -234,7 +237,7 @@ class StageSlices:
 
 
 def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:
-    """Bytes of a layer's slices, and whether they lie by window slots."""
+    """Return the bytes of a layer's slices, and whether they lie by window slots."""
     return part.layout.slice_bytes(layer), part.slots > 0 and layer in part.layout.windowed_layers
 
 
@@ -245,10 +248,6 @@ def _typed(slices: Tensor, group: KVGroup, block_size: int) -> tuple[Tensor, Ten
         return slices.view(torch_dtype(group.dtype)).view(*slices.shape[:-1], *shape), None
     sizes = {"kv_heads": group.kv_heads, "block_size": block_size, "head_dim": group.head_dim}
     return kv_quantization.views(slices, kv_quantization.DTYPES[group.dtype], planes=group.planes, **sizes)
-
-
-_BATCH_BYTES = 16 << 20
-"""Bytes per batch: copying takes longer than ordering the copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -337,7 +336,6 @@ class KVLoads:
         self._thread.send(self._settle)
 
     def load(self, then: OnDone | None) -> None:
-        """See `KVMemory.load`."""
         self.bring()
         if then is not None:
             self._thread.send(then)
@@ -357,8 +355,8 @@ class KVLoads:
         None: the row is there. Waits until the loading thread has given the row to the device.
         """
         with self._changing:
-            found = [it for it in self._under_way if it.rows[0] <= row <= it.rows[1]]
-        last = next((it for it in reversed(found) if bool(blocks[it.slices % len(blocks)].any())), None)
+            found = [copy for copy in self._under_way if copy.rows[0] <= row <= copy.rows[1]]
+        last = next((each for each in reversed(found) if bool(blocks[each.slices % len(blocks)].any())), None)
         if last is None:
             return None
         assert last.given is not None
@@ -411,15 +409,15 @@ class TieredKVMemory:
     ) -> None:
         host = StageSlices.of_pool(part, pool_bytes(part))
         self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
-        its = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
-        self.kv, self.scales = its.typed()
+        slices = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
+        self.kv, self.scales = slices.typed()
         self.blocks, self.block_size, self.slot_of = part.blocks, part.layout.block_size, slot_table(part)
         part.populate()
         device.register(host.flat)
-        self._copy_home = partial(host.copy, device, its)
-        self._device_slices = its
+        self._copy_home = partial(host.copy, device, slices)
+        self._device_slices = slices
         self._part, self._device, self._size = part, device, part.layout.block_size
-        own = part.nbytes if its.flat.device.type == "cpu" else 0
+        own = part.nbytes if slices.flat.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own
         self._callbacks = callbacks
         self._unstored: set[int] = set()
@@ -430,23 +428,21 @@ class TieredKVMemory:
         self._finished: list[tuple[int, int]] = []
         self._leaving: list[int] = []  # layers with finished blocks not stored yet
         newer, on_failure = self._unstored.difference_update, callbacks.on_failure
-        self._loads = KVLoads(part, device, host, its, self._batch_slices, newer, on_failure)
+        self._loads = KVLoads(part, device, host, slices, self._batch_slices, newer, on_failure)
 
     def begin(self, step: Step) -> None:
-        """See `KVMemory.begin`."""
         self._gated, self._awaited = step.gated, None
-        self._tables = [it.block_table for it in step.sequences]
+        self._tables = [sequence.block_table for sequence in step.sequences]
         if step.copies:
             self._tables += zip(*step.copies, strict=True)
         if not self._loads.quiet:
             self._loads.bring()
             self._awaited = self._loads.blocks_of(self._tables)
         self._copy(step.copies)
-        self._written = [block for it in step.sequences for block in self._written_by(it)]
+        self._written = [block for sequence in step.sequences for block in self._written_by(sequence)]
         self._finished = sorted(finished_blocks(step, self._size))
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """See `KVMemory.advance`."""
         self._gated, self._awaited = False, None
         self._written, self._finished = written, [(block, self._size) for block in sorted(full)]
 
@@ -469,7 +465,6 @@ class TieredKVMemory:
             self._callbacks.send(then)
 
     def finish_step(self, then: OnDone, *, aborted: bool) -> None:
-        """See `KVMemory.finish_step`."""
         self._unstored.update(self._written)
         if aborted:
             self._leaving.clear()
@@ -487,15 +482,13 @@ class TieredKVMemory:
         self._callbacks.send(then)
 
     def load(self, then: OnDone | None) -> None:
-        """See `KVMemory.load`."""
         self._loads.load(then)
 
     def close(self) -> None:
-        """See `KVMemory.close`."""
         self._loads.close()
 
     def _written_by(self, sequence: SequenceStep) -> Sequence[int]:
-        """Blocks that a sequence writes to."""
+        """Return the blocks that a sequence writes to."""
         if sequence.full_hit:
             return ()
         end = sequence.start + len(sequence.token_ids) // 4

@@ -4,7 +4,7 @@ A new device is an entry in `PLATFORMS` and a module with a `moonpool.engine.pla
 docs/extend/device.md lists the steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,15 +14,20 @@ MEMORY_SHARE = 0.9
 """Of a GPU's memory, what engines take together, by default."""
 HOST_COLLECTIVES = "gloo"
 """The `torch.distributed` backend that sends from the host's memory: every platform can use this backend."""
+_SEPARATOR = ","
+"""Between the devices of a pipeline's stages."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """What the engine asks about a kind of device before opening such a device."""
 
     kind: str
     usage: str
     """How a flag names such a device, and the device's description."""
+    sized_by_memory: bool
+    """Whether sizes that no flag gives follow from the device's memory, which `Device.capacity` tells; else the pool is
+    small, as on a host whose memory other programs need. Without a default: each platform says so."""
     device: str = ""
     """"MODULE:CLASS" for the `Device`, called with the device's number; "" computes in the host's pool."""
     numbered: bool = True
@@ -31,8 +36,6 @@ class Platform:
     """Backend of `torch.distributed` that sends hidden states between stages on different devices."""
     uses_host_cores: bool = True
     """Whether steps compute on the host's cores, which a host's engines lend each other."""
-    sized_by_memory: bool = False
-    """Whether sizes that no flag gives follow from the device's memory, which `Device.capacity` tells."""
 
     @property
     def in_host_pool(self) -> bool:
@@ -40,19 +43,20 @@ class Platform:
         return not self.device
 
 
-PLATFORMS: Mapping[str, Platform] = {
-    it.kind: it
-    for it in (
-        Platform("cpu", "cpu", numbered=False),
+PLATFORMS: dict[str, Platform] = {
+    platform.kind: platform
+    for platform in (
+        Platform(kind="cpu", usage="cpu", numbered=False, sized_by_memory=False),
         Platform(
-            "staged",
-            "staged or staged:SEED (a CPU that orders work as a GPU might, for tests)",
-            "moonpool.engine.platforms.staged:StagedDevice",
+            kind="staged",
+            usage="staged or staged:SEED (a CPU that orders work as a GPU might, for tests)",
+            device="moonpool.engine.platforms.staged:StagedDevice",
+            sized_by_memory=False,
         ),
         Platform(
-            "cuda",
-            "cuda or cuda:NUMBER (a GPU)",
-            "moonpool.engine.platforms.cuda:CudaDevice",
+            kind="cuda",
+            usage="cuda or cuda:NUMBER (a GPU)",
+            device="moonpool.engine.platforms.cuda:CudaDevice",
             collectives="nccl",
             uses_host_cores=False,
             sized_by_memory=True,
@@ -61,10 +65,8 @@ PLATFORMS: Mapping[str, Platform] = {
 }
 """By kind."""
 
-DEVICE_USAGE = "; ".join(it.usage for it in PLATFORMS.values())
+DEVICE_USAGE = "; ".join(platform.usage for platform in PLATFORMS.values())
 """All names of devices, for help texts."""
-_SEPARATOR = ","
-"""Between the devices of a pipeline's stages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ class _StagedEvent:
         return self.stream.done >= self.count
 
     def wait(self) -> None:
-        """See `DeviceEvent.wait`."""
         self.stream.device.wait(self)
 
 
@@ -53,15 +52,12 @@ class StagedStream:
     done: int = 0
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `DeviceStream.run`."""
         self.device.give(self, work)
 
     def record(self) -> DeviceEvent:
-        """See `DeviceStream.record`."""
         return self.device.record(self)
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """See `DeviceStream.wait_event`."""
         assert isinstance(event, _StagedEvent)
         self.device.give(self, event)
 
@@ -80,7 +76,6 @@ class _StagedGraph:
         self.result, self.nbytes = torch.empty(0), 0
 
     def replay(self) -> None:
-        """See `CapturedGraph.replay`."""
         result = self._work()
         self.result = self.result.copy_(result) if self.result.numel() else result.clone()
 
@@ -111,11 +106,9 @@ class StagedDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """See `Device.torch_device`."""
         return torch.device("cpu")
 
     def enter_thread(self) -> None:
-        """See `Device.enter_thread`."""
         self._in_thread.entered = True
 
     def capacity(self) -> DeviceCapacity:
@@ -123,11 +116,9 @@ class StagedDevice:
         return DeviceCapacity(_MEMORY_BYTES, _MEMORY_BYTES, 4)
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
-        """See `Device.memory`."""
         return torch.full(shape, _POISON, dtype=torch.uint8)
 
     def register(self, memory: Tensor) -> None:
-        """See `Device.register`."""
         self._registered.append(range(memory.data_ptr(), memory.data_ptr() + memory.nbytes))
 
     def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
@@ -138,11 +129,9 @@ class StagedDevice:
             target[number].copy_(source[number])
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
-        """See `Device.capture`."""
         return _StagedGraph(work)
 
     def close(self) -> None:
-        """See `Device.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -196,11 +185,11 @@ class StagedDevice:
                     self._do(stream)
 
     def _open(self) -> list[_StagedEvent]:
-        """What threads wait for."""
+        """Return what threads wait for."""
         return [] if self._failed is not None else [event for event in self._demanded if not event.reached]
 
     def _next(self) -> StagedStream | None:
-        """The stream whose next work is done: eager, or needed by a waiter, or just drawn."""
+        """Return the stream whose next work is done: eager, or needed by a waiter, or just drawn."""
         if self._eager is not None:
             return self._eager if self._eager.ready and self._failed is None else None
         if self._random.random() < _UNASKED:
@@ -217,7 +206,7 @@ class StagedDevice:
         return stream
 
     def _do(self, stream: StagedStream) -> None:
-        """Does the next work of a stream, without the lock."""
+        """Do the next work of a stream, without the lock."""
         work = stream.waiting[0]
         if not isinstance(work, _StagedEvent):
             self._changed.release()

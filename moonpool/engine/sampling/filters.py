@@ -27,7 +27,6 @@ class _LeadingTokens:
         self._goals = send_to_device(torch.tensor(list(goals.values()), dtype=torch.float64), device)
 
     def __call__(self, logits: Tensor, weights: Tensor) -> None:
-        """See `WeightFilter`."""
         if self._rows is None:
             self._keep(weights, self._goals)
             return
@@ -45,8 +44,7 @@ class TopK(_LeadingTokens):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        """See `WeightFilter.of`."""
-        goals = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
+        goals = {row: each.top_k for row, each in enumerate(params) if 0 < each.top_k < vocab}
         return cls(goals, len(params), device) if goals else None
 
     def _keep(self, weights: Tensor, goals: Tensor) -> None:
@@ -58,8 +56,7 @@ class TopP(_LeadingTokens):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        """See `WeightFilter.of`."""
-        goals = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
+        goals = {row: each.top_p for row, each in enumerate(params) if each.top_p < 1}
         return cls(goals, len(params), device) if goals else None
 
     def _keep(self, weights: Tensor, goals: Tensor) -> None:
@@ -74,13 +71,11 @@ class MinP:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        """See `WeightFilter.of`."""
-        if not any(it.min_p for it in params):
+        if not any(each.min_p for each in params):
             return None
-        return cls(send_to_device(torch.tensor([it.min_p for it in params])[:, None], device))
+        return cls(send_to_device(torch.tensor([each.min_p for each in params])[:, None], device))
 
     def __call__(self, logits: Tensor, weights: Tensor) -> None:
-        """See `WeightFilter`."""
         weights.masked_fill_(weights < self._least, 0)
 
 

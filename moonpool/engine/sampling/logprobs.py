@@ -25,7 +25,7 @@ def top_candidates(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[fl
     if not bool(torch.isfinite(log_probabilities.amax())):
         return [], []
     log_probabilities[list(spec.banned)] = -torch.inf
-    values, tokens = (it[0] for it in top(log_probabilities[None], min(spec.best, logits.shape[0])))
+    values, tokens = (found[0] for found in top(log_probabilities[None], min(spec.best, logits.shape[0])))
     count = int(torch.isfinite(values).sum())
     return tokens[:count].tolist(), values[:count].tolist()
 
@@ -44,11 +44,11 @@ class DeviceLogprobs(NamedTuple):
 
     def read(self, sizes: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
         """Wait for the log probabilities. `sizes`: each row's tokens; `counts`: each row's wanted likeliest tokens."""
-        own, ranks, top, top_tokens = (it.tolist() for it in self)
+        own, ranks, top, top_tokens = (part.tolist() for part in self)
         found, begin = [], 0
-        for size, count, its, ids in zip(sizes, counts, top, top_tokens, strict=True):
+        for size, count, scores, ids in zip(sizes, counts, top, top_tokens, strict=True):
             part = slice(begin, begin + size)
-            likely, chosen = array("f", its[:count] * size), array("i", ids[:count] * size)
+            likely, chosen = array("f", scores[:count] * size), array("i", ids[:count] * size)
             found.append(Logprobs(array("f", own[part]), array("I", ranks[part]), chosen, likely))
             begin += size
         return found
@@ -69,7 +69,7 @@ def gather_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) ->
 @torch.inference_mode()
 def compute_logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> list[Logprobs]:
     """Return log probabilities by `logits` [R, vocab], for each row's `tokens` and `count` most likely tokens."""
-    sizes = [len(its) for its in tokens]
+    sizes = [len(row) for row in tokens]
     rows = send_to_device(torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)), logits.device)
-    chosen = send_to_device(torch.tensor([token for its in tokens for token in its]), logits.device)
+    chosen = send_to_device(torch.tensor([token for row in tokens for token in row]), logits.device)
     return gather_logprobs(logits, rows, chosen, count).read(sizes, [count] * len(sizes))

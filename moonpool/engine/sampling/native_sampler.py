@@ -75,7 +75,6 @@ class NativeRows:
         self._begun = False
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `RowSampler.advance`."""
         self._steps += 1
         for row, end in self._ends.items():
             self._data[end] = tokens[row]

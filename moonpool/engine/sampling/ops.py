@@ -93,7 +93,7 @@ def _keep_leading(weights: Tensor, goals: Tensor, *, by_weight: bool) -> None:
 
 
 def _fitting(goals: Tensor, above: Tensor, each: Tensor) -> Tensor:
-    """How many equal weights `each` there are before which, with what is `above`, less than the goal lies."""
+    """Return how many equal weights `each` there are before which, with what is `above`, less than the goal lies."""
     count = ((goals - above) / each).ceil()
     count -= (above + (count - 1) * each >= goals).double()
     return count + (above + count * each < goals).double()
@@ -103,7 +103,7 @@ RUN = 128
 
 
 def runs_of(count: int) -> int:
-    """Runs that so many values begin."""
+    """Return the runs that so many values begin."""
     return -(-count // RUN)
 
 

@@ -33,11 +33,10 @@ class LogitsPipeline:
     def __init__(self, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
         self._vocab, self._device = vocab, device
         processors = (kind.of(specs, vocab, device) for kind in PROCESSORS)
-        self._processors = [it for it in processors if it is not None]
+        self._processors = [processor for processor in processors if processor is not None]
         self._bits = torch.arange(8, dtype=torch.uint8, device=device)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `LogitsProcessor.advance`."""
         for processor in self._processors:
             processor.advance(tokens)
 
@@ -68,19 +67,17 @@ class LogitBias:
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
-        """See `LogitsProcessor.of`."""
-        biases = [(row, *it) for row, spec in enumerate(specs) for it in spec.params.logit_bias.items()]
-        biases = [it for it in biases if it[1] < vocab]
+        biases = [(row, *bias) for row, spec in enumerate(specs) for bias in spec.params.logit_bias.items()]
+        biases = [bias for bias in biases if bias[1] < vocab]
         if not biases:
             return None
-        values = torch.tensor([it[2] for it in biases], dtype=torch.float32)
-        return cls(_places([it[:2] for it in biases], device), send_to_device(values, device))
+        values = torch.tensor([bias[2] for bias in biases], dtype=torch.float32)
+        return cls(_places([bias[:2] for bias in biases], device), send_to_device(values, device))
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Biases are the same in each step."""
 
     def __call__(self, logits: Tensor) -> None:
-        """See `LogitsProcessor`."""
         logits.index_put_(self._places, logits[self._places] + self._biases)
 
 
@@ -92,7 +89,6 @@ class BannedTokens:
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
-        """See `LogitsProcessor.of`."""
         banned = [(row, token) for row, spec in enumerate(specs) for token in spec.banned if token < vocab]
         return cls(_places(banned, device), device) if banned else None
 
@@ -100,7 +96,6 @@ class BannedTokens:
         """The same tokens are banned in each step of a run."""
 
     def __call__(self, logits: Tensor) -> None:
-        """See `LogitsProcessor`."""
         logits.index_put_(self._places, self._never)
 
 
@@ -129,16 +124,13 @@ class Penalties:
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
-        """See `LogitsProcessor.of`."""
         rows = [row for row, spec in enumerate(specs) if spec.history and spec.params.penalised]
         return cls(rows, [specs[row] for row in rows], vocab, device) if rows else None
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `LogitsProcessor.advance`."""
         self._last = [min(tokens[row], self._vocab) for row in self._rows]
 
     def __call__(self, logits: Tensor) -> None:
-        """See `LogitsProcessor`."""
         if self._last is not None:
             last = send_to_device(torch.tensor(self._last)[:, None], self._device)
             self._counts.scatter_add_(1, last, torch.full_like(last, _IN_OUTPUT, dtype=torch.int32))

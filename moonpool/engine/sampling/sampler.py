@@ -61,7 +61,7 @@ class Sampler:
         self._rows: RowSampler | None = None
         native = library.get() if specs and choose("sampling", device, torch.float32) == "native" else None
         if native is not None:
-            scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
+            scales = [scale_of(spec.params) if spec.params.temperature >= _GREEDY_BELOW else -1.0 for spec in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
         elif specs:
             drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW]
@@ -73,7 +73,6 @@ class Sampler:
         return self._rows if isinstance(self._rows, NativeRows) else None
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask] = MappingProxyType({})) -> SamplerOutput:
-        """See `sample`."""
         assert logits.dim() == 2
         assert logits.shape[0] == self._count
         assert logits.dtype == torch.float32

@@ -81,7 +81,6 @@ class TorchRows:
         self._scored = _RowPart(list(self._counts), self._sizes, device) if self._counts else None
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> RowChoices:
-        """See `RowSampler.sample`."""
         with torch.inference_mode():
             return self.read(self.begin(logits, masks))
 
@@ -124,7 +123,7 @@ class TorchRows:
         if pending is None or self._scored is None:
             return {}
         found = pending.read(self._scored.sizes, list(self._counts.values()))
-        return {row: its for row, its in zip(self._counts, found, strict=True) if row not in failed}
+        return {row: tokens for row, tokens in zip(self._counts, found, strict=True) if row not in failed}
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ class PackedWeight(LinearWeight):
         types = _SCALE_TYPES if units is None else (torch.int8,)
         if part.dtype not in types or part.shape != (self.outputs, groups):
             raise ValueError(
-                f"{name}: must be {' or '.join(str(its).removeprefix('torch.') for its in types)} "
+                f"{name}: must be {' or '.join(str(dtype).removeprefix('torch.') for dtype in types)} "
                 f"[{self.outputs}, {groups}], not {part.dtype} {list(part.shape)}"
             )
         if units is None:
@@ -99,12 +99,10 @@ class PackedWeight(LinearWeight):
 
     @property
     def outputs(self) -> int:
-        """Number of rows."""
         return self.codes.shape[0]
 
     @property
     def inputs(self) -> int:
-        """Number of columns."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
@@ -247,7 +245,8 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     if any(weight.values is not None for weight in weights):
         first = weights[0].values
         if any(not _same_table(first, weight.values) for weight in weights):
-            exact = [its for weight in weights if (its := weight.without_table()) is not None]
+            bare = [weight.without_table() for weight in weights]
+            exact = [weight for weight in bare if weight is not None]
             return join_rows(exact) if len(exact) == len(weights) else None
     group = min(weight.group for weight in weights)
     if any(weight.group % group for weight in weights):
@@ -258,31 +257,31 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     codes = [weight.codes for weight in weights]
     if bits > min(weight.bits for weight in weights) or any(moved):
         codes = [byte_codes(weight) for weight in weights]
-        most = max(int(its.max()) + by for its, by in zip(codes, moved, strict=True))
-        bits = next((its for its in (5, 6, 8) if its >= bits and most < 1 << its), 0)
+        most = max(int(part.max()) + by for part, by in zip(codes, moved, strict=True))
+        bits = next((wide for wide in (5, 6, 8) if wide >= bits and most < 1 << wide), 0)
     if not bits:
         return None
     plain = len({_block(weight) for weight in weights}) > 1 or _block(weights[0]) == 0
     parts = [_plain_scales(weight) if plain else weight for weight in weights]
     repeats = [weight.group // group for weight in weights]
     return PackedWeight(
-        torch.cat([its + by if by else its for its, by in zip(codes, moved, strict=True)]),
+        torch.cat([part + by if by else part for part, by in zip(codes, moved, strict=True)]),
         bits,
         group,
-        _joined([its.scales for its in parts], repeats),
+        _joined([part.scales for part in parts], repeats),
         zero,
-        _joined_offsets([its.offsets for its in parts], [its.scales for its in parts], repeats),
+        _joined_offsets([part.offsets for part in parts], [part.scales for part in parts], repeats),
         weights[0].values,
-        None if plain else torch.cat([its.units for its in parts if its.units is not None]),
-        None if plain else _joined_offsets([its.offset_units for its in parts], [its.units for its in parts]),
+        None if plain else torch.cat([part.units for part in parts if part.units is not None]),
+        None if plain else _joined_offsets([part.offset_units for part in parts], [part.units for part in parts]),
     )
 
 
-def _same_table(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_table(table: Tensor | None, other: Tensor | None) -> bool:
     """Tell whether two tables have the same numbers; 8-bit floats have some that are none."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    if table is None or other is None:
+        return table is other
+    return torch.equal(table.view(torch.int32), other.view(torch.int32))
 
 
 def _block(weight: PackedWeight) -> int:
@@ -303,18 +302,18 @@ def _plain_scales(weight: PackedWeight) -> PackedWeight:
 
 def _joined(parts: Sequence[Tensor], repeats: Sequence[int]) -> Tensor:
     """Return scales one below the other, each repeated so many times."""
-    return torch.cat([its.repeat_interleave(times, 1) for its, times in zip(parts, repeats, strict=True)])
+    return torch.cat([part.repeat_interleave(times, 1) for part, times in zip(parts, repeats, strict=True)])
 
 
 def _joined_offsets(
     parts: Sequence[Tensor | None], scales: Sequence[Tensor | None], repeats: Sequence[int] = ()
 ) -> Tensor | None:
     """As `_joined`; None is 0 in the shape of the scales, or None if all are."""
-    if all(its is None for its in parts):
+    if all(part is None for part in parts):
         return None
     found = [
-        torch.zeros_like(like) if its is None else its
-        for its, like in zip(parts, scales, strict=True)
+        torch.zeros_like(like) if part is None else part
+        for part, like in zip(parts, scales, strict=True)
         if like is not None
     ]
     return _joined(found, repeats or [1] * len(found))

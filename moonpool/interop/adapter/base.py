@@ -5,13 +5,25 @@ An engine takes token ids and gives token ids, and publishes KV events over ZMQ 
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.interop.kv_events.stream import EventSource
+
+HANDLED = frozenset({
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "skip_special_tokens",
+    "grammar", "length_penalty", "early_stopping",
+})  # fmt: skip
+"""Options that no table of an adapter has: the conductor and the adapter carry them out (`EnginePrompt` has lengths,
+seed and ends), or they say more about `response_format` and `beam_width`, which adapters refuse."""
+
+
+def refused_options(passed: Collection[str], params: type[SamplingParams] = SamplingParams) -> tuple[str, ...]:
+    """Return the sampling options that an adapter refuses: those that the adapter does not pass to the engine."""
+    return tuple(sorted({option.name for option in fields(params)} - set(passed) - HANDLED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,7 @@ class EngineFacts:
         blocks: KV blocks on the engine's devices.
         max_tokens: longest sequence.
         sources: where the ranks publish KV events; one for each rank.
-        unsupported: options in `moonpool.base.sampling_params.UNCOMMON` that the engine lacks.
+        unsupported: sampling options that are not passed to the engine (`refused_options`).
         page_namespace: namespace of the KV that the engine keeps in kvstores; b"" = none, or not known yet.
         loras: folders of the LoRA adapters that the engine serves, by name.
     """

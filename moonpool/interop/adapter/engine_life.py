@@ -181,7 +181,7 @@ class EngineLife:
             vocab_size=self._checkpoint.config.vocab_size,
             max_tokens=self.facts.max_tokens,
         )
-        for option in incoming.sampling.params.uncommon:
+        for option in incoming.sampling.params.given:
             if option in self.facts.unsupported:
                 raise InvalidRequest(f"sequence.sampling.{option}", f"{self.facts.version} behind an adapter has none")
         if incoming.lora and incoming.lora not in self._loras:

@@ -1,6 +1,6 @@
 """Speaks to SGLang: HTTP, token ids in and out (`/generate`); pairs meet by SGLang's bootstrap."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,8 +10,7 @@ import msgspec
 from moonpool.base import world
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.logprobs import Logprobs
-from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
+from moonpool.interop.adapter.base import (    EngineClient,    EngineFacts,    EngineLoad,    EngineOutput,    EnginePrompt,    refused_options,)from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 LEAST_BLOCK_SIZE = 16
@@ -19,8 +18,23 @@ MAX_SEED = (1 << 31) - 1
 ROOM_BITS = 63
 NOBODY = "2.2.2.2"
 """Bootstrap host by which an engine of a pair computes without the other one, as SGLang's own first requests do."""
-UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
-"""Options that are not passed on."""
+PASSED: Mapping[str, Callable[[Any], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": lambda value: value or -1,
+    "min_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "logit_bias": lambda biases: {str(token): bias for token, bias in biases.items()} or None,
+}
+"""Sampling parameters that SGLang has under the same name, in SGLang's form; None: left out."""
+PASSED_BESIDE: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
+    "logprobs": lambda top: (
+        {} if top is None else {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": top}
+    ),
+}
+"""Options that a request has beside the sampling parameters. All others are refused by name."""
 
 
 class SglangClient(EngineClient):
@@ -51,7 +65,7 @@ class SglangClient(EngineClient):
             blocks=tokens // block_size,
             max_tokens=int(info.get("context_length") or info.get("max_req_input_len") or tokens),
             sources=self._sources(info),
-            unsupported=UNSUPPORTED,
+            unsupported=refused_options((*PASSED, *PASSED_BESIDE)),
         )
 
     def _sources(self, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
@@ -120,32 +134,24 @@ def _life(info: Mapping[str, Any]) -> str:
 
 def request_body(prompt: EnginePrompt) -> dict[str, Any]:
     """An answer's request in SGLang's form."""
-    params = prompt.params
     sampling: dict[str, Any] = {
         "max_new_tokens": prompt.max_tokens,
         "min_new_tokens": prompt.min_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "sampling_seed": prompt.seed & MAX_SEED,
         "ignore_eos": True,  # the end tokens are told
         "stop_token_ids": list(prompt.end_token_ids),
         "skip_special_tokens": False,
     }
-    if params.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    passed = {option: form(getattr(prompt.params, option)) for option, form in PASSED.items()}
+    sampling |= {option: value for option, value in passed.items() if value is not None}
     body: dict[str, Any] = {
         "rid": f"{prompt.request_id}-{world.random_hex(4)}",  # SGLang refuses an id that it knows
         "input_ids": prompt.token_ids.tolist(),
         "sampling_params": sampling,
         "stream": True,
     }
-    if params.logprobs is not None:
-        body |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": params.logprobs}
+    for option, form in PASSED_BESIDE.items():
+        body |= form(getattr(prompt.params, option))
     if prompt.salt:
         body |= {"extra_key": prompt.salt, "cache_salt": prompt.salt}
     if prompt.priority:

@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -10,14 +10,24 @@ from urllib.parse import urlsplit
 
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.logprobs import Logprobs
-from moonpool.interop.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt
-from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
+from moonpool.interop.adapter.base import (    EngineClient,    EngineFacts,    EngineLoad,    EngineOutput,    EnginePrompt,    refused_options,)from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 GENERATE = "/inference/v1/generate"
 MAX_SEED = (1 << 63) - 1
-UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
-"""Options that are not passed on. Grammars begin with the first token: an answer that moves would lose the grammar."""
+PASSED: Mapping[str, Callable[[Any], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "logprobs": lambda value: value,
+    "logit_bias": lambda biases: {str(token): bias for token, bias in biases.items()} or None,
+}
+"""Options that vLLM has under the same name, in vLLM's form; None: left out. All others are refused by name: grammars
+begin with the first token, so that an answer that moves would lose its grammar."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -47,7 +57,7 @@ class VllmClient(EngineClient):
             blocks=int(cache["num_gpu_blocks"]),
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(await self._http.get_json("/kv_event_sources")),
-            unsupported=UNSUPPORTED,
+            unsupported=refused_options(PASSED),
             loras={model["id"]: model["root"] for model in models["data"] if model.get("parent")},
             page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
             if "moonpool_kv_info" in samples
@@ -148,26 +158,16 @@ class VllmClient(EngineClient):
 
 def request_body(prompt: EnginePrompt) -> dict[str, Any]:
     """An answer's request in vLLM's form."""
-    params = prompt.params
     sampling: dict[str, Any] = {
         "max_tokens": prompt.max_tokens,
         "min_tokens": prompt.min_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "seed": prompt.seed & MAX_SEED,
         "ignore_eos": True,  # the end tokens are told
         "stop_token_ids": list(prompt.end_token_ids),
         "detokenize": False,
     }
-    if params.logprobs is not None:
-        sampling["logprobs"] = params.logprobs
-    if params.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    passed = {option: form(getattr(prompt.params, option)) for option, form in PASSED.items()}
+    sampling |= {option: value for option, value in passed.items() if value is not None}
     body: dict[str, Any] = {
         "request_id": prompt.request_id,
         "token_ids": prompt.token_ids.tolist(),

@@ -21,9 +21,10 @@ from moonpool.base.fork_server import Launcher, execute, start_service
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
-from moonpool.engine.executor import ProcessEngine, start_processes
+from moonpool.engine.executor import start_processes
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.process_engine import ProcessEngine
 
 FAKE = "tests.unit.engine.fake_worker"
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_size=16, dtype="float32")

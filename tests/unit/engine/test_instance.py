@@ -22,10 +22,10 @@ from moonpool.engine import setup
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.executor import StartListener
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineConfig, engine_setup
+from moonpool.engine.start_listener import StartListener
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.base.checkpoint.folder import write_config, write_weights
 from tests.unit.engine.models.gguf_files import make_folder

@@ -13,6 +13,9 @@ from moonpool.engine.footprint import device_footprint
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, StageRoom
 from moonpool.engine.models.random_checkpoint import create
+from moonpool.engine.platforms.base import DeviceCapacity
+from moonpool.engine.platforms.registry import PLATFORMS, DeviceName, Platform
+from moonpool.engine.platforms.stage_platform import open_device
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.sizes import choose_sizes
@@ -117,6 +120,39 @@ def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
     assert setup(DecodeConfig(**plain, device="cuda")) == (0, 320, 0.9)  # type: ignore[arg-type]
     set_ = PrefillConfig(**plain, device="cuda", kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048)  # type: ignore[arg-type]
     assert setup(set_) == (1024, 2048, 0.9)
+
+
+class ToyDevice:
+    """What a new platform opens."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def capacity(self) -> DeviceCapacity:
+        return DeviceCapacity(8 * GIB, 7 * GIB, 80)
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_a_new_device_says_whether_its_memory_sizes_the_pool(
+    by_memory: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Platform(kind="toy", usage="toy", device=f"{__name__}:ToyDevice", sized_by_memory=by_memory)
+    monkeypatch.setitem(PLATFORMS, "toy", toy)
+    plain = {"conductor": ("127.0.0.1:1",), "model": str(checkpoint), "device": "toy:1"}
+    found = engine_setup(PrefillConfig(**plain)).spec  # type: ignore[arg-type]
+    size = found.layout.block_bytes
+    assert (found.blocks * size >> 20, found.max_num_batched_tokens) == ((0, 0) if by_memory else (256, 512))
+    device = open_device(DeviceName.parse("toy:1"))
+    assert isinstance(device, ToyDevice)
+    told = device.capacity()
+    room = StageRoom(told.total, told.free, told.processors, weights=GIB)
+    sizes = choose_sizes(load_config(checkpoint), replace(found, blocks=0, max_num_batched_tokens=0), [room], None)
+    assert sizes.blocks * size > 4 * GIB
+
+
+def test_a_platform_that_does_not_say_how_it_is_sized_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="sized_by_memory"):
+        Platform(kind="toy", usage="toy")  # type: ignore[call-arg]
 
 
 def test_the_estimate_counts_a_window_once(tmp_path: Path) -> None:

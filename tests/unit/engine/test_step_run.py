@@ -4,8 +4,8 @@ import pytest
 
 from moonpool.base.scheduling.steps import MAX_RESULTS_TOGETHER, REPORT_WITHIN_S, SequenceStep, Step
 from moonpool.engine.messages import StageDone
-from moonpool.engine.model_runner import StepRun
 from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.step_run import StepRun
 
 BEGAN_NS = 10**12
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.model_runner import StepOutput, StepSampler
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.stage import StageModel
+from moonpool.engine.step_sampler import StepOutput, StepSampler
 from moonpool.engine.structured_output import PendingMasks, TokenMasks
 
 VOCAB = 256

@@ -16,7 +16,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
-from moonpool.engine import model_runner
+from moonpool.engine import run_mode
 from moonpool.engine import warm_up as module
 from moonpool.engine.calibration import measure
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
@@ -114,7 +114,7 @@ class Local:
 
 async def test_the_speed_that_is_told_is_a_replays(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(model_runner, "time", clock)
+    monkeypatch.setattr(run_mode, "time", clock)
     stages = opened(checkpoint, Timed(clock), 24)
     [runner] = stages.runners
     run = runner.model.run

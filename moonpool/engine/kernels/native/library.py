@@ -152,7 +152,6 @@ class Library:
     def write_kv(
         self, k: Tensor, v: Tensor, kv: Tensor, scales: Tensor | None, block_ids: Tensor, offsets: Tensor
     ) -> None:
-        """See `moonpool.engine.kernels.reference.write_kv`."""
         tokens, heads, size = k.shape
         bytes_, threads = k.element_size(), torch.get_num_threads()
         where = (block_ids.data_ptr(), offsets.data_ptr(), tokens)
@@ -173,7 +172,6 @@ class Library:
         return bool(self._c.mp_outside(index.data_ptr(), index.numel(), least, limit))
 
     def copy_blocks(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
-        """See `moonpool.engine.kernels.reference.copy_blocks`."""
         size = pool.element_size()
         block = pool[0, 0].numel() * size if pool.numel() else 0
         self._c.mp_copy_blocks(
@@ -182,21 +180,18 @@ class Library:
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        """See `moonpool.engine.kernels.reference.rms_norm`."""
         self._c.mp_rms_norm(
             TYPES[x.dtype], x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
             weight.data_ptr(), eps, out.data_ptr(), x.shape[0], x.shape[1], torch.get_num_threads(),
         )  # fmt: skip
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        """See `moonpool.engine.kernels.reference.rope`."""
         self._c.mp_rope(
             TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(),
             out.data_ptr(), out.stride(0), *x.shape, torch.get_num_threads(),
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """See `moonpool.engine.kernels.reference.silu_mul`."""
         self._c.mp_silu_mul(
             TYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), *out.shape,
             torch.get_num_threads(),

@@ -90,7 +90,9 @@ class AttentionShape:
             longest: Most tokens of a sequence.
         """
         found: dict[Variant, BatchShape] = {}
-        candidates = sorted(_candidates(tokens, longest), key=lambda it: (it.tokens * it.context, it.tokens))
+        candidates = sorted(
+            _candidates(tokens, longest), key=lambda variant: (variant.tokens * variant.context, variant.tokens)
+        )
         for batch in candidates:
             found.setdefault(self.variant(SINGLES if batch.rows == 1 else MANY, batch), batch)
         return list(dict.fromkeys(found.values()))
@@ -105,7 +107,7 @@ def _candidates(tokens: int, longest: int) -> Iterator[BatchShape]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two up to `most`, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 

@@ -1,0 +1,99 @@
+"""The tensors of a GGUF file, under their Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from moonpool.base.checkpoint.gguf import GgufFile
+from moonpool.base.checkpoint.gguf_config import ROPE_DIVISORS, config_of
+from moonpool.base.checkpoint.tensor_info import TensorInfo
+from moonpool.base.checkpoint.weight_formats import GgufType
+from moonpool.base.errors import UnsupportedModel
+from moonpool.base.families import FAMILIES
+from moonpool.base.families.base import ModelFamily
+
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)?)\.(?P<kind>weight|bias)")
+_PAIRED = ("attn_q", "attn_k")
+_WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
+"""Tensors with folder names that do not end with .weight or .bias."""
+
+
+def gguf_index(path: Path) -> dict[str, TensorInfo]:
+    """Return every tensor in a GGUF file by Hugging Face name.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        UnsupportedModel: the file has a tensor that the model would not use; names the tensor.
+    """
+    file = GgufFile.read(path)
+    config = config_of(file)
+    family = FAMILIES[config.architecture]
+    assert family.gguf is not None
+    paired = config.head_dim if family.gguf.paired_rows else 0
+    index: dict[str, TensorInfo] = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_DIVISORS or (family.gguf.further_layers and _layer(name) >= config.num_layers):
+            continue
+        ours, leaf = translated(name, family)
+        row = leaf == "exp_probs_b" and family.names.correction_row
+        info = TensorInfo(
+            tensor.file,
+            tensor.type.name,
+            (1, prod(tensor.shape)) if row else _shape(tensor.shape, family.gguf.recurrent.get(leaf, "")),
+            begin=tensor.begin,
+            paired_rows=paired if leaf in _PAIRED else 0,
+            format=tensor.type if tensor.type.elements > 1 else None,
+        )
+        index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
+    return index
+
+
+def _shape(shape: tuple[int, ...], role: str) -> tuple[int, ...]:
+    """Return the shape that a folder has: converters leave out a convolution's dimension of 1."""
+    return (shape[0], 1, shape[1]) if role == "conv" and len(shape) == 2 else shape
+
+
+def _layer(name: str) -> int:
+    """Return the layer that a tensor belongs to; -1: none."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return -1 if match is None else int(match[1])
+
+
+def _by_expert(name: str, info: TensorInfo, kind: GgufType) -> dict[str, TensorInfo]:
+    """Return each expert's part of a tensor that holds all experts, [experts, outputs, inputs]."""
+    count, *shape = info.shape
+    size = prod(shape) // kind.elements * kind.bytes
+    return {
+        name.format(expert=expert): replace(info, shape=tuple(shape), begin=info.begin + expert * size)
+        for expert in range(count)
+    }
+
+
+def translated(name: str, family: ModelFamily) -> tuple[str, str]:
+    """Return a tensor's Hugging Face name, and the part of GGUF's name that tells the tensor's role.
+
+    A tensor for all experts has `{expert}` in the name.
+
+    Raises:
+        UnsupportedModel: the family has no such tensor, or no GGUF files.
+    """
+    names, gguf = family.names, family.gguf
+    if gguf is None:
+        raise UnsupportedModel(name, f"{family.architecture} has no GGUF names here")
+    match = _TENSOR_NAME.fullmatch(name)
+    known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
+    ours: str = "" if match is None else getattr(names, known.get(match["leaf"], ""), "")
+    if match is not None and match["leaf"] in gguf.recurrent:
+        (ours,) = names.recurrent[gguf.recurrent[match["leaf"]]]
+    if match is None or not ours:
+        raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
+    leaf = match["leaf"]
+    if match["layer"] is None:
+        return f"{ours.removesuffix('.weight')}.{match['kind']}", leaf
+    if leaf.endswith("_exps"):
+        ours = f"{names.expert}{ours}"
+    ending = "" if leaf in _WHOLE_NAMES else f".{match['kind']}"
+    return f"{names.layer.format(index=match['layer'])}{ours}{ending}", leaf

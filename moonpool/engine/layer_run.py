@@ -1,0 +1,159 @@
+"""The mode that gives layers to the compute stream, one by one or together, and then samples the tokens."""
+
+import time
+from functools import partial
+
+from moonpool.base.scheduling.steps import LayerDone, Step
+from moonpool.engine.cuda_graphs import GraphShape
+from moonpool.engine.kv_gate import StepState
+from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.native_step import Progress
+from moonpool.engine.models.stage import in_inference_mode
+from moonpool.engine.run_mode import RunMode
+from moonpool.engine.step_run import StepRun, StepStart
+from moonpool.engine.step_sampler import StepOutput, StepSampler
+from moonpool.engine.structured_output import PendingMasks
+
+
+class LayerRun(RunMode):
+    """Computes any step, on any device, with KV gates and events for each layer."""
+
+    def begin(self, step: Step, masks: PendingMasks | None) -> StepRun:
+        parts = [(part.token_ids, part.start, part.block_table) for part in step.sequences]
+        full_hits = [index for index, part in enumerate(step.sequences) if part.full_hit]
+        memory = self._stage.platform.memory
+        packed = PackedBatch.build(parts, memory.block_size, full_hits=full_hits, slot_of=memory.slot_of)
+        self._add_loras(step, packed)
+        return StepRun(step, packed, masks, self._last_rows(step), self._stage.model.layer_begin, step.steps - 1)
+
+    def advance(self, run: StepRun, tokens: list[int]) -> None:
+        assert run.sampler is not None
+        run.sampler.advance(tokens)
+        run.packed = run.batch = run.packed.after(tokens)
+        run.advance(self._stage.model.layer_begin)
+        self._stage.platform.memory.advance(run.packed.block_ids.tolist(), run.packed.filled())
+
+    @in_inference_mode
+    def compute(self, run: StepRun, times: StepStart) -> list[int] | None:
+        done = self._receive(run) and self._compute(run)
+        if done and self._stage.model.is_last:
+            self._stage.platform.stream.run(partial(self._choose, run))
+        self._stage.platform.stream.record().wait()
+        if not done or run.output.late:  # their tokens are computed again
+            self._stage.platform.stream.run(partial(self._stage.model.undo.restore, run.output.late if done else None))
+        if not done:
+            run.output = StepOutput()
+        following = self._begin_next(run, done=done)
+        # Sent whatever has happened, so that the next stage knows.
+        self._stage.links.send(run.step.step_id, run.hidden if done else None)
+        share = self._cpu_share(run, times)
+        if run.reported is not None:
+            run.reported.wait()  # the report of the step comes after those of all layers
+        return self._finish(run, times, share, following, done=done)
+
+    def _receive(self, run: StepRun) -> bool:
+        """Bring batch and hidden states to the device; return False if the stage before aborted the step."""
+        run.shape = self._shape(run)
+        if run.shape is None and self._stage.platform.torch_device.type != "cpu":
+            run.batch = run.packed.to(self._stage.platform.torch_device)
+        if self._stage.model.is_first:
+            if run.shape is None:  # a graph has the embedding in it
+                self._stage.platform.stream.run(partial(self._embed, run))
+            return True
+        hidden = self._stage.links.receive(run.step.step_id, run.packed.num_tokens)
+        if hidden is None:
+            return False
+        run.hidden = hidden
+        self._stage.platform.stream.run(partial(self._move_hidden, run))
+        return True
+
+    def _shape(self, run: StepRun) -> GraphShape | None:
+        """Return the shape of a graph that computes the step; None: layers are computed."""
+        del run
+        return None
+
+    def _compute(self, run: StepRun) -> bool:
+        """Give all layers of this stage to the stream; return False if the step was aborted before the last.
+
+        On a plain CPU, which computes at once, layers go together as far as gates are open. If each is reported, the
+        callback thread follows them.
+        """
+        step, cpu = run.step, self._stage.platform.device is None
+        progress = self._stage.model.progress(run.batch.loras) if cpu and step.layer_events else None
+        together = cpu and self._stage.model.by_layers and (progress is not None or not step.layer_events)
+        signals = self._stage.kv_gates.signals(step.step_id, gated=step.gated) if together else None
+        if progress is None:
+            return self._give_layers(run, signals, None)
+        run.reported = self._stage.platform.callbacks.send(partial(self._follow, step.step_id, progress))
+        try:
+            return self._give_layers(run, signals, progress)
+        finally:
+            progress.end()
+
+    def _give_layers(self, run: StepRun, signals: StepState | None, progress: Progress | None) -> bool:
+        """As `_compute`; together if there are signals, or the model has no layers apart."""
+        step, platform, model = run.step, self._stage.platform, self._stage.model
+        layer, end = model.layer_begin, model.layer_end
+        while layer < end:
+            gate = layer if model.by_layers else end - 1
+            # A model without layers apart reads all KV in one call, so that the call waits for the last layer's gate.
+            if step.gated and not self._stage.kv_gates.wait(step.step_id, gate, self._stage.gate_timeout_s):
+                return False
+            if self._stage.kv_gates.aborted(step.step_id):
+                return False
+            start_ns = time.monotonic_ns()
+            last = layer + 1 if signals is None and model.by_layers else end
+            for each in range(layer, last):
+                platform.memory.prepare_layer(each)
+            platform.stream.run(partial(self._compute_layers, layer, last, run, signals, progress))
+            came = last if signals is None else run.layer
+            for each in range(layer, came) if progress is None else ():
+                report = partial(self._layer_done, step.step_id, each, start_ns) if step.layer_events else None
+                platform.memory.finish_layer(each, report)
+            layer = came
+        return True
+
+    def _last_rows(self, step: Step) -> list[int] | None:
+        """Return each sequence's number of last rows that are needed after the last layer; None: all rows."""
+        if not self._stage.model.is_last:
+            return None
+        return [
+            len(part.token_ids) // 4 if part.scored is not None else int(part.sample is not None)
+            for part in step.sequences
+        ]
+
+    # --- in the stream ---------------------------------------------------------------------------------------------
+
+    def _move_hidden(self, run: StepRun) -> None:
+        run.hidden = run.hidden.to(self._stage.platform.torch_device)
+
+    def _embed(self, run: StepRun) -> None:
+        run.hidden = self._stage.model.embed(run.batch.token_ids, run.batch.positions)
+
+    def _compute_layers(
+        self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None
+    ) -> None:
+        last_rows, memory = run.last_rows if last == self._stage.model.layer_end else None, self._stage.platform.memory
+        run.layer, run.hidden = self._stage.model.run(
+            run.hidden, run.batch, memory.kv, first, last,
+            scales=memory.scales, last_rows=last_rows, signals=signals, progress=progress,
+        )  # fmt: skip
+
+    def _choose(self, run: StepRun) -> None:
+        if run.sampler is None:
+            run.sampler = StepSampler(self._stage.model, run.step, self._stage.kv_gates.dropped(run.step.step_id))
+        run.output = run.sampler.choose(run.hidden, run.batch, run.pending_masks)
+
+    # --- in the callback thread ------------------------------------------------------------------------------------
+
+    def _follow(self, step_id: int, progress: Progress) -> None:
+        """Finish each layer once computed; end with the first that is not."""
+        for layer in range(self._stage.model.layer_begin, self._stage.model.layer_end):
+            if not progress.wait(layer):
+                return
+            self._stage.platform.memory.finish_layer(
+                layer, partial(self._layer_done, step_id, layer, progress.began_ns(layer))
+            )
+
+    def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
+        self._stage.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))

@@ -1,0 +1,97 @@
+"""The process of one pipeline stage: its start, its channel, and why it ended."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import moonpool.base.errors
+from moonpool.base.errors import Internal, MoonpoolError
+from moonpool.base.fork_server import ChildProcess, Launcher, Program
+from moonpool.engine.channel import AsyncChannel
+from moonpool.engine.messages import (
+    EngineSpec,
+    WorkerFailed,
+)
+
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU)
+"""In all threads of a worker. Draining is the I/O process's decision: a signal to the whole group must not take the
+engine away. Blocked, not ignored: Triton's compiler installs handlers that end the process. SIGTTOU: a terminal may
+stop a writer of another process group."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """One stage's process and this end of the channel."""
+
+    stage: int
+    process: ChildProcess
+    channel: AsyncChannel
+
+    def __str__(self) -> str:
+        return f"engine stage {self.stage} (process {self.process.pid})"
+
+
+def worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
+    """Return the environment of a worker that computes with so many threads."""
+    env = dict(os.environ)
+    env["OMP_NUM_THREADS"] = str(threads)
+    # Threads that spin while they wait would take the cores from the I/O process and the other stages.
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # glibc hands every large buffer back to the kernel and pays the page faults again; ignored by other libraries.
+    env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+    env.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
+    env.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
+    env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps its threads' most
+    if spec.stages > 1:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
+        # This process ends a stage that waits in vain for NCCL, with the reason: a channel closed, or a step took too
+        # long. By default torch's watchdog aborts the stage; so does NCCL's monitor, if the watchdog must not.
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        env.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    return env
+
+
+def spawn_worker(
+    module: str, launcher: Launcher, pool_fd: int, env: dict[str, str]
+) -> tuple[ChildProcess, socket.socket]:
+    """Start one worker; return the worker and our end of the channel."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, _signals_blocked():
+            arguments = ["--channel", str(theirs.fileno()), "--pool", str(pool_fd)]
+            # Standard output belongs to the process that started this one.
+            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=(theirs.fileno(), pool_fd))
+            process = launcher(program)
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals: a process started within inherits the mask; what comes meanwhile is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
+    """Return the error that a worker's `Failed` message describes."""
+    kind = getattr(moonpool.base.errors, failure.kind, None) if failure.kind else None
+    if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
+        return Internal(f"{who} failed: {failure.message}")
+    make: Callable[..., MoonpoolError] = kind
+    with contextlib.suppress(TypeError):
+        return make(failure.field, failure.message) if failure.field else make(failure.message)
+    return Internal(f"{who} failed: {failure.message}")
+
+
+def exit_reason(code: int) -> str:
+    """Return how a process ended, for people."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
