@@ -1,11 +1,10 @@
 """Another policy on a recorded journal: the other policy's decision at each recorded decision."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.runtime.journal import CORE_MODULES, journal_files, read_journal
+from moonpool.base.runtime.journal import journal_files, read_journal
 from moonpool.conductor.core.scheduler import ConductorCore
 from moonpool.conductor.placement.policies.registry import load_policy
 from moonpool.simulator.experiments.frame import Progress, Result, Row
@@ -42,7 +41,7 @@ def replay(path: Path, policies: Sequence[str], progress: Progress, module: str 
 
 
 def _row(path: Path, policy: str, module: str) -> Row:
-    modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(module)}") if module else CORE_MODULES
+    modules = [module] if module else []
     decisions, agreed, sooner_s, measured, lost_s = 0, 0, 0.0, 0, 0.0
     for file in journal_files(path):
         core, entries = read_journal(file, modules)
