@@ -177,6 +177,19 @@ def _entry(path: Path, number: int, value: object) -> JournalEntry:
     raise JournalError(f"{path}: event {number} is no event of a journal")
 
 
+@contextmanager
+def event_of(path: Path, number: int) -> Iterator[None]:
+    """Within, a core gets an event of a journal.
+
+    Raises:
+        CoreError: what is done within raises; names path and number.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CoreError(f"{path}: the core fails at event {number}: {error!r}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first event with actions that differ from the recorded actions."""
@@ -237,11 +250,9 @@ def rerun(path: Path, show: ShowEvent | None = None, *, check: int = 0, modules:
     done = 0
     for done, entry in enumerate(entries, 1):  # the number is the result
         actions: list[Any] = []
-        try:
+        with event_of(path, done):
             core.handle(entry.now, entry.event, actions)
             crc = actions_crc(actions)
-        except Exception as error:
-            raise CoreError(f"{path}: the core fails at event {done}: {error!r}") from error
         if show is not None:
             show(done, entry, actions)
         if crc != entry.crc:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.runtime.journal import journal_files, read_journal
+from moonpool.base.runtime.journal import event_of, journal_files, read_journal
 from moonpool.conductor.core.scheduler import ConductorCore
 from moonpool.conductor.placement.policies.registry import load_policy
 from moonpool.simulator.experiments.frame import Progress, Result, Row
@@ -51,8 +51,9 @@ def _row(path: Path, policy: str, module: str) -> Row:
         prefills.shadow_policy = load_policy(policy)
         before = prefills.shadow.decisions, prefills.shadow.agreed, prefills.shadow.sooner_s
         regretted = totals.placements, totals.lost_s
-        for entry in entries:
-            core.handle(entry.now, entry.event, [])
+        for number, entry in enumerate(entries, 1):
+            with event_of(file, number):
+                core.handle(entry.now, entry.event, [])
         decisions += prefills.shadow.decisions - before[0]
         agreed += prefills.shadow.agreed - before[1]
         sooner_s += prefills.shadow.sooner_s - before[2]
