@@ -39,7 +39,7 @@ def protoc(*options: str) -> None:
     files = sorted(path.relative_to(PROTOS).as_posix() for path in (PROTOS / PACKAGE).glob("*.proto"))
     scripts = Path(sysconfig.get_path("scripts"))
     plugins = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(PROTOS), *plugins, *options, *files]
+    command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-I", str(PROTOS), *plugins, *options, *files]
     done = subprocess.run(command, cwd=PROTOS, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)

@@ -51,7 +51,7 @@ class Environment:
             self._progress(f"installing {' '.join(packages)} into {home}, once")
             venv.create(home, clear=True, with_pip=True)
             ended = subprocess.run(
-                [python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True, check=False
+                [python, "-P", "-m", "pip", "install", "-q", *packages], capture_output=True, text=True, check=False
             )
             if ended.returncode:
                 raise Skipped(f"{packages[0]} cannot be installed: {ended.stderr.strip().splitlines()[-1:]}")

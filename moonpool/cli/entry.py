@@ -1,16 +1,17 @@
 """The `moonpool` command before its modules are imported: Ctrl-C then ends the command without a traceback."""
 
 import os
-import signal
 import sys
 
 
 def main() -> None:
     """Run the installed command."""
+    _leave_out_the_scripts_folder()
+    import signal
+
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:  # not in the background of a shell
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _leave_out_the_scripts_folder()
     from moonpool.cli.main import main as run
 
     if interruptible:

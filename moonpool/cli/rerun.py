@@ -1,10 +1,10 @@
 """`moonpool rerun`: feed a journal's events to the core again and compare the actions."""
 
 import json
-import re
+import traceback
 from pathlib import Path
 
-from moonpool.base.runtime.journal import CORE_MODULES, Rerun, ShowEvent, journal_files, rerun
+from moonpool.base.runtime.journal import CoreError, Rerun, ShowEvent, journal_files, rerun
 
 
 def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: str = "") -> int:
@@ -15,16 +15,20 @@ def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: s
         events: print each event with the actions.
         check: look at invariants.
         as_json: print JSON.
-        policy: a module with further classes that the journal may name; the module's code runs.
+        policy: MODULE or MODULE:OBJECT of a policy whose classes the journal may name; the module's code runs.
 
     Raises:
-        JournalError: the journal is missing or damaged.
+        JournalError: the journal is missing or damaged, or the core fails.
     """
     say = _print_result_json if as_json else _print_result
     results = []
-    modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(policy)}") if policy else CORE_MODULES
+    modules = [policy.partition(":")[0]] if policy else []
     for file in journal_files(path):
-        result = rerun(file, _event_printer(file) if events else None, check=check, modules=modules)
+        try:
+            result = rerun(file, _event_printer(file) if events else None, check=check, modules=modules)
+        except CoreError as failed:  # a defect that was recorded: whoever mends it wants to see where
+            traceback.print_exception(failed.__cause__)
+            raise
         results.append(result)
         say(result)
     return int(any(result.difference for result in results))

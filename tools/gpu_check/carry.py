@@ -46,7 +46,7 @@ def command(into: Path, wanted: Sequence[str]) -> list[str]:
     """The call of pip that fetches wheels for the machine."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     kind = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
-    return [sys.executable, "-m", "pip", "download", "-q", *kind, *platforms, "-d", str(into), *wanted]
+    return [sys.executable, "-P", "-m", "pip", "download", "-q", *kind, *platforms, "-d", str(into), *wanted]
 
 
 def travelling(into: Path) -> tuple[int, int]:

@@ -6,46 +6,39 @@ A journal has two files in one folder, `NAME.0` and `NAME.1`. When the newer fil
 file is overwritten. Each file begins with a snapshot, so each can be rerun alone. Cores see no user text, so a journal
 contains none.
 
-Format: the magic line, then pickles, each preceded by the pickle's length (4 bytes, little-endian): the core, then
-(now, event, crc32 over the actions' digest) per event. The reader accepts classes of Moonpool's cores and plain
-containers only.
+Format: the magic line, then values of `moonpool.base.runtime.core_codec`, each preceded by its length and its crc32 (4
+bytes each, little-endian): the core, then (now, event, crc32 over the actions' digest) per event. A journal from
+elsewhere runs no code: it may name the classes of `moonpool.base.runtime.core_classes`, and nothing else.
 """
 
-import io
-import pickle
-import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.runtime.core_classes import core_classes
+from moonpool.base.runtime.core_codec import CodecError, CoreDecoder, CoreEncoder
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.base.telemetry.logs import get_logger
 
 log = get_logger(__name__)
-MAGIC = b"moonpool journal 1\n"
-_LENGTH = struct.Struct("<I")
-CORE_MODULES = re.compile(
-    r"(moonpool\.base\.(kv|sampling_params|scheduling)|moonpool\.conductor\.(core|placement)|moonpool\.engine\.(prefill|decode)\.core)(\..*)?"
-)
-"""Modules with classes that a journal may name."""
-_PLAIN_CLASSES = {
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("builtins", "bytearray"),
-    ("collections", "deque"),
-    ("collections", "OrderedDict"),
-    ("array", "_array_reconstructor"),
-    ("array", "array"),
-}
+MAGIC = b"moonpool journal 2\n"
+_PICKLED = b"moonpool journal 1\n"
+_HEAD = struct.Struct("<II")
 
 
 class JournalError(MoonpoolError):
     """A journal is damaged, or is none."""
+
+
+class CoreError(JournalError):
+    """A core raises at an event, as it did when the journal was written, or because the journal is another core's."""
 
 
 class JournalEntry(NamedTuple):
@@ -76,6 +69,7 @@ class JournalWriter:
         self._half = max_bytes // 2
         self._turns = 0
         self._file: BinaryIO | None = None
+        self._encoder = CoreEncoder()
         self._events_begin = 0
         self._ended = False
         for path in self._paths:
@@ -114,19 +108,24 @@ class JournalWriter:
         self._file = self._paths[self._turns % 2].open("wb")
         self._turns += 1
         self._file.write(MAGIC)
+        self._encoder = CoreEncoder()  # each file describes its classes
         self._write(core)
         self._file.flush()  # a process that is killed leaves a journal that can be read
         self._events_begin = self._file.tell()
 
     def _write(self, value: object) -> None:
         assert self._file is not None, "before() opens the file"
-        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        self._file.write(_LENGTH.pack(len(data)))
+        data = self._encoder.encode(value)
+        self._file.write(_HEAD.pack(len(data), zlib.crc32(data)))
         self._file.write(data)
 
 
-def read_journal(path: Path, modules: re.Pattern[str] = CORE_MODULES) -> tuple[Any, Iterator[JournalEntry]]:
-    """Reads a journal's file, which may name only these modules' classes.
+def read_journal(path: Path, modules: Sequence[str] = ()) -> tuple[Any, Iterator[JournalEntry]]:
+    """Read a journal's file.
+
+    Args:
+        path: the file.
+        modules: modules of somebody's own policies, whose classes the journal may name, too. Their code runs.
 
     Returns:
         The core at the file's begin, and the events since. An event that was being written when the process ended is
@@ -137,45 +136,58 @@ def read_journal(path: Path, modules: re.Pattern[str] = CORE_MODULES) -> tuple[A
         OSError: the file cannot be read.
     """
     data = path.read_bytes()
+    if data.startswith(_PICKLED):
+        raise JournalError(
+            f"{path} was written by an earlier version, as pickles, which could run code and are not read any more: "
+            "rerun the journal with that version"
+        )
     if not data.startswith(MAGIC):
         raise JournalError(f"{path} is not a journal")
-    values = _read_values(path, data, modules)
+    try:
+        classes = core_classes(tuple(modules))
+    except ImportError as error:
+        raise JournalError(f"the classes of {', '.join(modules)} cannot be imported: {error}") from error
+    values = _read_values(path, data, CoreDecoder(classes))
     for core in values:
-        return core, (JournalEntry(*value) for value in values)
+        return core, map(partial(_entry, path), count(1), values)
     raise JournalError(f"{path} ends before its snapshot is whole")
 
 
-def _read_values(path: Path, data: bytes, modules: re.Pattern[str]) -> Iterator[Any]:
+def _read_values(path: Path, data: bytes, decoder: CoreDecoder) -> Iterator[Any]:
     at = len(MAGIC)
-    while at + _LENGTH.size <= len(data):
-        begin = at + _LENGTH.size
-        end = begin + _LENGTH.unpack_from(data, at)[0]
-        if end > len(data):
+    while at + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, at)
+        begin = at + _HEAD.size
+        at = begin + size
+        if at > len(data):
             return
+        record = data[begin:at]
+        if zlib.crc32(record) != crc:
+            raise JournalError(f"{path} is damaged between bytes {begin} and {at}")
         try:
-            yield _Unpickler(io.BytesIO(data[begin:end]), modules).load()
-        except Exception as error:  # damaged pickles raise nearly anything
-            raise JournalError(f"{path} is damaged between bytes {begin} and {end}: {error}") from error
-        at = end
+            yield decoder.decode(record)
+        except CodecError as error:
+            raise JournalError(f"{path} is damaged between bytes {begin} and {at}: {error}") from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """Loads classes of cores and plain containers only: a journal from elsewhere must not run code."""
+def _entry(path: Path, number: int, value: object) -> JournalEntry:
+    match value:
+        case (float() | int() as now, event, int() as crc):
+            return JournalEntry(now, event, crc)
+    raise JournalError(f"{path}: event {number} is no event of a journal")
 
-    def __init__(self, file: io.BytesIO, modules: re.Pattern[str]) -> None:
-        super().__init__(file)
-        self._modules = modules
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN_CLASSES:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if self._modules.fullmatch(module) else None
-        if not isinstance(found, type):
-            raise JournalError(
-                f"it names {module}.{name}, which is no class of a core of this version: if another version of "
-                "Moonpool wrote the journal, rerun the journal with that version"
-            )
-        return found
+@contextmanager
+def event_of(path: Path, number: int) -> Iterator[None]:
+    """Within, a core gets an event of a journal.
+
+    Raises:
+        CoreError: what is done within raises; names path and number.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CoreError(f"{path}: the core fails at event {number}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,30 +230,33 @@ def _file_age(path: Path) -> tuple[str, int]:
 ShowEvent = Callable[[int, JournalEntry, list[Any]], None]
 
 
-def rerun(
-    path: Path, show: ShowEvent | None = None, *, check: int = 0, modules: re.Pattern[str] = CORE_MODULES
-) -> Rerun:
-    """Reruns one file; stops at the first action that differs.
+def rerun(path: Path, show: ShowEvent | None = None, *, check: int = 0, modules: Sequence[str] = ()) -> Rerun:
+    """Rerun one file; stop at the first action that differs.
 
     Args:
         path: a journal's file.
         show: called with each event and the event's actions, before they are compared.
         check: look at the core's invariants after every so many events; 0 = never.
-        modules: modules with classes that the journal may name.
+        modules: as of `read_journal`.
 
     Raises:
         JournalError: the file is damaged.
+        CoreError: the core raises at an event.
         AssertionError: one of the core's invariants does not hold.
     """
     core, entries = read_journal(path, modules)
-    count = 0
-    for count, entry in enumerate(entries, 1):  # the count is the result
+    if not hasattr(core, "handle"):
+        raise JournalError(f"{path} begins with a {type(core).__name__}, which is no core")
+    done = 0
+    for done, entry in enumerate(entries, 1):  # the number is the result
         actions: list[Any] = []
-        core.handle(entry.now, entry.event, actions)
+        with event_of(path, done):
+            core.handle(entry.now, entry.event, actions)
+            crc = actions_crc(actions)
         if show is not None:
-            show(count, entry, actions)
-        if actions_crc(actions) != entry.crc:
-            return Rerun(path, core, count, Difference(count, entry, tuple(actions)))
-        if check and count % check == 0:
+            show(done, entry, actions)
+        if crc != entry.crc:
+            return Rerun(path, core, done, Difference(done, entry, tuple(actions)))
+        if check and done % check == 0:
             core.check_invariants()
-    return Rerun(path, core, count, None)
+    return Rerun(path, core, done, None)

@@ -203,7 +203,7 @@ class CancelIo:
 
 
 class Core(Protocol[E_contra, A]):
-    """A state machine without I/O. The state must be picklable: journals keep snapshots."""
+    """A state machine without I/O. The state consists of what journals take (`moonpool.base.runtime.core_codec`)."""
 
     def handle(self, now: float, event: E_contra | Tick, out: list[A]) -> None:
         """Takes an event and appends actions.

@@ -263,7 +263,12 @@ def load_transformers_stage(
         raise UnsupportedModel("architectures", f"{config.architecture} is unknown to transformers too")
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=False,
+            use_safetensors=True,  # pickle files are not read, even where no other weights are there
+            local_files_only=True,  # a folder that names another model does not fetch it
         )
         model.to(device)
     except (OSError, ValueError, RuntimeError) as error:

@@ -1,11 +1,10 @@
 """Another policy on a recorded journal: the other policy's decision at each recorded decision."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.runtime.journal import CORE_MODULES, journal_files, read_journal
+from moonpool.base.runtime.journal import event_of, journal_files, read_journal
 from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.placement.policies.registry import load_policy
 from moonpool.simulator.experiments.frame import Progress, Result, Row
@@ -42,7 +41,7 @@ def replay(path: Path, policies: Sequence[str], progress: Progress, module: str 
 
 
 def _row(path: Path, policy: str, module: str) -> Row:
-    modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(module)}") if module else CORE_MODULES
+    modules = [module] if module else []
     decisions, agreed, sooner_s, measured, lost_s = 0, 0, 0.0, 0, 0.0
     for file in journal_files(path):
         core, entries = read_journal(file, modules)
@@ -52,8 +51,9 @@ def _row(path: Path, policy: str, module: str) -> Row:
         prefills.shadow_policy = load_policy(policy)
         before = prefills.shadow.decisions, prefills.shadow.agreed, prefills.shadow.sooner_s
         regretted = totals.placements, totals.lost_s
-        for entry in entries:
-            core.handle(entry.now, entry.event, [])
+        for number, entry in enumerate(entries, 1):
+            with event_of(file, number):
+                core.handle(entry.now, entry.event, [])
         decisions += prefills.shadow.decisions - before[0]
         agreed += prefills.shadow.agreed - before[1]
         sooner_s += prefills.shadow.sooner_s - before[2]

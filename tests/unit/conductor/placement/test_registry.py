@@ -92,7 +92,7 @@ async def test_explain_names_the_policy_and_its_journal_reruns(sticky: str, tmp_
     run = CliRunner()
     unknown = run.invoke(app, ["rerun", str(tmp_path / "journal")])
     assert isinstance(unknown.exception, JournalError)
-    assert "sticky_example.Sticky, which is no class of a core of this version" in str(unknown.exception)
+    assert "'sticky_example.Sticky', which is no class of a core of this version" in str(unknown.exception)
     trusted = run.invoke(app, ["rerun", str(tmp_path / "journal"), "--policy", "sticky_example"])
     assert (trusted.exit_code, trusted.output.endswith("all actions equal\n")) == (0, True)
 

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from moonpool.base.checkpoint import config_hash, inspect_checkpoint, load_config
-from moonpool.base.errors import UnsupportedModel
+from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.base.families import FAMILIES
 from moonpool.engine.models.loader import load_stage
-from moonpool.engine.models.transformers_stage import TransformersStage
+from moonpool.engine.models.transformers_stage import TransformersStage, load_transformers_stage
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.setup import engine_setup
 from tests.unit.engine.models.forward import Runner
@@ -54,6 +54,22 @@ def test_what_does_not_attend_through_the_interface_is_refused(model_type: str, 
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedModel, match=words):
         load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
+
+
+def test_neither_code_nor_pickles_of_a_folder_are_read(tmp_path: Path) -> None:
+    model = reference("apertus", {"head_dim": 16, "num_hidden_layers": 2})
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    there = json.loads((tmp_path / "config.json").read_text())
+    names = {"AutoConfig": "harm.Harm", "AutoModelForCausalLM": "harm.Harm"}
+    (tmp_path / "config.json").write_text(json.dumps(there | {"auto_map": names}))
+    (tmp_path / "harm.py").write_text(f"open({str(tmp_path / 'was here')!r}, 'w').close()\n")
+    load_transformers_stage(tmp_path, config, torch.float32, torch.device("cpu"))
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load_transformers_stage(tmp_path, config, torch.float32, torch.device("cpu"))
+    assert not (tmp_path / "was here").exists()
 
 
 def test_model_impl(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""Nothing is run that was not given: services start in folders that hold anybody's Python files."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from moonpool.base.bundled import model_dir
+from moonpool.base.config import SERVICE_MODULES
+from moonpool.base.fork_server import ForkServer, Program, execute
+from moonpool.base.sampling_params import SamplingParams
+from moonpool.cli.stack import StackPlan
+from moonpool.client import Client
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.reference import Reference
+from tests.integration.stack import CheckedStack
+from tests.integration.test_cli import environment
+from tests.integration.test_start import Executed
+
+MODULES = (
+    *("blake3", "cryptography", "gguf", "grpc", "jinja2", "llguidance", "lmdb", "numpy", "pydantic", "safetensors"),
+    *("setproctitle", "structlog", "tokenizers", "torch", "typer", "uvloop", "xxhash", "yaml"),
+    *("json", "runpy", "signal", "sitecustomize", "socket", "struct", "usercustomize"),
+)
+"""Files with names of what services import, from packages and from Python itself."""
+PACKAGES = ("kernels", "moonpool", "services", "simulator")
+"""Folders with names of Moonpool's own, now or before, and of other projects."""
+SCRIPT = """import sys
+from moonpool.cli.entry import main
+sys.exit(main())
+"""
+"""As pip writes the installed command."""
+
+
+class Hostile:
+    """A folder of modules, each of which leaves a mark and fails when it is imported."""
+
+    def __init__(self, folder: Path, marks: Path, packages: Sequence[str] = PACKAGES) -> None:
+        self.folder, self._marks = folder, marks
+        folder.mkdir(exist_ok=True)
+        marks.mkdir(exist_ok=True)
+        for name in MODULES:
+            (folder / f"{name}.py").write_text(self._code(name))
+        for name in packages:
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text(self._code(name))
+
+    def _code(self, name: str) -> str:
+        return f"open({str(self._marks / name)!r}, 'w').close()\nraise ImportError('from a folder of somebody else')\n"
+
+    def run(self) -> list[str]:
+        """Names of the modules that were imported."""
+        return sorted(os.listdir(self._marks))
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hostile:
+    """The working folder of this test."""
+    found = Hostile(tmp_path / "folder", tmp_path / "marks")
+    monkeypatch.chdir(found.folder)
+    return found
+
+
+def test_the_files_are_hostile(hostile: Hostile) -> None:
+    """Python as it is imports them."""
+    done = subprocess.run([sys.executable, "-c", "import tokenizers"], capture_output=True, text=True)
+    assert "from a folder of somebody else" in done.stderr
+    assert hostile.run() == ["tokenizers"]
+
+
+@pytest.mark.parametrize("kind", [CheckedStack, Executed], ids=["forked", "executed"])
+def test_a_stack_serves(kind: type[CheckedStack], plan: StackPlan, reference: Reference, hostile: Hostile) -> None:
+    """Services and engines, whose working folder this is."""
+    prompt = tokens(3 * BLOCK + 5, kind.__name__)
+    with kind(plan) as stack, Client(stack.address) as client:
+        folders = {os.readlink(f"/proc/{service.pid}/cwd") for service in stack.services.values()}
+        given = client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=8, temperature=0.0))
+    assert folders == {str(hostile.folder)}
+    reference.assert_greedy(prompt, given.token_ids)
+    assert hostile.run() == []
+
+
+def test_a_fork_server_imports_nothing_from_its_folder(hostile: Hostile, tmp_path: Path) -> None:
+    """Neither before a fork, nor in the process that it forks."""
+    server = ForkServer(("tokenizers", "grpc", "a_module_that_is_not_there"))
+    try:
+        assert said_by("moonpool.base.native.build", tmp_path, server) == 0
+    finally:
+        server.close()
+    assert hostile.run() == []
+
+
+def said_by(module: str, folder: Path, server: ForkServer | None = None) -> int:
+    with (folder / "said").open("ab") as said:
+        program = Program(module, ["--help"], os.environ, said.fileno(), said.fileno())
+        return (execute(program) if server is None else server.start(program)).wait(60)
+
+
+@pytest.mark.parametrize(
+    "module", [*SERVICE_MODULES.values(), "moonpool.engine.worker", "moonpool.base.native.build", "moonpool.cli.main"]
+)
+def test_each_program_starts(module: str, hostile: Hostile, tmp_path: Path) -> None:
+    assert said_by(module, tmp_path) == 0, (tmp_path / "said").read_text()
+    assert hostile.run() == []
+
+
+def test_the_command_serves_the_model_of_a_hostile_folder(tmp_path: Path) -> None:
+    """A model's folder is where people start: with a file that has the name of a library, and one beside the script."""
+    model, commands = (Hostile(tmp_path / name, tmp_path / "marks", packages) for name, packages in FOLDERS.items())
+    shutil.copytree(model_dir(), model.folder, dirs_exist_ok=True)
+    script = commands.folder / "moonpool"
+    script.write_text(SCRIPT)
+    started = [sys.executable, str(script), "serve", ".", "--port", "0", "--threads", "1"]
+    variables = environment() | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        started, cwd=model.folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("ready"):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)[0]
+    assert any(line.startswith("ready") for line in lines), "".join(lines) + rest
+    assert model.run() == []
+
+
+FOLDERS: Mapping[str, Sequence[str]] = {"model": PACKAGES, "commands": ()}
+"""Beside the script there is no `moonpool`: Python would take that before the command begins."""
