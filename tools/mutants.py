@@ -52,9 +52,11 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.base.kv_transfer.blocking",
         "moonpool.base.kv_transfer.prefix_reader",
         "moonpool.base.kv_transfer.receiver",
+        "moonpool.base.kv_transfer.slice_bitmap",
         "moonpool.kvstore.ssd.records",
     ),
     "lease": (
+        "moonpool.base.scheduling.block_lending",
         "moonpool.base.scheduling.block_manager",
         "moonpool.kvstore.core.store",
         "moonpool.kvstore.core.writes",
@@ -110,10 +112,11 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "moonpool.base.kv_transfer.prefix_reader: nbytes <= FRAME_BYTES -> (nbytes < FRAME_BYTES)": _PREPARES,
     "moonpool.base.kv_transfer.prefix_reader: slices <= MAX_FRAME_SLICES -> (slices < MAX_FRAME_SLICES)": _PREPARES,
-    "moonpool.base.kv_transfer.receiver: key[1] < blocks -> (key[1] <= blocks)": (
+    "moonpool.base.kv_transfer.slice_bitmap: key[1] < blocks -> (key[1] <= blocks)": (
         "no part of a block that is not expected any more is looked at"
     ),
-    "moonpool.base.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
+    "moonpool.base.kv_transfer.slice_bitmap: run.head_begin - self._heads.start"
+    " -> (run.head_begin + self._heads.start)": (
         "all bits of a cell move by the same number of places"
     ),
     "moonpool.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (

@@ -18,7 +18,7 @@ from moonpool.base.rpc.channels import Channels, ProcessorWait
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.sampling_params import LORA
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.conductor.core.events import (
     ChangeRole,
     Event,

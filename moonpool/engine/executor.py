@@ -26,7 +26,8 @@ from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
 from moonpool.base.fork_server import ChildProcess, Launcher, Program, engine_started, start_worker
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import KVPool, available_bytes, shared_memory
+from moonpool.base.kv.memory import available_bytes, shared_memory
+from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.base.telemetry.logs import get_logger

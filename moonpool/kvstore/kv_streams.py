@@ -28,9 +28,9 @@ from moonpool.base.kv.frames import (
     frame_shape,
     shape_of,
 )
+from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash, unpack_keys
 from moonpool.base.kv.layout import MAX_SLICE_BYTES, KVLayout
-from moonpool.base.kv.pool import BytesLike
 from moonpool.base.kv.values import check_owned
 from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream, check_hello
 from moonpool.base.rpc.auth import check_tenant, own_tenant
@@ -48,8 +48,8 @@ from moonpool.base.transport.framing import (
     parse_put_open,
     split_trailing_hashes,
 )
-from moonpool.base.transport.handshake import TransportListener
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.listener import TransportListener
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.kvstore.core.store import ReadLease, ReadLeases
 from moonpool.kvstore.core.writes import (
     MAX_TRANSFER_BLOCKS,

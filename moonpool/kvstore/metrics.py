@@ -15,7 +15,7 @@ from moonpool.base.kv.reuse_stats import KeySample, ReuseSample
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.prometheus import AGES, SECONDS, PrometheusMetrics
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.base.transport.streams import OpenStreams
+from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.eviction.tenants import DEFAULT_ROW, TenantBytes
 from moonpool.kvstore.kv_streams import MemoryWaitQueue

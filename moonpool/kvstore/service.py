@@ -33,9 +33,9 @@ from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.async_utils import run_in_steps, wait_within
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.base.transport.handshake import LISTENER_METRICS, TransportListener
+from moonpool.base.transport.listener import LISTENER_METRICS, TransportListener
+from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.base.transport.registry import open_transports
-from moonpool.base.transport.streams import OpenStreams
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.core.tiered_store import StoreListener, find_blocks

@@ -20,7 +20,7 @@ from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import wait_within
-from moonpool.base.transport.streams import ClientStream
+from moonpool.base.transport.client_stream import ClientStream
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 

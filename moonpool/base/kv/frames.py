@@ -17,9 +17,9 @@ from typing import NamedTuple
 import xxhash
 
 from moonpool.base.errors import FrameError
+from moonpool.base.kv.iovec import BytesLike, iovec_parts
 from moonpool.base.kv.keys import key_bindings, layer_binding, slice_hash
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import BytesLike, iovec_parts
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from moonpool.base.kv.iovec import BytesLike, Iovec, iovec_parts
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.native_library import library
-from moonpool.base.kv.pool import BytesLike, Iovec, iovec_parts
 from moonpool.base.native.build import BuildError
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from blake3 import blake3
 from typing_extensions import Buffer
 
 from moonpool.base.errors import InvalidRequest, PermissionDenied
+from moonpool.base.kv.iovec import new_bytearray
 from moonpool.base.kv.keys import KEY_BYTES, BlockKey
 from moonpool.base.kv.layout import MAX_BLOCK_BYTES, KVLayout
-from moonpool.base.kv.pool import new_bytearray
 
 MAX_VALUE_BYTES = MAX_BLOCK_BYTES
 MAX_KEY_BYTES = 4096

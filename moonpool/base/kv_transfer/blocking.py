@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.base.kv.frames import MAX_FRAME_SLICES, MAX_SHAPES, FrameShape, bind_all, frame_shape
+from moonpool.base.kv.iovec import new_bytes
 from moonpool.base.kv.keys import pack_keys, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.native_copy import copy_verified
-from moonpool.base.kv.pool import new_bytes
 from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.base.transport.blocking import BlockingConnection
 from moonpool.base.transport.framing import (

@@ -26,10 +26,11 @@ from moonpool.base.kv.frames import (
 from moonpool.base.kv.keys import bind, key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
-from moonpool.base.kv_transfer.receiver import SliceBitmap
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 from moonpool.base.transport.async_utils import OneTimeEvent, ThreadOffload
-from moonpool.base.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
+from moonpool.base.transport.payloads import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse

@@ -17,9 +17,9 @@ from moonpool.base.rpc.messages import payload_bytes
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_DECODE, ByteCredits, CreditReturn, EgressLink, StreamTraffic
-from moonpool.base.transport.handshake import TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.send_queue import SendQueue
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.v1 import kv_pb2
 
 WINDOW_BYTES = 32 << 20

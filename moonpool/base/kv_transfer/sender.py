@@ -14,7 +14,8 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.rpc.messages import payload_bytes
 from moonpool.base.transport.fault_injection import frames_to_send
 from moonpool.base.transport.flow_control import TO_DECODE
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0

@@ -14,10 +14,11 @@ from moonpool.base.kv.keys import key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.transport.async_utils import OneTimeEvent
-from moonpool.base.transport.base import PendingPayload
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_STORE
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.v1 import kvstore_pb2
 
 PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)

@@ -18,7 +18,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
 from moonpool.base.kv_transfer.store_writer import PutOutcome, ReadSlice, StoreWriter
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClient
+from moonpool.base.transport.peer_clients import PeerClient
 from moonpool.v1 import kv_pb2
 
 Client = TypeVar("Client", bound=PeerClient)

@@ -18,7 +18,7 @@ from moonpool.base.kv_transfer.store_writer import PutOutcome
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClient, PeerClients
+from moonpool.base.transport.peer_clients import PeerClient, PeerClients
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)

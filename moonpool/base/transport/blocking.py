@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
-from moonpool.base.kv.pool import BytesLike, Iovec
+from moonpool.base.kv.iovec import BytesLike, Iovec
 from moonpool.base.rpc.channels import StreamCall
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.base import ConnectionEnd
+from moonpool.base.transport.client_stream import ClientStream, Req, Res
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framed_socket import BUFFER_BYTES, MAX_PARTS, remaining_parts
 from moonpool.base.transport.framing import (
     LENGTH_PREFIX,
@@ -32,10 +34,8 @@ from moonpool.base.transport.framing import (
     PayloadExtent,
     decode_one_shot,
 )
-from moonpool.base.transport.handshake import TransportDialer
 from moonpool.base.transport.regions import RemoteRegion, SharedRegion
 from moonpool.base.transport.registry import transport_name
-from moonpool.base.transport.streams import ClientStream, Req, Res
 from moonpool.v1 import kv_pb2
 
 SPIN_S = 200e-6

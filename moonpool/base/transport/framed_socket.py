@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.base.errors import FrameError, StreamBroken
-from moonpool.base.kv.pool import new_bytes
+from moonpool.base.kv.iovec import new_bytes
 from moonpool.base.rpc.messages import MESSAGE_BYTES
 from moonpool.base.transport.framing import LENGTH_PREFIX
 from moonpool.v1 import kv_pb2

@@ -29,8 +29,8 @@ from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_intdigest
 
 from moonpool.base.errors import FrameError
+from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import KEY_BYTES
-from moonpool.base.kv.pool import BytesLike
 from moonpool.v1 import kvstore_pb2
 
 ONE_SHOT_FLAG = 1 << 31

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from moonpool.base.errors import FrameError
 from moonpool.base.kv.frames import MAX_FRAME_SLICES
 from moonpool.base.rpc.messages import MESSAGE_BYTES
-from moonpool.base.transport.base import PendingPayload
 from moonpool.base.transport.framing import PayloadExtent
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.base.transport.regions import ExportedRegions, FetchedParts, MailboxRing, MappedRegion, RemoteRegion
 from moonpool.v1 import kv_pb2
 

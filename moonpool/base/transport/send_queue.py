@@ -19,9 +19,10 @@ from google.protobuf.message import Message
 from moonpool.base.errors import StreamBroken, TransferFailed
 from moonpool.base.rpc.messages import Payload, PayloadMessage, has_payload, payload_bytes, serialize_payload
 from moonpool.base.rpc.stream_writes import CANCEL_GRACE_S, write_each
-from moonpool.base.transport.base import OutgoingItem, PendingPayload, UnsentRest
+from moonpool.base.transport.connection import OutgoingItem, UnsentRest
 from moonpool.base.transport.flow_control import ByteCredits, CreditReturn
 from moonpool.base.transport.framing import OneShotAnswer
+from moonpool.base.transport.payloads import PendingPayload
 
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 256 << 10

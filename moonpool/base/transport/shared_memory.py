@@ -23,8 +23,8 @@ from moonpool.base.errors import ConfigError, FrameError, PermissionDenied
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.base import AcceptedRegions, ListenOptions, OfferedRegions, TransportUnavailableError
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketTransport, connect_socket
 from moonpool.base.transport.regions import Mailbox, MappedRegion, SharedRegion
+from moonpool.base.transport.socket_connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107

@@ -14,7 +14,7 @@ from moonpool.base.rpc.tls import Tls
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.base import ListenOptions
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketTransport, connect_socket
+from moonpool.base.transport.socket_connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)

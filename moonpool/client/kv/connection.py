@@ -32,10 +32,10 @@ from moonpool.base.rpc.channels import Channels, Metadata
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.blocking import BlockingConnection, BlockingStream
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framing import ONE_SHOT_BYTES
-from moonpool.base.transport.handshake import TransportDialer
 from moonpool.base.transport.regions import SharedMemory
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.client.background import BackgroundLoop
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub

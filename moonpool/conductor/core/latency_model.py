@@ -16,16 +16,16 @@ from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import (
     DEFAULT_BYTES_PER_S,
     PrefillWork,
-    Regression,
     Speeds,
     decode_step_seconds,
-    learnt_rate,
     overlapped_seconds,
     pipelined_seconds,
     prompt_work,
     transfer_seconds,
     work_seconds,
 )
+from moonpool.base.scheduling.regression import Regression
+from moonpool.base.scheduling.speed_tracker import learnt_rate
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice, PrefillCost
 

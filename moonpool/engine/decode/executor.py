@@ -14,7 +14,9 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.kv_transfer.stored_parts import PartedReader
 from moonpool.base.runtime.driver import Driver
-from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.base.scheduling.block_lending import BlocksLent
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.kv_deletion import KVDeleted
 from moonpool.base.scheduling.latency import decode_step_seconds
 from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger

@@ -12,7 +12,7 @@ from moonpool.base.kv_transfer.stored_parts import PartedReader, WindowLost
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClients
+from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.engine.decode.core.actions import LoadStoredBlocks, StopReceiving, StoreBlock, SwapDrop, SwapIn, SwapOut
 from moonpool.engine.decode.core.events import IoEnd, LoadEnd, ReceiveEnd, StoreEnd, SwapEnd
 from moonpool.engine.decode.live_requests import LiveRequest, LiveSequence

@@ -25,8 +25,8 @@ from moonpool.base.rpc.server import Service
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
-from moonpool.base.transport.base import ReceiveBuffer
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.payloads import ReceiveBuffer
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import COPYING, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler

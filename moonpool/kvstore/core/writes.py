@@ -12,11 +12,11 @@ from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from moonpool.base.kv.delete_kv import DeletionIndex, KVSelection
 from moonpool.base.kv.frames import DamagedSliceError, FrameOpener, OpenedRun, SliceRun, bind_all, frame_shape
+from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.native_copy import copy_verified
-from moonpool.base.kv.pool import BytesLike
-from moonpool.base.kv_transfer.receiver import SliceBitmap
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 from moonpool.kvstore.core.tiered_store import TieredStore, WriteQueue
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S
 from moonpool.kvstore.eviction.tenants import sum_by_tenant

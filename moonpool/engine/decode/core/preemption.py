@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import WRITTEN_PART
+from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.base.scheduling.latency import load_seconds, prefill_seconds, steps_of
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.engine.decode.core import batch

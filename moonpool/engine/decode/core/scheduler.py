@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.block_manager import BlockLending, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.base.scheduling.block_lending import BlockLending, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.kv_deletion import DeleteKV, delete_kv
 from moonpool.base.scheduling.state_machine import IoEnded, Tick, Timers, digest_of, earliest
 from moonpool.engine.decode.core import batch
 from moonpool.engine.decode.core.actions import (

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import STATES_IN_WORK
-from moonpool.base.scheduling.block_manager import BlockLending, BlockManager, KVOwner
+from moonpool.base.scheduling.block_lending import BlockLending
+from moonpool.base.scheduling.block_manager import BlockManager, KVOwner
 from moonpool.base.scheduling.fair_share import FairQueue, FairShares, QueueKey, priority_rank
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.request import EngineRequest
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.state_machine import CancelIo, PendingIo
 from moonpool.engine.prefill.core.actions import (
     Action,

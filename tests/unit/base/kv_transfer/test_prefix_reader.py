@@ -15,7 +15,7 @@ from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.base.transport.base import FilledBuffer
+from moonpool.base.transport.payloads import FilledBuffer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.layouts import uniform_like
 from tests.slices import slice_to_send

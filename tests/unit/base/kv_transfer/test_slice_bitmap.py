@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import FrameError
 from moonpool.base.kv.frames import SliceRun
-from moonpool.base.kv_transfer.receiver import SliceBitmap
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 from tests.examples import examples
 
 SMALL = settings(max_examples=examples(100), database=None)

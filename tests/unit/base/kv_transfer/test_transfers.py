@@ -17,7 +17,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.receiver import TransferState
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.transport.flow_control import EgressLink
-from moonpool.base.transport.sessions import DEFAULT_OPTIONS, StreamSettings
+from moonpool.base.transport.stream_spec import DEFAULT_OPTIONS, StreamSettings
 from moonpool.v1 import kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served

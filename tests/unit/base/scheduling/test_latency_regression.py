@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.base.scheduling.latency import Regression
+from moonpool.base.scheduling.regression import Regression
 
 TRUE = 0.006, 1.2, 0.6
 """Fixed part, factor of waiting, factor of computing."""

@@ -7,7 +7,8 @@ import pytest
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey, window_key
 from moonpool.base.kv.layout import NO_SLOT
-from moonpool.base.scheduling.block_manager import BlockLending, BlockManager, LendBlocks, MoveSlots, OutOfBlocks
+from moonpool.base.scheduling.block_lending import BlockLending, LendBlocks
+from moonpool.base.scheduling.block_manager import BlockManager, MoveSlots, OutOfBlocks
 from tests.unit.base.scheduling.helpers import key
 
 

@@ -9,7 +9,8 @@ import pytest
 from moonpool.base.errors import StreamBroken
 from moonpool.base.kv.frames import FRAME_BYTES, SliceRun, pack_frames, whole_runs
 from moonpool.base.kv.keys import slice_hash
-from moonpool.base.transport.base import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
+from moonpool.base.transport.connection import ReceiveCallbacks
+from moonpool.base.transport.payloads import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of, read

@@ -16,16 +16,12 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken
-from moonpool.base.transport.base import (
-    AcceptedRegions,
-    ConnectionEnd,
-    OfferedRegions,
-    Transport,
-    ZeroCopyConnection,
-)
+from moonpool.base.transport.base import AcceptedRegions, ConnectionEnd, OfferedRegions, Transport
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.connection import ZeroCopyConnection
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framing import LENGTH_PREFIX
-from moonpool.base.transport.handshake import TransportDialer, TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.shared_memory import SharedMemoryTransport

@@ -9,7 +9,8 @@ import pytest
 from moonpool.base.errors import StreamBroken
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.base.transport.base import FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
+from moonpool.base.transport.connection import ReceiveCallbacks
+from moonpool.base.transport.payloads import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from tests.unit.base.transport.pairs import LAYOUT, REQUEST, Pair, pair, pool_of
 from tests.unit.fakes.beside import Held
 

@@ -18,9 +18,10 @@ from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.rpc.tls import NAME, Tls
 from moonpool.base.transport.base import ConnectionEnd
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framed_socket import remaining_parts
 from moonpool.base.transport.framing import LENGTH_PREFIX
-from moonpool.base.transport.handshake import TransportDialer, TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.tcp import TcpTransport
 from moonpool.base.transport.tls import RECORD_BYTES, TlsSocket
