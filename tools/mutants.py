@@ -116,9 +116,7 @@ EQUIVALENT: Mapping[str, str] = {
         "no part of a block that is not expected any more is looked at"
     ),
     "moonpool.base.kv_transfer.slice_bitmap: run.head_begin - self._heads.start"
-    " -> (run.head_begin + self._heads.start)": (
-        "all bits of a cell move by the same number of places"
-    ),
+    " -> (run.head_begin + self._heads.start)": ("all bits of a cell move by the same number of places"),
     "moonpool.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (
         "if all blocks are in DRAM none comes from SSD, so nothing is evicted whether they are held or not"
     ),

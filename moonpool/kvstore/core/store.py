@@ -242,7 +242,7 @@ class ReadLeases:
                 continue
             self.leased_bytes -= layout.block_bytes
             # Another value may be elsewhere under the key: the block may have been deleted, and put again.
-            stays = self.tiers.catalogue.is_live(reader.segment, reader.slot)
+            stays = self.tiers.catalogue.is_live(reader.segment, reader.row)
             read = source.promoted(layout) if stays else None
             if read is None or promoted.setdefault(read.info.key, read) is not read:
                 unused.add(source.tenant, layout.block_bytes)
@@ -369,8 +369,8 @@ class BlockStore:
         for segment in list(catalogue.segments.values()):
             for first in range(0, len(segment.keys), step_blocks):
                 if ssd is not None and catalogue.segments.get(segment.id) is segment:
-                    slots = range(first, min(first + step_blocks, len(segment.keys)))
-                    ssd.erase(catalogue.dead(segment, slots, on_ssd))
+                    rows = range(first, min(first + step_blocks, len(segment.keys)))
+                    ssd.erase(catalogue.dead(segment, rows, on_ssd))
                     yield
         if ssd is not None:  # at the end: dead copies that were not reached may have been reclaimed meanwhile
             ssd.erase_tails()

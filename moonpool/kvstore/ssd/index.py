@@ -1,7 +1,7 @@
 """The SSD tier's index: which record in which segment is which block, in memory and durably in LMDB.
 
 In memory a block is one dict entry: the key, an integer and 21 bytes in arrays. A block's *location* is the segment's
-id and the *slot*, the record's index within that segment. A slot is dead if the slot's key has another location, or
+id and the *row*, the record's index within that segment. A row is dead if the row's key has another location, or
 none.
 
 The durable index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records
@@ -52,14 +52,18 @@ class RecordKind(NamedTuple):
 
 
 ENTRY = struct.Struct("<32sIIII")
-"""One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`.
-"""
-SlotRow = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-Slot = tuple[int, int]  # a segment's number on one disk, and a record's index within
+"""One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`."""
+IndexEntry = tuple[BlockKey, int, int, int, int]  # the same, unpacked
+RowId = tuple[int, int]  # a segment's number on one disk, and the record's row there
 MAX_SEGMENT_BYTES = ALIGN << 32
-_SLOT_BITS = 24
-_NUMBER_BITS = 32
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
+ROW_BITS = 24
+"""A block's place is one integer: the segment's id, shifted by so many bits, and the record's row in the segment.
+
+An integer takes less memory than a pair, and there are millions of blocks. A segment's id has the disk above
+`NUMBER_BITS` bits for the segment's number on the disk.
+"""
+ROW_MASK = (1 << ROW_BITS) - 1
+NUMBER_BITS = 32
 
 
 def _column() -> "array[int]":
@@ -80,7 +84,7 @@ def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[in
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """One segment on the event loop's side. The columns, from `keys` on, have one item per slot."""
+    """One segment on the event loop's side. The columns, from `keys` on, have one item per row."""
 
     number: int  # on the disk, ascending: older segments have lower numbers
     path: Path
@@ -99,24 +103,24 @@ class Segment:
     lengths: "array[int]" = dataclasses.field(default_factory=_column)
     kinds: "array[int]" = dataclasses.field(default_factory=_column)  # numbers of them
     written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
-    erased: set[int] = dataclasses.field(default_factory=set)  # slots with overwritten records, now or soon
+    erased: set[int] = dataclasses.field(default_factory=set)  # rows with overwritten records, now or soon
     used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since written here
     named: list[RecordKind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
     numbers: dict[RecordKind, int] = dataclasses.field(init=False)
     id: int = dataclasses.field(init=False)  # unique over all disks
 
     def __post_init__(self) -> None:
-        self.id = self.disk << _NUMBER_BITS | self.number
+        self.id = self.disk << NUMBER_BITS | self.number
         self.numbers = {kind: number for number, kind in enumerate(self.named)}
 
-    def offset(self, slot: int) -> int:
-        return self.starts[slot] * ALIGN
+    def offset(self, row: int) -> int:
+        return self.starts[row] * ALIGN
 
-    def nbytes(self, slot: int) -> int:
-        return self.lengths[slot] * ALIGN
+    def nbytes(self, row: int) -> int:
+        return self.lengths[row] * ALIGN
 
-    def kind(self, slot: int) -> RecordKind:
-        return self.named[self.kinds[slot]]
+    def kind(self, row: int) -> RecordKind:
+        return self.named[self.kinds[row]]
 
     def number_of(self, kind: RecordKind) -> int:
         """The number of a kind in this segment; a new number for a new kind."""
@@ -126,7 +130,7 @@ class Segment:
         return number
 
 
-RecordLocation = tuple[Segment, int]  # and a slot there
+RecordLocation = tuple[Segment, int]  # and a row there
 RecordFilter = Callable[[Segment, int], bool]
 
 
@@ -149,44 +153,44 @@ class Catalogue(PartTable[int]):
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
         place = self.parts[key[0]].get(key)
-        return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
+        return None if place is None else (self.segments[place >> ROW_BITS], place & ROW_MASK)
 
-    def is_live(self, segment: Segment, slot: int) -> bool:
-        key = segment.keys[slot]
-        return self.parts[key[0]].get(key) == segment.id << _SLOT_BITS | slot
+    def is_live(self, segment: Segment, row: int) -> bool:
+        key = segment.keys[row]
+        return self.parts[key[0]].get(key) == segment.id << ROW_BITS | row
 
-    def live_slots(self, segment: Segment) -> Iterator[int]:
-        """A segment's slots that are blocks' places, oldest first. Blocks may be forgotten meanwhile."""
-        place = segment.id << _SLOT_BITS
+    def live_rows(self, segment: Segment) -> Iterator[int]:
+        """A segment's rows that are blocks' places, oldest first. Blocks may be forgotten meanwhile."""
+        place = segment.id << ROW_BITS
         parts = self.parts
-        for slot, key in enumerate(segment.keys):
-            if parts[key[0]].get(key) == place | slot:
-                yield slot
+        for row, key in enumerate(segment.keys):
+            if parts[key[0]].get(key) == place | row:
+                yield row
 
     def by_age(self) -> list[Segment]:
         """All disks' segments in the order of their last blocks' puts; within one second in arrival order."""
         return sorted(self.segments.values(), key=lambda segment: segment.written[-1] if segment.written else 0)
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, the last written first, of at most `step` slots at a time; none that come meanwhile."""
+        """Blocks, the last written first, of at most `step` rows at a time; none that come meanwhile."""
         for segment in reversed(self.by_age()):
             if self.segments.get(segment.id) is not segment:
                 continue
             for end in range(len(segment.keys), 0, -step):
-                slots = range(end - 1, max(end - step, 0) - 1, -1)
-                yield [segment.keys[slot] for slot in slots if self.is_live(segment, slot)]
+                rows = range(end - 1, max(end - step, 0) - 1, -1)
+                yield [segment.keys[row] for row in rows if self.is_live(segment, row)]
 
     def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """A tenant's oldest blocks except those that `stays`: at least `nbytes` of records, or all."""
         found: list[BlockKey] = []
         for segment in self.by_age():
-            for slot in self.live_slots(segment) if tenant in segment.live else ():
+            for row in self.live_rows(segment) if tenant in segment.live else ():
                 if nbytes <= 0:
                     return found
-                key = segment.keys[slot]
-                if segment.kind(slot).tenant == tenant and not stays(key):
+                key = segment.keys[row]
+                if segment.kind(row).tenant == tenant and not stays(key):
                     found.append(key)
-                    nbytes -= segment.nbytes(slot)
+                    nbytes -= segment.nbytes(row)
         return found
 
     def chosen(self, selection: KVSelection) -> RecordFilter:
@@ -195,7 +199,7 @@ class Catalogue(PartTable[int]):
             lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
         )
         keys = frozenset(with_window_keys(selection.keys))
-        return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
+        return lambda segment, row: of_kind(segment, row) or segment.keys[row] in keys
 
     def encrypted_with(self, key_ids: Container[str]) -> RecordFilter:
         """Tells whether a record is encrypted with one of some keys."""
@@ -204,14 +208,14 @@ class Catalogue(PartTable[int]):
     def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
         """Tells whether a record is here for longer than the tenant's TTL."""
         oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
-        return lambda segment, slot: segment.written[slot] < oldest(segment, slot)
+        return lambda segment, row: segment.written[row] < oldest(segment, row)
 
     def _by_kind(self, judge: Callable[[RecordKind], T]) -> Callable[[Segment, int], T]:
         """Judges each kind in a segment once, with the kind's first record; segments and kinds may come later."""
         judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
 
-        def of_kind(segment: Segment, slot: int) -> T:
-            known, number = judged[segment], segment.kinds[slot]
+        def of_kind(segment: Segment, row: int) -> T:
+            known, number = judged[segment], segment.kinds[row]
             if number not in known:
                 known[number] = judge(segment.named[number])
             return known[number]
@@ -220,23 +224,23 @@ class Catalogue(PartTable[int]):
 
     def places(self, part: int, wanted: RecordFilter) -> list[RecordLocation]:
         """Places of a part's blocks with wanted records."""
-        found = ((self.segments[place >> _SLOT_BITS], place & _SLOT_MASK) for place in self.parts[part].values())
-        return [(segment, slot) for segment, slot in found if wanted(segment, slot)]
+        found = ((self.segments[place >> ROW_BITS], place & ROW_MASK) for place in self.parts[part].values())
+        return [(segment, row) for segment, row in found if wanted(segment, row)]
 
-    def dead(self, segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
-        """Dead slots with wanted records that are not to be overwritten already."""
+    def dead(self, segment: Segment, rows: range, wanted: RecordFilter) -> list[RecordLocation]:
+        """Dead rows with wanted records that are not to be overwritten already."""
         return [
-            (segment, slot)
-            for slot in slots
-            if wanted(segment, slot) and slot not in segment.erased and not self.is_live(segment, slot)
+            (segment, row)
+            for row in rows
+            if wanted(segment, row) and row not in segment.erased and not self.is_live(segment, row)
         ]
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        for segment, slot in filter(None, map(self.find, keys)):
-            segment.used[slot] = 1
+        for segment, row in filter(None, map(self.find, keys)):
+            segment.used[row] = 1
 
     def add(self, segment: Segment, packed: bytes, dead: Container[int] = ()) -> None:
-        """Entries were appended to a segment; `dead` slots come dead.
+        """Entries were appended to a segment; `dead` rows come dead.
 
         Of a key that is on another disk, that copy stays the block's place; else the later one is. Adds to `doubles`.
         """
@@ -249,22 +253,22 @@ class Catalogue(PartTable[int]):
             column.extend(more)
         segment.keys += keys
         segment.used += bytes(len(keys))
-        assert len(segment.keys) <= _SLOT_MASK
+        assert len(segment.keys) <= ROW_MASK
         sums: collections.Counter[int] = collections.Counter()
         for kind, length in zip(segment.kinds[first:], segment.lengths[first:], strict=True):
             sums[kind] += length * ALIGN
         for kind, nbytes in sums.items():
             self._count(segment, segment.named[kind].tenant, nbytes)
         parts = self.parts
-        for place, key in enumerate(keys, segment.id << _SLOT_BITS | first):
-            part, slot = parts[key[0]], place & _SLOT_MASK
+        for place, key in enumerate(keys, segment.id << ROW_BITS | first):
+            part, row = parts[key[0]], place & ROW_MASK
             before = part.setdefault(key, place)
-            if before == place and slot not in dead:
+            if before == place and row not in dead:
                 continue  # nearly always
-            if slot in dead or before >> _SLOT_BITS + _NUMBER_BITS != segment.disk:
-                self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-                if slot not in dead:
-                    self.doubles.append((segment, slot))
+            if row in dead or before >> ROW_BITS + NUMBER_BITS != segment.disk:
+                self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
+                if row not in dead:
+                    self.doubles.append((segment, row))
                 elif before == place:
                     del part[key]
             elif (found := self.forget(key)) is not None:
@@ -280,15 +284,15 @@ class Catalogue(PartTable[int]):
         found = self.find(key)
         if found is None:
             return None
-        segment, slot = found
+        segment, row = found
         del self[key]
-        self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
+        self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
         return found
 
     def remove(self, segment: Segment) -> None:
         """A segment is removed, with all blocks that still have their place there; once for each."""
-        for slot in list(self.live_slots(segment)):
-            self.forget(segment.keys[slot])
+        for row in list(self.live_rows(segment)):
+            self.forget(segment.keys[row])
         self.segments.pop(segment.id, None)
 
 
@@ -297,7 +301,7 @@ _PLAIN_VERSION = b"4"  # values without checksums, and segments without counts
 _VERSION_KEY = b"version"
 _TABLES = (b"meta", b"segments", b"entries", b"dropped", b"kinds")
 _SEGMENT_KEY = struct.Struct(">Q")
-_SLOT_KEY = struct.Struct(">QI")
+_ROW_KEY = struct.Struct(">QI")
 _SEGMENT_ROW = struct.Struct("<QII")  # committed bytes, records, kinds
 _PLAIN_SEGMENT_ROW = struct.Struct("<Q")
 _SUM_BYTES = 8
@@ -318,8 +322,8 @@ class IndexImage:
 
     Attributes:
         segments: committed bytes by number.
-        entries: packed entries of all slots by number.
-        dropped: dead slots by number.
+        entries: packed entries of all rows by number.
+        dropped: dead rows by number.
         kinds: kinds by number.
         damage: what is wrong with the index; "" if nothing is wrong.
         plain: the values have no checksums, as in an older version.
@@ -349,8 +353,8 @@ class IndexChange:
     """What one transaction does; removals come first."""
 
     removed_segments: Iterable[int] = ()
-    dropped: Iterable[Slot] = ()  # dead from now on; of segments that stay
-    entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's slot
+    dropped: Iterable[RowId] = ()  # dead from now on; of segments that stay
+    entries: Mapping[RowId, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's row
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
     kinds: Mapping[int, Sequence[RecordKind]] = dataclasses.field(
         default_factory=dict
@@ -431,22 +435,22 @@ class Index:
                 cursor = txn.cursor(self._tables[table])
                 while cursor.set_range(key) and bytes(cursor.key()).startswith(key):
                     cursor.delete()
-        for slot in change.dropped:
-            self._put(txn, b"dropped", _SLOT_KEY.pack(*slot), b"")
+        for row in change.dropped:
+            self._put(txn, b"dropped", _ROW_KEY.pack(*row), b"")
         for segment, kinds in change.kinds.items():
             for number in reversed(range(len(kinds))):  # those before one that is there are there too
-                if not self._put(txn, b"kinds", _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number])):
+                if not self._put(txn, b"kinds", _ROW_KEY.pack(segment, number), _pack_kind(kinds[number])):
                     break
         counts: dict[int, int] = {}
         for (segment, first), packed in change.entries.items():
             counts[segment] = first + len(packed) // ENTRY.size
-            self._put(txn, b"entries", _SLOT_KEY.pack(segment, first), packed, overwrite=True)
+            self._put(txn, b"entries", _ROW_KEY.pack(segment, first), packed, overwrite=True)
         for segment, size in change.segments.items():
             key = _SEGMENT_KEY.pack(segment)
             before = txn.get(key, db=self._tables[b"segments"])
             records, kinds_before = (0, 0) if before is None else _SEGMENT_ROW.unpack_from(before, _SUM_BYTES)[1:]
-            row = size, counts.get(segment, records), len(change.kinds.get(segment, ())) or kinds_before
-            self._put(txn, b"segments", key, _SEGMENT_ROW.pack(*row), overwrite=True)
+            totals = size, counts.get(segment, records), len(change.kinds.get(segment, ())) or kinds_before
+            self._put(txn, b"segments", key, _SEGMENT_ROW.pack(*totals), overwrite=True)
 
     def _put(self, txn: lmdb.Transaction, table: bytes, key: bytes, content: bytes, *, overwrite: bool = False) -> bool:
         return bool(txn.put(key, _sum(table, key, content) + content, overwrite=overwrite, db=self._tables[table]))
@@ -576,12 +580,12 @@ class DiskIndex:
 
     def _everything(self) -> IndexChange:
         segments = [one for one in list(self.catalogue.segments.values()) if one.disk == self.disk and one.size]
-        entries, dropped = dict[Slot, bytes](), list[Slot]()
+        entries, dropped = dict[RowId, bytes](), list[RowId]()
         for segment in segments:
             columns = segment.keys, segment.starts, segment.lengths, segment.kinds, segment.written
             entries[segment.number, 0] = b"".join(itertools.starmap(ENTRY.pack, zip(*columns, strict=True)))
-            live = set(self.catalogue.live_slots(segment))
-            dropped += [(segment.number, slot) for slot in range(len(segment.keys)) if slot not in live]
+            live = set(self.catalogue.live_rows(segment))
+            dropped += [(segment.number, row) for row in range(len(segment.keys)) if row not in live]
         sizes = {segment.number: segment.size for segment in segments}
         return IndexChange((), dropped, entries, sizes, {segment.number: segment.named for segment in segments})
 
@@ -644,26 +648,26 @@ class _Loading:
         rows = {number: self._unpack_row(row) for (number,), row in self._values(b"segments", _SEGMENT_KEY)}
         image.segments = {number: row[0] for number, row in rows.items()}
         entries = collections.defaultdict[int, bytearray](bytearray)
-        for (number, first), packed in self._values(b"entries", _SLOT_KEY):
+        for (number, first), packed in self._values(b"entries", _ROW_KEY):
             if first * ENTRY.size != len(entries[number]) or len(packed) % ENTRY.size:
                 self._bad[number] = "the index has a gap"
             entries[number] += packed
         image.entries = {number: bytes(packed) for number, packed in entries.items()}
-        for (number, slot), _ in self._values(b"dropped", _SLOT_KEY):
-            image.dropped.setdefault(number, set()).add(slot)
-        for (number, _), packed in self._values(b"kinds", _SLOT_KEY):
+        for (number, row), _ in self._values(b"dropped", _ROW_KEY):
+            image.dropped.setdefault(number, set()).add(row)
+        for (number, _), packed in self._values(b"kinds", _ROW_KEY):
             try:
                 image.kinds.setdefault(number, []).append(_unpack_kind(packed))
             except _BAD_VALUE as error:
                 self._bad[number] = f"the index holds an impossible format: {error}"
         for number in {*image.entries, *image.kinds} - image.segments.keys():
             self._bad[number] = "the index does not know the segment's size"
-        image.dropped = {number: slots for number, slots in image.dropped.items() if number in image.segments}
+        image.dropped = {number: rows for number, rows in image.dropped.items() if number in image.segments}
         for number, (size, records, kinds) in rows.items():
             counts = len(image.entries.get(number, b"")) // ENTRY.size, len(image.kinds.get(number, ()))
             if not plain and counts != (records, kinds):
                 self._bad.setdefault(number, "the index has other values than it should")
-            elif number >= 1 << _NUMBER_BITS or not _fit(image, number, size):
+            elif number >= 1 << NUMBER_BITS or not _fit(image, number, size):
                 self._bad.setdefault(number, "the index names impossible records")
         for number, why in self._bad.items():
             image.drop(number, why)
@@ -701,10 +705,10 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
     if not starts:
         return size == 0 and not dropped
     ends = list(map(operator.add, starts, lengths))
-    cut_off = itertools.takewhile(lambda slot: ends[slot] * ALIGN > size, reversed(range(len(ends))))
+    cut_off = itertools.takewhile(lambda row: ends[row] * ALIGN > size, reversed(range(len(ends))))
     smallest = [ALIGN + -(-kind.format.layout.block_bytes // ALIGN) * ALIGN for kind in kinds]
     return (
-        len(starts) <= _SLOT_MASK
+        len(starts) <= ROW_MASK
         and size <= MAX_SEGMENT_BYTES
         and all(map(operator.le, ends, starts[1:]))
         and dropped.issuperset(cut_off)  # the file lost the end, and an earlier start noticed

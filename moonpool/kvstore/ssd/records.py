@@ -295,15 +295,15 @@ class OpenedRecord:
 class SsdReader:
     """Reads one block's record, the header together with the first slices; the segment stays until `release`."""
 
-    def __init__(self, files: FileLayer, segment: Segment, slot: int, keyring: Keyring | None = None) -> None:
+    def __init__(self, files: FileLayer, segment: Segment, row: int, keyring: Keyring | None = None) -> None:
         self._keyring = keyring
-        self.key: BlockKey = segment.keys[slot]
-        self.format = segment.kind(slot).format
+        self.key: BlockKey = segment.keys[row]
+        self.format = segment.kind(row).format
         self.segment = segment
-        self.slot = slot
+        self.row = row
         self.files = files
-        self._offset = segment.offset(slot)
-        self._header_bytes = segment.nbytes(slot) - data_size(self.format)
+        self._offset = segment.offset(row)
+        self._header_bytes = segment.nbytes(row) - data_size(self.format)
         self._header: RecordHeader | None = None
         self._opened: OpenedRecord | None = None
         self.hashes: dict[int, int] = {}  # of layers that were read, bound to the block
@@ -313,7 +313,7 @@ class SsdReader:
     @property
     def deleted(self) -> bool:
         """Whether the block was deleted since the reading began."""
-        return self.slot in self.segment.erased
+        return self.row in self.segment.erased
 
     @property
     def info(self) -> BlockInfo | None:

@@ -31,8 +31,8 @@ from moonpool.kvstore.ssd.index import (
     IndexChange,
     IndexImage,
     IndexLostError,
+    RowId,
     Segment,
-    Slot,
 )
 from moonpool.kvstore.ssd.records import (
     BadRecordError,
@@ -149,7 +149,7 @@ class Recovery:
     def __init__(self, folder: DataFolder, catalogue: Catalogue, map_bytes: int = MAP_BYTES) -> None:
         self.folder = folder
         self.catalogue = catalogue
-        self._lost: list[Slot] = []  # of records that are cut off
+        self._lost: list[RowId] = []  # of records that are cut off
         self._sync = folder.durability == "power"
         self.index = DiskIndex(folder.files, folder.path, catalogue, folder.disk, self._sync, map_bytes)
         try:
@@ -198,13 +198,13 @@ class Recovery:
             )
         return image
 
-    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
+    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[RowId, bytes]:
         """Fills the catalogue, and makes the files agree; entries of what the index does not name."""
         folder = self.folder
         named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
         newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
         scanned = self._scan(newer)
-        entries, deleted_bytes = dict[Slot, bytes](), 0
+        entries, deleted_bytes = dict[RowId, bytes](), 0
         for number, size in sizes.items():
             path, kinds = segment_path(folder.segments, number), image.kinds.get(number, [])
             segment = Segment(number, path, named.get(number, 0), folder.disk, named=kinds)
@@ -213,11 +213,11 @@ class Recovery:
             if records is not None:  # else unreadable: another start may succeed
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
-                adopted = _pack_slots(segment, records or ())
+                adopted = _pack_rows(segment, records or ())
                 dead = image.dropped.get(number, set())
                 rows = enumerate(ENTRY.iter_unpack(known) if size < image.segments.get(number, 0) else ())
-                cut_off = {slot for slot, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
-                self._lost += [(number, slot) for slot in cut_off]
+                cut_off = {row for row, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
+                self._lost += [(number, row) for row in cut_off]
                 self.catalogue.add(segment, known + adopted, dead | cut_off)
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
@@ -264,7 +264,7 @@ class Recovery:
         finally:
             files.close(path)
 
-    def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
+    def _difference(self, image: IndexImage, adopted: Mapping[RowId, bytes]) -> IndexChange:
         """What the index must learn: also which named blocks the files do not hold any more."""
         own = {one.number: one for one in self.catalogue.segments.values() if one.disk == self.folder.disk}
         changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
@@ -324,7 +324,7 @@ def _is_whole(files: FileLayer, path: Path, found: ScannedRecord) -> bool:
     return False
 
 
-def _pack_slots(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
+def _pack_rows(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
     packed = bytearray()
     for at, nbytes, info, of_kind in found:
         kind = segment.number_of(of_kind)
@@ -419,21 +419,21 @@ def _check_segment(
     segment: Segment | None = None
     if catalogue is not None:
         segment = catalogue.segments[number]
-        named = {segment.offset(slot): slot for slot in catalogue.live_slots(segment)}
+        named = {segment.offset(row): row for row in catalogue.live_rows(segment)}
         if size < segment.size:
             report.add(FolderFault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
     for found in scan_segment(files, path, size):
         report.records += 1
-        slot = named.pop(found.offset, None)
-        if segment is not None and slot is None:
+        row = named.pop(found.offset, None)
+        if segment is not None and row is None:
             report.dead += 1
             continue
         report.bytes_read += found.nbytes
         try:
-            if segment is not None and slot is not None:
-                if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
+            if segment is not None and row is not None:
+                if (segment.keys[row], segment.nbytes(row)) != (found.info.key, found.nbytes):
                     raise BadRecordError("the index names another block")
-                if segment.kind(slot) != found.kind:
+                if segment.kind(row) != found.kind:
                     raise BadRecordError("the index names another format, tenant or key")
             read_record(files, path, found.info.key, found.offset, found.nbytes)
             report.blocks += 1
@@ -442,6 +442,6 @@ def _check_segment(
         except (BadRecordError, OSError) as error:
             report.add(FolderFault(number, found.offset, found.info.key, str(error)))
             report.damaged.append((number, found.offset))
-    for offset, slot in named.items():
+    for offset, row in named.items():
         assert segment is not None
-        report.add(FolderFault(number, offset, segment.keys[slot], "the index names a record that is not there"))
+        report.add(FolderFault(number, offset, segment.keys[row], "the index names a record that is not there"))

@@ -30,10 +30,10 @@ from moonpool.kvstore.ssd.index import (
     Catalogue,
     DiskIndex,
     IndexChange,
+    IndexEntry,
     RecordLocation,
+    RowId,
     Segment,
-    Slot,
-    SlotRow,
 )
 from moonpool.kvstore.ssd.records import BadRecordError, pack_header, read_record, rewrite_record, segment_path
 
@@ -46,7 +46,7 @@ class Append:
     """One record to be written into `segment`: a new `block`, or the record at `source`, which is carried over."""
 
     segment: Segment
-    row: SlotRow
+    entry: IndexEntry
     block: DramBlock | None = None
     encryption: EncryptionKey | None = None  # of the new block; None: stays in plaintext
     source: tuple[Segment, int] | None = None
@@ -54,15 +54,15 @@ class Append:
 
     @property
     def key(self) -> BlockKey:
-        return self.row[0]
+        return self.entry[0]
 
     @property
     def offset(self) -> int:
-        return self.row[1] * ALIGN
+        return self.entry[1] * ALIGN
 
     @property
     def end(self) -> int:
-        return self.offset + self.row[2] * ALIGN
+        return self.offset + self.entry[2] * ALIGN
 
     def parts(self) -> tuple[Buffer, ...]:
         """The record of a new block; an encrypted one is another one each time."""
@@ -87,7 +87,7 @@ def pack_entries(appends: Iterable[Append]) -> dict[Segment, bytes]:
     """The entries of appends, by segment."""
     entries: dict[Segment, bytearray] = {}
     for append in appends:
-        entries.setdefault(append.segment, bytearray()).extend(ENTRY.pack(*append.row))
+        entries.setdefault(append.segment, bytearray()).extend(ENTRY.pack(*append.entry))
     return {segment: bytes(packed) for segment, packed in entries.items()}
 
 
@@ -96,9 +96,9 @@ class Victim:
     """A segment that is reclaimed."""
 
     segment: Segment
-    carried: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are written anew, oldest first
+    carried: list[int] = dataclasses.field(default_factory=list)  # rows of blocks that are written anew, oldest first
     carried_bytes: int = 0  # of their records
-    removed: list[int] = dataclasses.field(default_factory=list)  # slots of blocks that are not here any more
+    removed: list[int] = dataclasses.field(default_factory=list)  # rows of blocks that are not here any more
 
     @property
     def freed_bytes(self) -> int:
@@ -141,7 +141,7 @@ class WritePlan:
     victims: list[Victim]
     forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
     nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
-    dead: list[Slot]  # the index does not know that they are
+    dead: list[RowId]  # the index does not know that they are
     full: bool
     carry: list[Append]
     store: list[Append]
@@ -171,7 +171,7 @@ class WritePlan:
 
     @property
     def removed(self) -> list[BlockKey]:
-        return self.given_up + [victim.segment.keys[slot] for victim in self.victims for slot in victim.removed]
+        return self.given_up + [victim.segment.keys[row] for victim in self.victims for row in victim.removed]
 
     @property
     def removed_segments(self) -> list[Segment]:
@@ -242,8 +242,8 @@ class Committer:
             by_segment.setdefault(place[0], []).append(place)
         for segment, places in by_segment.items():
             try:
-                for _, slot in places:
-                    self.files.write(segment.path, [_ZEROS] * segment.lengths[slot], segment.offset(slot))
+                for _, row in places:
+                    self.files.write(segment.path, [_ZEROS] * segment.lengths[row], segment.offset(row))
                 self.files.sync(segment.path)
             except OSError as error:
                 plan.unerased += places
@@ -270,9 +270,9 @@ class Committer:
         If the record cannot be read, another segment may do: EAGAIN.
         """
         assert append.source is not None
-        segment, slot = append.source
+        segment, row = append.source
         try:
-            record = read_record(self.files, segment.path, append.key, segment.offset(slot), segment.nbytes(slot))
+            record = read_record(self.files, segment.path, append.key, segment.offset(row), segment.nbytes(row))
         except BadRecordError as error:
             log.warning("a stored block is bad", key=append.key.hex()[:16], error=str(error))
             append.bad = True
@@ -297,7 +297,7 @@ class Committer:
             if not all(segment.size or segment in plan.reuse for segment in sizes):
                 self.files.sync_folder(self.folder)
         going = set() if plan.cleared else {segment.number for segment in plan.removed_segments}
-        dropped = [] if plan.cleared else [slot for slot in plan.dead if slot[0] not in going]
+        dropped = [] if plan.cleared else [row for row in plan.dead if row[0] not in going]
         if appends or going or dropped:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {
@@ -483,28 +483,28 @@ class SegmentSpace:
         return best if best is not None and best.kept_share < 1 else None
 
     def _ask(self, segment: Segment) -> None:
-        slots = self.catalogue.live_slots(segment)
-        kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot))
+        rows = self.catalogue.live_rows(segment)
+        kept_bytes = sum(segment.nbytes(row) for row in rows if self._is_kept(segment, row))
         segment.kept_share = kept_bytes / segment.size
         segment.asked_at = self._plans
 
-    def _is_kept(self, segment: Segment, slot: int) -> bool:
-        tenant = segment.kind(slot).tenant
-        return segment.keys[slot] in self.pins or self.catalogue.account.guards(tenant, segment.nbytes(slot))
+    def _is_kept(self, segment: Segment, row: int) -> bool:
+        tenant = segment.kind(row).tenant
+        return segment.keys[row] in self.pins or self.catalogue.account.guards(tenant, segment.nbytes(row))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
-        """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others.
+        """Carries the blocks that must stay and `spared` rows, which keep their place for now; forgets the others.
 
         One after the other, so that a tenant's guarantee holds for all together.
         """
         victim = Victim(segment)
-        for slot in self.catalogue.live_slots(segment):
-            if slot in spared or self._is_kept(segment, slot):
-                victim.carried.append(slot)
-                victim.carried_bytes += segment.nbytes(slot)
+        for row in self.catalogue.live_rows(segment):
+            if row in spared or self._is_kept(segment, row):
+                victim.carried.append(row)
+                victim.carried_bytes += segment.nbytes(row)
             else:
-                self.catalogue.forget(segment.keys[slot])
-                victim.removed.append(slot)
+                self.catalogue.forget(segment.keys[row])
+                victim.removed.append(row)
         segment.going = True
         if segment is self.active:
             self.active = None
@@ -512,16 +512,16 @@ class SegmentSpace:
         return victim
 
     def _spared(self, segment: Segment, nbytes: int) -> set[int]:
-        """Slots with used blocks, the youngest, together at most `nbytes`."""
+        """Rows with used blocks, the youngest, together at most `nbytes`."""
         spared: set[int] = set()
         if not nbytes or 1 not in segment.used:
             return spared
-        for slot in range(len(segment.keys) - 1, -1, -1):
-            if segment.used[slot] and self.catalogue.is_live(segment, slot):
-                nbytes -= segment.nbytes(slot)
+        for row in range(len(segment.keys) - 1, -1, -1):
+            if segment.used[row] and self.catalogue.is_live(segment, row):
+                nbytes -= segment.nbytes(row)
                 if nbytes < 0:
                     break
-                spared.add(slot)
+                spared.add(row)
         return spared
 
     def reusable(self, victims: Iterable[Victim], doomed: Container[Segment]) -> list[Segment]:

@@ -20,7 +20,7 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.kvstore.eviction.tenants import TenantAccount
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
-from moonpool.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
+from moonpool.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, RowId, Segment
 from moonpool.kvstore.ssd.records import SsdReader, list_segments, record_size, resembles_records
 from moonpool.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from moonpool.kvstore.ssd.segment_log import (
@@ -80,7 +80,7 @@ class Disk:
     out: bool = False  # failed: no block is found there, and no block is written
     full: bool = False  # found by the last plan
     unchecked: bool = False  # the next plan checks the index
-    dead: list[Slot] = dataclasses.field(default_factory=list)  # unknown to the index
+    dead: list[RowId] = dataclasses.field(default_factory=list)  # unknown to the index
     doomed: list[RecordLocation] = dataclasses.field(default_factory=list)  # to be overwritten
     dooming: bool = False  # a plan does so, or deletes the files of the next two
     nameless: list[Segment] = dataclasses.field(default_factory=list)  # forgotten by the index; the file is there yet
@@ -177,30 +177,30 @@ class SsdTier:
     def reader(self, key: BlockKey) -> SsdReader:
         found = self.catalogue.find(key)
         assert found is not None
-        segment, slot = found
-        segment.used[slot] = 1
-        return SsdReader(self.disks[segment.disk].folder.files, segment, slot, self.keyring)
+        segment, row = found
+        segment.used[row] = 1
+        return SsdReader(self.disks[segment.disk].folder.files, segment, row, self.keyring)
 
     def drop(self, reader: SsdReader) -> bool:
         """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
-        if not self.catalogue.is_live(reader.segment, reader.slot):
+        if not self.catalogue.is_live(reader.segment, reader.row):
             return False
         self.forget([reader.key])
         return True
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Blocks are not here any more; the indexes learn this with the next plans."""
-        for segment, slot in filter(None, map(self.catalogue.forget, keys)):
-            self.disks[segment.disk].dead.append((segment.number, slot))
+        for segment, row in filter(None, map(self.catalogue.forget, keys)):
+            self.disks[segment.disk].dead.append((segment.number, row))
 
     def erase(self, places: Iterable[RecordLocation]) -> list[BlockKey]:
         """Blocks are not here any more, and their records are overwritten with the next plans; keys of live records."""
         places = list(places)
-        live = [segment.keys[slot] for segment, slot in places if self.catalogue.is_live(segment, slot)]
+        live = [segment.keys[row] for segment, row in places if self.catalogue.is_live(segment, row)]
         self.forget(live)
-        for segment, slot in places:
-            segment.erased.add(slot)
-            self.disks[segment.disk].doomed.append((segment, slot))
+        for segment, row in places:
+            segment.erased.add(row)
+            self.disks[segment.disk].doomed.append((segment, row))
         return live
 
     def erase_tails(self) -> None:
@@ -278,7 +278,7 @@ class SsdTier:
                     disk.forgotten.append(self.catalogue.segments.pop(victim.segment.id))
                     continue
                 victim.segment.going = False
-                disk.dead += [(victim.segment.number, slot) for slot in victim.removed]
+                disk.dead += [(victim.segment.number, row) for row in victim.removed]
         plan.move(PlanState.FAILED)
         if plan.unreadable is not None:
             disk.space.pass_over(plan.unreadable)
@@ -293,7 +293,7 @@ class SsdTier:
         disk.space.rewrite(segment for segment, _ in plan.unerased)
         removed = plan.removed_segments
         numbers = {segment.number for segment in removed}
-        disk.dead = [slot for slot in disk.dead if slot[0] not in numbers]
+        disk.dead = [row for row in disk.dead if row[0] not in numbers]
         for append in plan.carry:
             if append.bad and self.catalogue.find(append.key) == append.source:
                 self.catalogue.forget(append.key)
@@ -320,10 +320,10 @@ class SsdTier:
         lacking = collections.Counter[tuple[str, str]]()
         for segment in self.catalogue.segments.values():
             locked = [bool(kind.key_id) and not self._has_key(kind.key_id) for kind in segment.named]
-            for slot in list(self.catalogue.live_slots(segment)) if any(locked) else ():
-                if locked[segment.kinds[slot]]:
-                    lacking[segment.kind(slot).key_id, segment.kind(slot).tenant] += 1
-                    self.catalogue.forget(segment.keys[slot])
+            for row in list(self.catalogue.live_rows(segment)) if any(locked) else ():
+                if locked[segment.kinds[row]]:
+                    lacking[segment.kind(row).key_id, segment.kind(row).tenant] += 1
+                    self.catalogue.forget(segment.keys[row])
         for (key_id, tenant), blocks in lacking.items():
             log.warning(
                 "a key is not in encryption_keys; blocks that it encrypts count as absent",
@@ -340,9 +340,9 @@ class SsdTier:
         """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
         segments, doubles = self.catalogue.segments, self.catalogue.doubles
         self.catalogue.doubles = []
-        doubles = [(segment, slot) for segment, slot in doubles if segments.get(segment.id) is segment]
-        for segment, slot in doubles:
-            self.disks[segment.disk].dead.append((segment.number, slot))
+        doubles = [(segment, row) for segment, row in doubles if segments.get(segment.id) is segment]
+        for segment, row in doubles:
+            self.disks[segment.disk].dead.append((segment.number, row))
         return doubles
 
     def _gone(self, disk: Disk, segments: Sequence[Segment]) -> None:
@@ -358,7 +358,7 @@ class SsdTier:
             segment.size = size
         for segment, packed in pack_entries(appends).items():
             self.catalogue.add(segment, packed)
-        nbytes = sum(append.row[2] * ALIGN for append in appends)
+        nbytes = sum(append.entry[2] * ALIGN for append in appends)
         plan.written_bytes += nbytes
         self.written_bytes += nbytes
 
@@ -384,7 +384,7 @@ class SsdTier:
         disk = self.disks[number]
         disk.out = True
         for segment in disk.space.segments:
-            keys = [segment.keys[slot] for slot in self.catalogue.live_slots(segment)]
+            keys = [segment.keys[row] for row in self.catalogue.live_rows(segment)]
             self.catalogue.remove(segment)
             self._gone(disk, [segment])
             yield keys
@@ -410,9 +410,9 @@ class SsdTier:
         """Segments of a disk are not there any more, between two plans; keys of their blocks, by segment."""
         disk = self.disks[number]
         for segment in segments:
-            keys = [segment.keys[slot] for slot in self.catalogue.live_slots(segment)]
+            keys = [segment.keys[row] for row in self.catalogue.live_rows(segment)]
             self.catalogue.remove(segment)
-            disk.dead = [slot for slot in disk.dead if slot[0] != segment.number]
+            disk.dead = [row for row in disk.dead if row[0] != segment.number]
             disk.doomed = [place for place in disk.doomed if place[0] is not segment]
             disk.space.active = None
             self._gone(disk, [segment])
@@ -457,11 +457,11 @@ def _place(
     """
     carry, store = [], []
     sizes, reuse = dict[Segment, int](), dict[Segment, Segment]()
-    for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-        segment, start = space.place(old.lengths[slot], sizes, [], reuse)
+    for old, row in ((victim.segment, row) for victim in victims for row in victim.carried):
+        segment, start = space.place(old.lengths[row], sizes, [], reuse)
         segment.overwritable = segment.overwritable and old.overwritable
-        row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
-        carry.append(Append(segment, row, source=(old, slot)))
+        entry = old.keys[row], start, old.lengths[row], segment.number_of(old.kind(row)), old.written[row]
+        carry.append(Append(segment, entry, source=(old, row)))
     for block in blocks:
         info, length = block.info, record_size(block.info) // ALIGN
         segment, start = space.place(length, sizes, free, reuse)

@@ -90,9 +90,9 @@ def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
     assert segment.size
     assert not segment.going
     assert segment.readers >= 0
-    slots = list(catalogue.live_slots(segment))
-    assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
-    assert segment.live == sum_by_tenant((segment.kind(slot).tenant, segment.nbytes(slot)) for slot in slots)
+    rows = list(catalogue.live_rows(segment))
+    assert all(segment.offset(row) + segment.nbytes(row) <= segment.size for row in rows)
+    assert segment.live == sum_by_tenant((segment.kind(row).tenant, segment.nbytes(row)) for row in rows)
     assert segment.numbers == {kind: number for number, kind in enumerate(segment.named)}
     columns = (segment.starts, segment.lengths, segment.kinds, segment.written, segment.used)
     assert {len(segment.keys)} == set(map(len, columns))

@@ -184,9 +184,9 @@ def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(
         driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
     dead, looked_at = ssd.catalogue.dead, list[BlockKey]()
 
-    def watched(segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
-        looked_at.extend(segment.keys[slot] for slot in slots)
-        return dead(segment, slots, wanted)
+    def watched(segment: Segment, rows: range, wanted: RecordFilter) -> list[RecordLocation]:
+        looked_at.extend(segment.keys[row] for row in rows)
+        return dead(segment, rows, wanted)
 
     monkeypatch.setattr(ssd.catalogue, "dead", watched)
     deletion = driven.store.delete_selected(KVSelection(keys=frozenset({KEYS[1]})), step_blocks=1)
