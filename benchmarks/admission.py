@@ -19,8 +19,9 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.policies import LRU
+from moonpool.kvstore.ssd.admission import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from moonpool.kvstore.ssd.records import record_size
-from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
+from moonpool.kvstore.ssd.tier import open_tier
 
 FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="float32"))
 BLOCK = FORMAT.layout.block_bytes

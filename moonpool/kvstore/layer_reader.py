@@ -16,8 +16,9 @@ from moonpool.base.errors import Overloaded
 from moonpool.base.kv.frames import FRAME_BYTES, Slice
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.kvstore.core.store import ReadLease, ReadLeases
-from moonpool.kvstore.ssd.records import BadRecordError, Band, read_bands
+from moonpool.kvstore.core.read_leases import ReadLease, ReadLeases
+from moonpool.kvstore.ssd.reader import Band, read_bands
+from moonpool.kvstore.ssd.records import BadRecordError
 
 log = get_logger(__name__)
 MAX_FETCHES = 8  # per reader, in the thread pool

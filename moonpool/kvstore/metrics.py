@@ -18,7 +18,7 @@ from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.eviction.tenants import DEFAULT_ROW, TenantBytes
-from moonpool.kvstore.kv_streams import MemoryWaitQueue
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from moonpool.kvstore.prefetch import Prefetcher
 from moonpool.kvstore.ssd.tier import SsdTier
 from moonpool.kvstore.write_behind import WriteBehind

@@ -9,10 +9,12 @@ import lmdb
 
 from moonpool.base.errors import ConfigError
 from moonpool.kvstore.record_store import RecordFolder, read_records
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.data_folder import DataFolder
 from moonpool.kvstore.ssd.files import ALIGN, FileLayer
-from moonpool.kvstore.ssd.index import Catalogue
-from moonpool.kvstore.ssd.records import segment_path
-from moonpool.kvstore.ssd.recovery import DataFolder, Recovery, VerifyReport, check_blocks
+from moonpool.kvstore.ssd.folder_check import VerifyReport, check_blocks
+from moonpool.kvstore.ssd.recovery import Recovery
+from moonpool.kvstore.ssd.segment_files import segment_path
 
 
 def verify(path: Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.kvstore.core.store import BlockStore, LeasedBlock
-from moonpool.kvstore.ssd.index import Segment
-from moonpool.kvstore.ssd.records import BadRecordError, SsdReader, read_record, unpack_header
+from moonpool.kvstore.core.read_leases import LeasedBlock
+from moonpool.kvstore.core.store import BlockStore
+from moonpool.kvstore.ssd.reader import SsdReader, read_record
+from moonpool.kvstore.ssd.records import BadRecordError, unpack_header
+from moonpool.kvstore.ssd.segment import Segment
 from moonpool.kvstore.ssd.tier import SsdTier
 
 log = get_logger(__name__)

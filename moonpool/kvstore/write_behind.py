@@ -16,10 +16,10 @@ from moonpool.base import world
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import wait_within
-from moonpool.kvstore.core.tiered_store import WriteQueue
+from moonpool.kvstore.core.write_queue import WriteQueue
 from moonpool.kvstore.ssd.files import is_full, lacks_memory
-from moonpool.kvstore.ssd.segment_log import WritePlan
 from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 
 log = get_logger(__name__)
 

@@ -1,300 +1,40 @@
-"""The SSD tier's index: which record in which segment is which block, in memory and durably in LMDB.
+"""The SSD tier's durable index: the rows of all segments, in LMDB.
 
-In memory a block is one dict entry: the key, an integer and 21 bytes in arrays. A block's *location* is the segment's
-id and the *row*, the record's index within that segment. A row is dead if the row's key has another location, or
-none.
-
-The durable index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records
-that one commit appended to one segment, so a commit touches a page or two. Each value begins with a checksum over
-table, key and content, and a segment's own value tells how many others belong to the segment: if a segment's values do
-not agree, the segment's records are read instead.
+The index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records that one
+commit appended to one segment, so a commit touches a page or two. Each value begins with a checksum over table, key and
+content, and a segment's own value tells how many others belong to the segment: if a segment's values do not agree, the
+segment's records are read instead.
 """
 
 import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 import operator
 import struct
-import sys
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import lmdb
 import xxhash
 from google.protobuf.message import DecodeError
 
-from moonpool.base import world
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.kv.blocks import BlockFormat, PartTable
-from moonpool.base.kv.delete_kv import KVSelection, ttl_of
-from moonpool.base.kv.keys import KEY_BYTES, BlockKey, with_window_keys
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.keys import KEY_BYTES
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.telemetry.logs import get_logger
-from moonpool.kvstore.eviction.tenants import TenantAccount, TenantBytes
 from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database
-from moonpool.kvstore.ssd.files import ALIGN, FileLayer, lacks_memory, open_lmdb
+from moonpool.kvstore.ssd.files import ALIGN, FileLayer, open_lmdb
+from moonpool.kvstore.ssd.segment import (
+    ENTRY,
+    MAX_SEGMENT_BYTES,
+    NUMBER_BITS,
+    ROW_MASK,
+    RecordKind,
+    RowId,
+    unpack_columns,
+)
 from moonpool.v1 import kv_pb2
-
-T = TypeVar("T")
-log = get_logger(__name__)
-
-
-class RecordKind(NamedTuple):
-    """What many blocks have in common."""
-
-    format: BlockFormat
-    tenant: str
-    key_id: str = ""  # of the key that encrypts; "" for plaintext
-
-
-ENTRY = struct.Struct("<32sIIII")
-"""One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`."""
-IndexEntry = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-RowId = tuple[int, int]  # a segment's number on one disk, and the record's row there
-MAX_SEGMENT_BYTES = ALIGN << 32
-ROW_BITS = 24
-"""A block's place is one integer: the segment's id, shifted by so many bits, and the record's row in the segment.
-
-An integer takes less memory than a pair, and there are millions of blocks. A segment's id has the disk above
-`NUMBER_BITS` bits for the segment's number on the disk.
-"""
-ROW_MASK = (1 << ROW_BITS) - 1
-NUMBER_BITS = 32
-
-
-def _column() -> "array[int]":
-    return array("I")
-
-
-def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[int], array[int], array[int]]":
-    """Packed entries' keys, starts, lengths, kind numbers and `written_at`."""
-    keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
-    numbers = array("I", packed)
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    starts, lengths, kinds, written = (
-        numbers[word :: ENTRY.size // 4] for word in range(KEY_BYTES // 4, ENTRY.size // 4)
-    )
-    return keys, starts, lengths, kinds, written
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Segment:
-    """One segment on the event loop's side. The columns, from `keys` on, have one item per row."""
-
-    number: int  # on the disk, ascending: older segments have lower numbers
-    path: Path
-    size: int = 0  # committed bytes
-    disk: int = 0
-    room: int = 0  # the file's bytes, if taken over from an older segment, whose records may still lie behind `size`
-    overwritable: bool = False  # the records name this segment, and no block inside looks like a record
-    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # for records that are their blocks' places
-    readers: int = 0  # readers of records; the segment is not reclaimed while readers are there
-    going: bool = False  # being reclaimed
-    removed: bool = False  # the index has forgotten the segment and the file has no name; the last reader closes it
-    kept_share: float = 0.0  # share that must stay (0 to 1), as found for plan number `asked_at`
-    asked_at: int = -1 << 30
-    keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    starts: "array[int]" = dataclasses.field(default_factory=_column)  # in units of `ALIGN`, as the lengths
-    lengths: "array[int]" = dataclasses.field(default_factory=_column)
-    kinds: "array[int]" = dataclasses.field(default_factory=_column)  # numbers of them
-    written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
-    erased: set[int] = dataclasses.field(default_factory=set)  # rows with overwritten records, now or soon
-    used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since written here
-    named: list[RecordKind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
-    numbers: dict[RecordKind, int] = dataclasses.field(init=False)
-    id: int = dataclasses.field(init=False)  # unique over all disks
-
-    def __post_init__(self) -> None:
-        self.id = self.disk << NUMBER_BITS | self.number
-        self.numbers = {kind: number for number, kind in enumerate(self.named)}
-
-    def offset(self, row: int) -> int:
-        return self.starts[row] * ALIGN
-
-    def nbytes(self, row: int) -> int:
-        return self.lengths[row] * ALIGN
-
-    def kind(self, row: int) -> RecordKind:
-        return self.named[self.kinds[row]]
-
-    def number_of(self, kind: RecordKind) -> int:
-        """The number of a kind in this segment; a new number for a new kind."""
-        number = self.numbers.setdefault(kind, len(self.named))
-        if number == len(self.named):
-            self.named.append(kind)
-        return number
-
-
-RecordLocation = tuple[Segment, int]  # and a row there
-RecordFilter = Callable[[Segment, int], bool]
-
-
-class Catalogue(PartTable[int]):
-    """All segments by id, ascending on each disk, and all blocks' places."""
-
-    def __init__(self, account: TenantAccount | None = None) -> None:
-        super().__init__()
-        self.segments: dict[int, Segment] = {}
-        self.account = account or TenantAccount()
-        self.live = self.account.used  # bytes in records that are blocks' places
-        self.incoming = TenantBytes()  # of new blocks in plans under way
-        self.doubles: list[
-            RecordLocation
-        ] = []  # copies that are dead for another one's sake; no index knows that they are
-
-    def kind_of(self, key: BlockKey) -> RecordKind | None:
-        found = self.find(key)
-        return None if found is None else found[0].kind(found[1])
-
-    def find(self, key: BlockKey) -> tuple[Segment, int] | None:
-        place = self.parts[key[0]].get(key)
-        return None if place is None else (self.segments[place >> ROW_BITS], place & ROW_MASK)
-
-    def is_live(self, segment: Segment, row: int) -> bool:
-        key = segment.keys[row]
-        return self.parts[key[0]].get(key) == segment.id << ROW_BITS | row
-
-    def live_rows(self, segment: Segment) -> Iterator[int]:
-        """A segment's rows that are blocks' places, oldest first. Blocks may be forgotten meanwhile."""
-        place = segment.id << ROW_BITS
-        parts = self.parts
-        for row, key in enumerate(segment.keys):
-            if parts[key[0]].get(key) == place | row:
-                yield row
-
-    def by_age(self) -> list[Segment]:
-        """All disks' segments in the order of their last blocks' puts; within one second in arrival order."""
-        return sorted(self.segments.values(), key=lambda segment: segment.written[-1] if segment.written else 0)
-
-    def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, the last written first, of at most `step` rows at a time; none that come meanwhile."""
-        for segment in reversed(self.by_age()):
-            if self.segments.get(segment.id) is not segment:
-                continue
-            for end in range(len(segment.keys), 0, -step):
-                rows = range(end - 1, max(end - step, 0) - 1, -1)
-                yield [segment.keys[row] for row in rows if self.is_live(segment, row)]
-
-    def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """A tenant's oldest blocks except those that `stays`: at least `nbytes` of records, or all."""
-        found: list[BlockKey] = []
-        for segment in self.by_age():
-            for row in self.live_rows(segment) if tenant in segment.live else ():
-                if nbytes <= 0:
-                    return found
-                key = segment.keys[row]
-                if segment.kind(row).tenant == tenant and not stays(key):
-                    found.append(key)
-                    nbytes -= segment.nbytes(row)
-        return found
-
-    def chosen(self, selection: KVSelection) -> RecordFilter:
-        """Tells whether a record is of a chosen block."""
-        of_kind = self._by_kind(
-            lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
-        )
-        keys = frozenset(with_window_keys(selection.keys))
-        return lambda segment, row: of_kind(segment, row) or segment.keys[row] in keys
-
-    def encrypted_with(self, key_ids: Container[str]) -> RecordFilter:
-        """Tells whether a record is encrypted with one of some keys."""
-        return self._by_kind(lambda kind: bool(kind.key_id) and kind.key_id in key_ids)
-
-    def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
-        """Tells whether a record is here for longer than the tenant's TTL."""
-        oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
-        return lambda segment, row: segment.written[row] < oldest(segment, row)
-
-    def _by_kind(self, judge: Callable[[RecordKind], T]) -> Callable[[Segment, int], T]:
-        """Judges each kind in a segment once, with the kind's first record; segments and kinds may come later."""
-        judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
-
-        def of_kind(segment: Segment, row: int) -> T:
-            known, number = judged[segment], segment.kinds[row]
-            if number not in known:
-                known[number] = judge(segment.named[number])
-            return known[number]
-
-        return of_kind
-
-    def places(self, part: int, wanted: RecordFilter) -> list[RecordLocation]:
-        """Places of a part's blocks with wanted records."""
-        found = ((self.segments[place >> ROW_BITS], place & ROW_MASK) for place in self.parts[part].values())
-        return [(segment, row) for segment, row in found if wanted(segment, row)]
-
-    def dead(self, segment: Segment, rows: range, wanted: RecordFilter) -> list[RecordLocation]:
-        """Dead rows with wanted records that are not to be overwritten already."""
-        return [
-            (segment, row)
-            for row in rows
-            if wanted(segment, row) and row not in segment.erased and not self.is_live(segment, row)
-        ]
-
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        for segment, row in filter(None, map(self.find, keys)):
-            segment.used[row] = 1
-
-    def add(self, segment: Segment, packed: bytes, dead: Container[int] = ()) -> None:
-        """Entries were appended to a segment; `dead` rows come dead.
-
-        Of a key that is on another disk, that copy stays the block's place; else the later one is. Adds to `doubles`.
-        """
-        self.segments[segment.id] = segment
-        first = len(segment.keys)
-        keys, *columns = unpack_columns(packed)
-        for column, more in zip(
-            (segment.starts, segment.lengths, segment.kinds, segment.written), columns, strict=True
-        ):
-            column.extend(more)
-        segment.keys += keys
-        segment.used += bytes(len(keys))
-        assert len(segment.keys) <= ROW_MASK
-        sums: collections.Counter[int] = collections.Counter()
-        for kind, length in zip(segment.kinds[first:], segment.lengths[first:], strict=True):
-            sums[kind] += length * ALIGN
-        for kind, nbytes in sums.items():
-            self._count(segment, segment.named[kind].tenant, nbytes)
-        parts = self.parts
-        for place, key in enumerate(keys, segment.id << ROW_BITS | first):
-            part, row = parts[key[0]], place & ROW_MASK
-            before = part.setdefault(key, place)
-            if before == place and row not in dead:
-                continue  # nearly always
-            if row in dead or before >> ROW_BITS + NUMBER_BITS != segment.disk:
-                self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
-                if row not in dead:
-                    self.doubles.append((segment, row))
-                elif before == place:
-                    del part[key]
-            elif (found := self.forget(key)) is not None:
-                self.doubles.append(found)
-                part[key] = place
-
-    def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
-        segment.live.add(tenant, nbytes)
-        self.live.add(tenant, nbytes)
-
-    def forget(self, key: BlockKey) -> RecordLocation | None:
-        """A block has no place any more; returns the last place."""
-        found = self.find(key)
-        if found is None:
-            return None
-        segment, row = found
-        del self[key]
-        self._count(segment, segment.kind(row).tenant, -segment.nbytes(row))
-        return found
-
-    def remove(self, segment: Segment) -> None:
-        """A segment is removed, with all blocks that still have their place there; once for each."""
-        for row in list(self.live_rows(segment)):
-            self.forget(segment.keys[row])
-        self.segments.pop(segment.id, None)
-
 
 _VERSION = b"5"
 _PLAIN_VERSION = b"4"  # values without checksums, and segments without counts
@@ -307,7 +47,6 @@ _PLAIN_SEGMENT_ROW = struct.Struct("<Q")
 _SUM_BYTES = 8
 _MAX_MAP_BYTES = 1 << 44
 MAP_BYTES = 64 << 20
-_RETRY_S = 60.0
 _FAILURES = (lmdb.MapFullError, lmdb.DiskError, lmdb.MemoryError, lmdb.ReadonlyError)
 _BAD_VALUE = (struct.error, DecodeError, UnicodeDecodeError, IndexError, MoonpoolError)
 
@@ -461,164 +200,6 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-
-
-@dataclasses.dataclass(eq=False)
-class DiskIndex:
-    """One disk's durable index; a lost index is written anew from the catalogue. Blocking.
-
-    Used by one thread at a time: at the start, and then by the disk's writer between a plan's begin and end.
-
-    Attributes:
-        folder: the data folder, which messages name.
-        path: the folder of the LMDB database.
-        disk: the number of the disk.
-    """
-
-    files: FileLayer
-    folder: Path
-    catalogue: "Catalogue"
-    disk: int
-    sync: bool
-    map_bytes: int = MAP_BYTES
-    clock: Callable[[], float] = world.monotonic
-    rebuilt: int = 0  # times since the start
-    _index: Index | None = None
-    _tried_at: float = -math.inf
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "index"
-
-    @property
-    def usable(self) -> bool:
-        """Whether there is an index on disk.
-
-        Without an index blocks are durable too, and a start reads all segments.
-        """
-        return self._index is not None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is too early to write a missing index."""
-        return self.clock() < self._tried_at + _RETRY_S
-
-    def open(self) -> None:
-        """Opens the index, made if need be; as of `Index`."""
-        self._index = Index(self.files, self.path, self.map_bytes, sync=self.sync)
-
-    def load(self) -> IndexImage:
-        assert self._index is not None
-        return self._index.load()
-
-    def commit(self, change: IndexChange, earlier: Sequence[IndexChange] = ()) -> None:
-        """Does a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
-
-        Without memory for the index's map, the index is given up: the next one is written a minute later.
-
-        `earlier`: changes that were done and that the catalogue does not know yet, for an index that is written anew.
-
-        Raises:
-            OSError: the device does not take the change to an index that is whole.
-            lmdb.Error: as above.
-        """
-        if self._index is None and self.waits:
-            return
-        try:
-            if self._index is not None:
-                self._index.commit(change)
-                return
-        except IndexLostError as error:
-            self._report(error)
-        except lmdb.MemoryError as error:
-            self.do_without(error)
-            return
-        self._renew((*earlier, change))
-
-    def _renew(self, changes: Iterable[IndexChange]) -> None:
-        try:
-            self.write_anew()
-            assert self._index is not None
-            for change in changes:
-                self._index.commit(change)
-        except (OSError, lmdb.Error, IndexLostError) as error:
-            if lacks_memory(error):
-                self.do_without(error)
-                return
-            self.discard()
-            log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
-
-    def check(self) -> None:
-        """Reads the index and checks the index; writes a damaged one anew."""
-        try:
-            if self._index is not None:
-                self._index.check()
-                if damage := self._index.load().damage:
-                    raise IndexLostError(damage)
-                return
-        except IndexLostError as error:
-            self._report(error)
-            self._renew(())
-
-    def _report(self, error: Exception) -> None:
-        log.error(
-            "the index is damaged; rebuilding the index while serving",
-            error=str(error),
-            command=f"moonpool kvstore verify --repair {self.folder}",
-        )
-        self.close()
-
-    def write_anew(self) -> None:
-        """Deletes the index, and writes all that the catalogue has of this disk; raises as `commit` does."""
-        self._tried_at = self.clock()
-        self.discard()
-        self.open()
-        assert self._index is not None
-        everything = self._everything()
-        self._index.commit(everything)
-        self.rebuilt += bool(everything.segments)
-
-    def _everything(self) -> IndexChange:
-        segments = [one for one in list(self.catalogue.segments.values()) if one.disk == self.disk and one.size]
-        entries, dropped = dict[RowId, bytes](), list[RowId]()
-        for segment in segments:
-            columns = segment.keys, segment.starts, segment.lengths, segment.kinds, segment.written
-            entries[segment.number, 0] = b"".join(itertools.starmap(ENTRY.pack, zip(*columns, strict=True)))
-            live = set(self.catalogue.live_rows(segment))
-            dropped += [(segment.number, row) for row in range(len(segment.keys)) if row not in live]
-        sizes = {segment.number: segment.size for segment in segments}
-        return IndexChange((), dropped, entries, sizes, {segment.number: segment.named for segment in segments})
-
-    def do_without(self, error: Exception) -> None:
-        """There is no memory for the index; the segments hold all that it says. Deletes the index, which gets old."""
-        self._tried_at = self.clock()
-        self.discard()
-        log.error(
-            "no memory for the index: blocks are durable all the same; the index is written again once there is memory",
-            path=str(self.path),
-            error=str(error),
-        )
-
-    def lose(self) -> None:
-        """The disk was away: with the next change the index is written anew."""
-        self.close()
-        self._tried_at = -math.inf
-
-    def discard(self) -> None:
-        """Closes and deletes the index, as far as the device lets us."""
-        self.close()
-        with contextlib.suppress(OSError):
-            self.files.remove_folder(self.path)
-
-    def synced(self) -> None:
-        """Returns once the index is on the device."""
-        if self._index is not None:
-            self._index.sync()
-
-    def close(self) -> None:
-        if self._index is not None:
-            self._index.close()
-            self._index = None
 
 
 @contextlib.contextmanager

@@ -7,65 +7,31 @@ reclaimed segment stays readable until the plan is done: until then, carried blo
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.kv.blocks import BlockInfo, DramBlock
+from moonpool.base.kv.blocks import DramBlock
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.kvstore.eviction.tenants import TenantAccount
+from moonpool.kvstore.ssd.admission import SsdAdmission
+from moonpool.kvstore.ssd.catalogue import Catalogue, RecordLocation
+from moonpool.kvstore.ssd.committer import Committer
+from moonpool.kvstore.ssd.data_folder import DataFolder, Durability
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
-from moonpool.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, RowId, Segment
-from moonpool.kvstore.ssd.records import SsdReader, list_segments, record_size, resembles_records
-from moonpool.kvstore.ssd.recovery import DataFolder, Durability, Recovery
-from moonpool.kvstore.ssd.segment_log import (
-    Append,
-    Committer,
-    PlanState,
-    SegmentSpace,
-    Victim,
-    WritePlan,
-    pack_entries,
-    segment_ends,
-)
-
-ADMIT_ALL, ADMIT_REUSED = "all", "reused"
-MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
-
-
-class SsdAdmission:
-    """The rule "reused": a block is admitted once used again; the rule "all" admits each on arrival.
-
-    A use is a read, another Put, or a return after eviction: keys of refused blocks are remembered, as in LARC (Huang
-    et al., "Improving flash-based disk cache with lazy adaptive replacement", MSST'13). Blocks in `pins` are admitted
-    always.
-    """
-
-    def __init__(self, rule: str = ADMIT_ALL, pins: Container[BlockKey] = ()) -> None:
-        self.reused = rule == ADMIT_REUSED
-        self.pins = pins
-        self.refused_blocks = self.refused_bytes = 0
-        self.ghosts: collections.OrderedDict[BlockKey, None] = collections.OrderedDict()
-
-    def admits(self, info: BlockInfo, room: int) -> bool:
-        """Judges a block that comes; as many refused keys are remembered as the tier has `room` for such blocks."""
-        if not self.reused or info.key in self.pins:
-            return True
-        if info.key in self.ghosts:
-            del self.ghosts[info.key]
-            return True
-        self.ghosts[info.key] = None
-        if len(self.ghosts) > min(room, MAX_GHOSTS):
-            self.ghosts.popitem(last=False)
-        self.refused_blocks += 1
-        self.refused_bytes += info.nbytes
-        return False
-
+from moonpool.kvstore.ssd.index import MAP_BYTES
+from moonpool.kvstore.ssd.reader import SsdReader
+from moonpool.kvstore.ssd.records import record_size, resembles_records
+from moonpool.kvstore.ssd.recovery import Recovery
+from moonpool.kvstore.ssd.segment import RecordKind, RowId, Segment
+from moonpool.kvstore.ssd.segment_files import list_segments
+from moonpool.kvstore.ssd.segment_space import SegmentSpace
+from moonpool.kvstore.ssd.write_plan import Append, PlanState, Victim, WritePlan, pack_entries, segment_ends
 
 log = get_logger(__name__)
 

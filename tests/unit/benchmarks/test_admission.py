@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.admission import measure, replay, sizes
 from benchmarks.frame import Absent, Row
-from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
+from moonpool.kvstore.ssd.admission import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from moonpool.simulator.traces.mooncake import write_trace
 from moonpool.simulator.traces.workload import Workload
 from tests.unit.kvstore.helpers import keys_of

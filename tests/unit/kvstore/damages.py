@@ -20,7 +20,7 @@ from pathlib import Path
 import lmdb
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.kvstore.core.store import LeasedBlock
+from moonpool.kvstore.core.read_leases import LeasedBlock
 from moonpool.kvstore.record_store import RecordStore
 from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database
 from moonpool.kvstore.ssd.encryption import Keyring, add_key

@@ -14,18 +14,20 @@ from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.reuse_stats import ReuseSample
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.kvstore.core.store import BlockStore, LeasedBlock
+from moonpool.kvstore.core.put_transfer import PutSpec, PutTransfer
+from moonpool.kvstore.core.read_leases import LeasedBlock
+from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PutSpec, PutTransfer
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.policies import LRU
 from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
 from moonpool.kvstore.operations import StoreOperations
+from moonpool.kvstore.ssd.admission import SsdAdmission
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import FileLayer
 from moonpool.kvstore.ssd.records import BadRecordError
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 

@@ -6,16 +6,18 @@ from typing import Any
 
 from moonpool.base.kv.blocks import PARTS
 from moonpool.base.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
-from moonpool.kvstore.core.store import BlockStore, ReadLeases
-from moonpool.kvstore.core.tiered_store import SaveState
-from moonpool.kvstore.core.writes import PutTransfers
+from moonpool.kvstore.core.put_transfers import PutTransfers
+from moonpool.kvstore.core.read_leases import ReadLeases
+from moonpool.kvstore.core.store import BlockStore
+from moonpool.kvstore.core.write_queue import SaveState
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.kv_aware import KVAware, is_current
 from moonpool.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
 from moonpool.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
-from moonpool.kvstore.ssd.index import Catalogue, Segment
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.segment import Segment
 from moonpool.kvstore.ssd.tier import SsdTier
 
 

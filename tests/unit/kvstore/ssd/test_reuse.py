@@ -12,11 +12,13 @@ from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.repair import verify
+from moonpool.kvstore.ssd.catalogue import RecordFilter, RecordLocation
 from moonpool.kvstore.ssd.files import ALIGN
-from moonpool.kvstore.ssd.index import RecordFilter, RecordLocation, Segment
-from moonpool.kvstore.ssd.records import list_segments, pack_header
-from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.records import pack_header
+from moonpool.kvstore.ssd.segment import Segment
+from moonpool.kvstore.ssd.segment_files import list_segments
 from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check

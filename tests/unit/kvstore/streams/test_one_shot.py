@@ -33,7 +33,8 @@ from moonpool.base.transport.framing import (
 )
 from moonpool.base.transport.regions import SharedMemory
 from moonpool.base.transport.registry import open_transports
-from moonpool.kvstore.kv_streams import GetStream, PutStream
+from moonpool.kvstore.get_stream import GetStream
+from moonpool.kvstore.put_stream import PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.pairs import lane_settings
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of
