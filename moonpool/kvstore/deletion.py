@@ -62,7 +62,9 @@ class DeletionWorker:
         asked, total = await read_deletions(deletions), DeletedCount()
         async with self.turn:
             for portion in asked:
-                await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
+                await self._carry_out(
+                    {name: selection for name, selection in portion.items() if self._done(name) is None}
+                )
             if ttl_s:
                 total = await run_in_steps(self.operations.store.delete_expired(ttl_s, self.clock()))
         await self._erased()
@@ -70,7 +72,7 @@ class DeletionWorker:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
             unsaved = [name for name in counts if name in self.unsaved]
             await self.records.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
-            self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
+            self.unsaved = {name: selection for name, selection in self.unsaved.items() if name not in unsaved}
             total = sum(counts.values(), start=total)
             await asyncio.sleep(0)
         return total

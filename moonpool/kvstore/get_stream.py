@@ -72,7 +72,7 @@ class _RequestedPart:
         return nbytes if self.heads is None else nbytes * len(self.heads) // layout.head_shares
 
     def slices(self, whole: Iterable[Slice], keys: Sequence[BlockKey], layout: KVLayout) -> Iterable[Slice]:
-        return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
+        return whole if self.heads is None else (self._cut(part, keys[part.block], layout) for part in whole)
 
     def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
         """The wanted bytes and hashes in some (layer, block) cells."""

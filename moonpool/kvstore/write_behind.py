@@ -88,7 +88,7 @@ class WriteBehind:
             while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
                 pass
             self._busy -= 1
-            woken = any(work.is_set() for work, one in zip(self._work, self.ssd.disks, strict=True) if not one.out)
+            woken = any(work.is_set() for work, disk in zip(self._work, self.ssd.disks, strict=True) if not disk.out)
             if not (self._busy or woken):
                 self._idle.set()
 

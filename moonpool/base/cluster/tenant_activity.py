@@ -72,7 +72,7 @@ class TenantActivityBoard:
         while len(start.rows) > MAX_TENANTS:
             start.rows.popitem(last=False)
         while len(self._starts) > MAX_STARTS:
-            del self._starts[min(self._starts, key=lambda it: self._starts[it].heard_at)]
+            del self._starts[min(self._starts, key=lambda name: self._starts[name].heard_at)]
 
     def news(self, conductor: kv_pb2.Instance, since: int) -> tuple[list[conductor_pb2.ConductorActivity], int]:
         """Messages for a conductor, and the number to give as `since` in the next call.

@@ -38,9 +38,9 @@ class KVSelection:
         """The blocks that any of the selections names."""
         every = list(selections)
         return cls(
-            frozenset[BlockKey]().union(*(one.keys for one in every)),
-            frozenset[str]().union(*(one.tenants for one in every)),
-            frozenset[bytes]().union(*(one.namespaces for one in every)),
+            frozenset[BlockKey]().union(*(selection.keys for selection in every)),
+            frozenset[str]().union(*(selection.tenants for selection in every)),
+            frozenset[bytes]().union(*(selection.namespaces for selection in every)),
         )
 
     def matches(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:

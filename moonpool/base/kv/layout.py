@@ -308,7 +308,7 @@ class KVLayout:
     def pool_bytes(self, blocks: int, slots: int, layers: range | None = None) -> int:
         """Bytes of a pool, or of some consecutive layers in the pool."""
         of = range(self.layers) if layers is None else layers
-        return sum(self._sizes[it] * (slots if it in self.windowed_layers else blocks) for it in of)
+        return sum(self._sizes[layer] * (slots if layer in self.windowed_layers else blocks) for layer in of)
 
     def blocks_in(self, nbytes: int, max_num_batched_tokens: int, longest: int, layers: range | None = None) -> int:
         """Most blocks in a pool of at most `nbytes`, window slots included; or in a pool for some layers only.
@@ -348,7 +348,7 @@ class KVLayout:
         windowed, every = self.windowed_layers, range(self.layers)
         if len(windowed) in (0, self.layers):
             return (LayoutPart(self, tuple(every)),)
-        parts = (tuple(it for it in every if (it in windowed) is windows) for windows in (False, True))
+        parts = (tuple(layer for layer in every if (layer in windowed) is windows) for windows in (False, True))
         return tuple(LayoutPart(self._of(layers), layers) for layers in parts)
 
     def unread_windows(self, blocks: int) -> int:
@@ -358,8 +358,8 @@ class KVLayout:
     def _of(self, layers: Iterable[int]) -> KVLayout:
         """The layout for some layers only, numbered from 0."""
         groups = map(self.group, layers)
-        its = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
-        return KVLayout.of_layers(self.block_size, its)
+        layer_kv = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
+        return KVLayout.of_layers(self.block_size, layer_kv)
 
     @cached_property
     def _groups_by_layer(self) -> tuple[KVGroup, ...]:

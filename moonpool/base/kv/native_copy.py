@@ -83,7 +83,7 @@ IN_TWO_PASSES = CopyFunctions(copy_in_two_passes, defer_in_two_passes)
 
 
 def _misfit(targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> ValueError:
-    have, sizes = "no" if data is None else data.nbytes, [one.nbytes for one in targets]
+    have, sizes = "no" if data is None else data.nbytes, [target.nbytes for target in targets]
     return ValueError(f"{have} bytes, {len(hashes)} hashes, targets of {sizes} bytes")
 
 

@@ -68,7 +68,7 @@ class _Parted(Generic[Client]):
     def __init__(self, store: KVEndpoint, open_client: Callable[[KVEndpoint], Client]) -> None:
         """Connects when the first transfer begins. `open_client` makes a part's client."""
         parts = store.layout.stored_parts
-        self._parts: list[tuple[LayoutPart, Client]] = [(it, open_client(endpoint_of(it, store))) for it in parts]
+        self._parts: list[tuple[LayoutPart, Client]] = [(part, open_client(endpoint_of(part, store))) for part in parts]
 
     @property
     def channels(self) -> int:

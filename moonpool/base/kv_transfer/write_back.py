@@ -292,15 +292,23 @@ def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
 
 
 WRITE_BACK_METRICS: tuple[Metric[WriteBack], ...] = (
-    Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda it: it.blocks_held, 0),
-    Metric("write_back_puts", "Open writing transfers at kvstores.", lambda it: it.transfers, 0),
+    Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda write_back: write_back.blocks_held, 0),
+    Metric("write_back_puts", "Open writing transfers at kvstores.", lambda write_back: write_back.transfers, 0),
     Metric(
         "write_back_credits_out_bytes",
         "Bytes sent to kvstores with credits not yet returned.",
-        lambda it: it.traffic.credits_out,
+        lambda write_back: write_back.traffic.credits_out,
         0,
     ),
-    counter("write_back_stored_blocks_total", "Blocks that kvstores took.", lambda it: it.blocks_stored),
-    counter("write_back_present_blocks_total", "Blocks that kvstores had already.", lambda it: it.blocks_present),
-    counter("write_back_dropped_blocks_total", "Blocks that no kvstore got.", lambda it: it.blocks_dropped),
+    counter(
+        "write_back_stored_blocks_total", "Blocks that kvstores took.", lambda write_back: write_back.blocks_stored
+    ),
+    counter(
+        "write_back_present_blocks_total",
+        "Blocks that kvstores had already.",
+        lambda write_back: write_back.blocks_present,
+    ),
+    counter(
+        "write_back_dropped_blocks_total", "Blocks that no kvstore got.", lambda write_back: write_back.blocks_dropped
+    ),
 )

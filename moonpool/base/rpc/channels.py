@@ -337,27 +337,27 @@ class ConnectionMonitor:
 
     def begin(self, give_up: Callable[[], object]) -> MonitoredCall:
         """A call waits from now on, until `end`."""
-        one = MonitoredCall(give_up)
+        call = MonitoredCall(give_up)
         if not self._waiting:
             self.heard()  # no call waited: the silence begins now
-        self._waiting[one] = None
+        self._waiting[call] = None
         if self._silence_s and (self._watching is None or self._watching.done()):
             self._watching = asyncio.get_running_loop().create_task(self._watch())
-        return one
+        return call
 
-    def end(self, one: MonitoredCall) -> None:
+    def end(self, call: MonitoredCall) -> None:
         """A call waits no more; may be called again."""
-        self._waiting.pop(one, None)
+        self._waiting.pop(call, None)
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[MonitoredCall]:
         """While the body runs, a call waits; a body that ends without an error counts as news from the peer."""
-        one = self.begin(give_up)
+        call = self.begin(give_up)
         try:
-            yield one
+            yield call
             self.heard()
         finally:
-            self.end(one)
+            self.end(call)
 
     async def aclose(self) -> None:
         """Ends watching; may be called again."""
@@ -401,9 +401,9 @@ class ConnectionMonitor:
 
     def _give_up(self) -> None:
         lost, self._waiting = self._waiting, {}
-        for one in lost:
-            one.lost = True
-            one.give_up()
+        for call in lost:
+            call.lost = True
+            call.give_up()
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:

@@ -212,5 +212,5 @@ def may_admit(there: Counter[str], tenant: str, limit: int, weight_of: Callable[
     total = there.total()
     if total < limit:
         return True
-    weights = sum([weight_of(it) for it in {*there, tenant}])
+    weights = sum([weight_of(name) for name in {*there, tenant}])
     return total < 2 * limit and there[tenant] + 1 <= limit * weight_of(tenant) / weights

@@ -124,25 +124,27 @@ class Regression:
 
         A coefficient that no measurement reaches becomes no more uncertain than at first.
         """
-        gain = [one / variance for one in along]
-        moved = [one + error * by for one, by in zip(self.coefficients, gain)]  # noqa: B905 - strict ones take long
+        gain = [value / variance for value in along]
+        moved = [value + error * by for value, by in zip(self.coefficients, gain)]  # noqa: B905 - strict ones take long
         known = self.coefficients = tuple(map(max, self._leasts, moved))
         shared, drift = self._drift_share * self._common, self._drift_share
         covariance, most = self._covariance, self._most()
         for at, by in enumerate(gain):
             fades, cells = shared * known[at], zip(covariance[at], along, known)  # noqa: B905
-            covariance[at] = row = [cell - by * other + fades * one for cell, other, one in cells]
+            covariance[at] = row = [cell - by * other + fades * value for cell, other, value in cells]
             if row[at] < most[at]:
                 row[at] += drift * most[at]
 
     def _most(self) -> list[float]:
         """Each coefficient's largest variance: the first variance, or more for a coefficient that has grown."""
         known = zip(self._spreads, self._squares, self.coefficients, self._firsts, strict=True)
-        return [(spread * (one / first)) ** 2 if one > first > 0.0 else square for spread, square, one, first in known]
+        return [
+            (spread * (value / first)) ** 2 if value > first > 0.0 else square for spread, square, value, first in known
+        ]
 
     def _fresh(self) -> list[list[float]]:
         most, known = self._most(), self.coefficients
         return [
-            [self._common * one * other + (most[row] if at == row else 0.0) for at, other in enumerate(known)]
-            for row, one in enumerate(known)
+            [self._common * value * other + (most[row] if at == row else 0.0) for at, other in enumerate(known)]
+            for row, value in enumerate(known)
         ]

@@ -49,7 +49,7 @@ class SpeedTracker:
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
             (base.prefill_base_s, *grows, 1.0),
-            (FIXED_SPREAD * chunk_s, *(OWN_SPREAD * one for one in grows), OWN_SPREAD),
+            (FIXED_SPREAD * chunk_s, *(OWN_SPREAD * rate for rate in grows), OWN_SPREAD),
             common=COMMON_SPREAD,
             drift=PREFILL_DRIFT,
         )
@@ -57,7 +57,7 @@ class SpeedTracker:
         grows = base.decode_per_sequence_s, base.decode_per_context_token_s
         self._decode = Regression(
             (base.decode_base_s, *grows),
-            (FIXED_SPREAD * batch_s, *(OWN_SPREAD * one for one in grows)),
+            (FIXED_SPREAD * batch_s, *(OWN_SPREAD * rate for rate in grows)),
             common=COMMON_SPREAD,
         )
         self._speeds: Speeds | None = base  # None: computed when they are asked for

@@ -108,11 +108,11 @@ K = TypeVar("K", bound=Hashable)
 _MIN_TIMERS_TO_SWEEP = 64
 
 
-def earliest(one: float | None, other: float | None) -> float | None:
+def earliest(first: float | None, other: float | None) -> float | None:
     """The earlier of two deadlines; None = no deadline."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
+    if first is None or other is None:
+        return other if first is None else first
+    return min(first, other)
 
 
 class Timers(Generic[K]):

@@ -109,7 +109,9 @@ def keeping_colons(accept: str) -> str:
     prometheus_client replaces the colons in vLLM's names in OpenMetrics text if a client asks for names with
     underscores, or does not say. Colons are allowed in names of every exposition format.
     """
-    ranges = [[part for part in one.split(";") if not part.strip().startswith("escaping")] for one in accept.split(",")]
+    ranges = [
+        [part for part in choice.split(";") if not part.strip().startswith("escaping")] for choice in accept.split(",")
+    ]
     return ",".join(";".join([*parts, "escaping=allow-utf-8"]) for parts in ranges)
 
 

@@ -115,7 +115,7 @@ def decode_one_shot(data: bytes) -> OneShotMessage:
     if not GET <= kind <= OTHERWISE or rest > end:
         raise FrameError(f"a one-shot message of kind {kind} has {end} bytes, needs {rest}")
     numbers = _numbers(count).unpack_from(data, keys_end)
-    found = tuple(PayloadExtent(*one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
+    found = tuple(PayloadExtent(*extent) for extent in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
     return OneShotMessage(
         kind, number, blocks, data[_HEAD.size : keys_end], numbers, found, first, pulled, data[rest:end]
     )

@@ -197,6 +197,11 @@ LISTENER_METRICS: tuple[Metric[TransportListener], ...] = (
     counter(
         "transports_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused
     ),
-    Metric("transport_offers", "Transports offered to peers that have not connected yet.", lambda it: it.offers, 0),
+    Metric(
+        "transport_offers",
+        "Transports offered to peers that have not connected yet.",
+        lambda listener: listener.offers,
+        0,
+    ),
 )
 """Reported by the side that streams are opened to."""

@@ -279,7 +279,9 @@ class PutTransfers:
     def end_matching(self, selection: KVSelection) -> None:
         """Ends transfers that bring blocks of a selection: such blocks are being deleted."""
         specs = {transfer: transfer.spec for transfer in self.transfers}
-        self._end([at for at, it in specs.items() if selection.touches(it.keys, it.tenant, it.format.namespace)])
+        self._end(
+            [at for at, spec in specs.items() if selection.touches(spec.keys, spec.tenant, spec.format.namespace)]
+        )
 
     def on_removed(self, blocks: Collection[DramBlock]) -> None:
         """Blocks have left DRAM for good: they never become durable, and transfers that wait for that end."""

@@ -64,7 +64,7 @@ class Committer:
     def _free(self, plan: WritePlan) -> None:
         """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
         wait(plan.deleting.values())
-        for segment in (one for one in plan.removed_segments if not one.live):
+        for segment in (segment for segment in plan.removed_segments if not segment.live):
             self.files.unlink(segment.path)
 
     def _erase(self, plan: WritePlan) -> None:
@@ -121,7 +121,7 @@ class Committer:
     def _write(self, appends: Sequence[Append]) -> None:
         for segment, some in itertools.groupby(appends, lambda append: append.segment):
             written = list(some)
-            self.files.write(segment.path, [part for one in written for part in one.parts()], written[0].offset)
+            self.files.write(segment.path, [part for append in written for part in append.parts()], written[0].offset)
 
     def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         """Names what was appended; the first transaction carries the removals, then their files go."""
@@ -136,7 +136,8 @@ class Committer:
         if appends or going or dropped:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {
-                (one.number, len(one.keys) + before[one]): packed for one, packed in pack_entries(appends).items()
+                (segment.number, len(segment.keys) + before[segment]): packed
+                for segment, packed in pack_entries(appends).items()
             }
             committed = {segment.number: size for segment, size in sizes.items()}
             kinds = {segment.number: segment.named for segment in sizes}
@@ -154,7 +155,7 @@ class Committer:
         plan that stores nothing.
         """
         read = {victim.segment for victim in plan.victims if victim.carried}
-        going = [one for one in (*plan.nameless, *plan.removed_segments) if one not in plan.reuse.values()]
+        going = [segment for segment in (*plan.nameless, *plan.removed_segments) if segment not in plan.reuse.values()]
         if going or not plan.store:
             wait(plan.deleting.values())
         for segment in going:

@@ -194,7 +194,7 @@ class _Walk:
             if count * 8 + 8 > len(value) or not 0 < transaction <= self.transaction:
                 raise DamagedDatabaseError("the free pages are of an impossible kind")
             numbers = struct.unpack_from(f"<{count}Q", value, 8)
-            if any(one <= two for one, two in itertools.pairwise(numbers)):
+            if any(first <= two for first, two in itertools.pairwise(numbers)):
                 raise DamagedDatabaseError("the free pages are out of order")
             for number in numbers:
                 self.claim(number)

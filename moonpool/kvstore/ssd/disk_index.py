@@ -136,7 +136,9 @@ class DiskIndex:
         self.rebuilt += bool(everything.segments)
 
     def _everything(self) -> IndexChange:
-        segments = [one for one in list(self.catalogue.segments.values()) if one.disk == self.disk and one.size]
+        segments = [
+            segment for segment in list(self.catalogue.segments.values()) if segment.disk == self.disk and segment.size
+        ]
         entries, dropped = dict[RowId, bytes](), list[RowId]()
         for segment in segments:
             columns = segment.keys, segment.starts, segment.lengths, segment.kinds, segment.written

@@ -105,7 +105,7 @@ class RecordHeader:
         bound = [value ^ of_key ^ layer_binding(layer) for layer, value in zip(layers, made, strict=True)]
         found = bound
         if self.seeded:
-            found = [slice_hash(one, of_key ^ layer) for layer, one in zip(layers, slices, strict=True)]
+            found = [slice_hash(data, of_key ^ layer) for layer, data in zip(layers, slices, strict=True)]
         for layer, value in zip(layers, found, strict=True):
             if value != self.hashes[layer]:
                 raise BadRecordError(f"hash of layer {layer} is wrong")

@@ -53,7 +53,7 @@ class Recovery:
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted), is_stale=image.stale)
         except BaseException as error:
-            for segment in [one for one in catalogue.segments.values() if one.disk == folder.disk]:
+            for segment in [segment for segment in catalogue.segments.values() if segment.disk == folder.disk]:
                 catalogue.remove(segment)
             self.index.close()
             folder.close()
@@ -147,7 +147,7 @@ class Recovery:
         files = self.folder.files
         try:
             found = scan_segment(files, path, end, start)
-            records = [one for one in found if not self.index.usable or _is_whole(files, path, one)]
+            records = [record for record in found if not self.index.usable or _is_whole(files, path, record)]
             if records and self._sync:
                 files.sync(path)
             return records
@@ -159,11 +159,13 @@ class Recovery:
 
     def _difference(self, image: IndexImage, adopted: Mapping[RowId, bytes]) -> IndexChange:
         """What the index must learn: also which named blocks the files do not hold any more."""
-        own = {one.number: one for one in self.catalogue.segments.values() if one.disk == self.folder.disk}
-        changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
+        own = {
+            segment.number: segment for segment in self.catalogue.segments.values() if segment.disk == self.folder.disk
+        }
+        changed = [segment for number, segment in own.items() if segment.size != image.segments.get(number)]
         gone = [number for number in image.segments if number not in own]
         if self._lost or gone:
-            blocks = len(self._lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
+            blocks = len(self._lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
         sizes = {segment.number: segment.size for segment in changed}
         return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})

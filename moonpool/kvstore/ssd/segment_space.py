@@ -128,8 +128,8 @@ class SegmentSpace:
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most must be carried over.
         """
-        idle = [one for one in self.segments if not one.readers and not one.going and one.size]
-        segment = self._choose(one for one in idle if one is not self.active)
+        idle = [segment for segment in self.segments if not segment.readers and not segment.going and segment.size]
+        segment = self._choose(segment for segment in idle if segment is not self.active)
         if segment is None and self.active in idle:
             segment = self._choose([self.active])
         if segment is None or (cheaply and segment.kept_share > 0.5):
@@ -211,8 +211,12 @@ class SegmentSpace:
         overwritten are left out: if the device does not overwrite a record, the file must go.
         """
         most = self.segment_bytes
-        found = [one.segment for one in victims if not one.carried and one.segment not in doomed]
-        return [one for one in found if one.overwritable and most <= 2 * one.size <= 2 * most and one.room <= one.size]
+        found = [victim.segment for victim in victims if not victim.carried and victim.segment not in doomed]
+        return [
+            segment
+            for segment in found
+            if segment.overwritable and most <= 2 * segment.size <= 2 * most and segment.room <= segment.size
+        ]
 
     def place(
         self, length: int, sizes: dict[Segment, int], free: list[Segment], reuse: dict[Segment, Segment]

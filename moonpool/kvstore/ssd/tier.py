@@ -209,7 +209,11 @@ class SsdTier:
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
         carry, store, reuse = _place(disk.space, taken, free, victims, self.keyring)
         sizes = segment_ends((*carry, *store))
-        tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room and not one.going}
+        tails = {
+            segment: end
+            for segment in disk.space.tails
+            if (end := sizes.get(segment, segment.size)) < segment.room and not segment.going
+        }
         disk.hear()
         disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless or tails)
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
@@ -484,7 +488,7 @@ def open_tier(
         space = SegmentSpace(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
         disks.append(Disk(folder, space, committer))
-        blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes
+        blocks, nbytes = sum(len(segment.keys) for segment in space.segments), space.used_bytes
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:
         raise failure
