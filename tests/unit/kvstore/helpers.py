@@ -62,7 +62,7 @@ def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT)
 def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
     layout, data = block_format.layout, bytearray(data_of(key, block_format.layout))
     slices = [memoryview(data)[layout.place(layer)] for layer in range(layout.layers)]
-    hashes = [bind(slice_hash(one), key, layer) for layer, one in enumerate(slices)]
+    hashes = [bind(slice_hash(part), key, layer) for layer, part in enumerate(slices)]
     return DramBlock(info_of(key, tenant, block_format), data, hashes)
 
 

@@ -70,7 +70,7 @@ def _(dram: DramTier) -> None:
 def _(ssd: SsdTier) -> None:
     _check_catalogue(ssd.catalogue)
     assert not any(disk.space.segments for disk in ssd.disks if disk.out)
-    assert ssd.used_bytes == sum(max(one.size, one.room) for one in ssd.catalogue.segments.values())
+    assert ssd.used_bytes == sum(max(segment.size, segment.room) for segment in ssd.catalogue.segments.values())
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:

@@ -255,7 +255,7 @@ def test_files_are_as_long_as_the_budget_says(tmp_path: Path) -> None:
     """Records of several sizes, which leave something of the older segment at the end of a file."""
     chance = random.Random(1)
     formats = [BlockFormat(b"n" * 32, KVLayout.uniform(pages, 2, 8, 64, "float32")) for pages in (1, 2, 4)]
-    assert [one.layout.block_bytes for one in formats] == [8192, 16384, 32768]
+    assert [block_format.layout.block_bytes for block_format in formats] == [8192, 16384, 32768]
     files = FaultyFiles()
     ssd = open_ssd(tmp_path, 1 << 19, 1 << 16, files=files)
     written: dict[BlockKey, BlockFormat] = {}
