@@ -50,7 +50,7 @@ class DeletionWorker:
     unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
 
     async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> DeletedCount:
-        """Carries out new deletions, and deletes blocks that are older than their tenant's time to live.
+        """Carry out new deletions, and delete blocks that are older than their tenant's time to live.
 
         Returns:
             What all these deletions deleted, now or before. Deletions carried out together count as the first of them.
@@ -117,7 +117,7 @@ class DeletionWorker:
                 await self.records.applied(dict.fromkeys(missing, (0, 0)))
 
     async def drop(self, keys: Sequence[BlockKey]) -> DeletedCount:
-        """Drops blocks, which may be put again.
+        """Drop blocks, which may be put again.
 
         Raises:
             Unavailable: as in `forget`.

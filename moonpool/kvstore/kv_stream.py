@@ -22,7 +22,7 @@ class KVStream(ServerStream[Req]):
         raise NotImplementedError
 
     async def on_hello(self, message: Any) -> None:
-        """Takes any KV whose layout can be kept; raises Mismatch for others."""
+        """Take any KV whose layout can be kept; raise Mismatch for others."""
         self.tenant = own_tenant()  # noted here: what comes on a transport beside gRPC comes outside of the call
         self.format = block_format(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()

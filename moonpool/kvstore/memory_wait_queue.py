@@ -32,7 +32,7 @@ class MemoryWaitQueue:
     async def get(
         self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, group: Hashable = None
     ) -> T:
-        """Runs `attempt` until there is room, which is when the result is not None; returns the result.
+        """Run `attempt` until there is room, which is when the result is not None; return the result.
 
         `undo` takes back a result that came after the caller was cancelled.
 

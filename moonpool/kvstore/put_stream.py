@@ -103,7 +103,6 @@ class _PutEntry:
     timer: asyncio.TimerHandle | None = None
 
     def move(self, state: PutState) -> None:
-        """Changes the state."""
         assert state in TRANSITIONS[self.state], f"transfer {self.number}: {self.state.name} to {state.name}"
         self.state = state
 
@@ -146,7 +145,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
-        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
+        """Send an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
         self.return_buffer()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
@@ -170,7 +169,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _begin(
         self, entry: _PutEntry, message: kvstore_pb2.PutOpen, payload: BytesLike
     ) -> kvstore_pb2.PutResponse | None:
-        """Takes a transfer that came whole; the answer then. Opens others, now or when there is room."""
+        """Take a transfer that came whole; the answer then. Opens others, now or when there is room."""
         layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
         spec = self._spec(message, message.keys, message.parent_keys, layers, heads)
         waits = self._waits(spec)
@@ -229,7 +228,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
 
     async def _when_room(self, entry: _PutEntry, spec: PutSpec) -> None:
-        """Opens an unopened transfer, then writes the backlog, as room appears."""
+        """Open an unopened transfer, then write the backlog, as room appears."""
         timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
         try:
             transfer = entry.transfer
@@ -280,7 +279,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._settle(payload.nbytes)
 
     def _take_frame(self, entry: _PutEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
-        """Writes a frame; False if the frame has to wait, for room or because the frame is large."""
+        """Write a frame; False if the frame has to wait, for room or because the frame is large."""
         transfer = entry.transfer
         if transfer is None:
             raise InvalidRequest("transfer", f"{header.transfer} is not open yet")
@@ -373,7 +372,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
-    """Hashes from a frame that holds all of a transfer's blocks whole; None if the frame needs a transfer.
+    """Hash from a frame that holds all of a transfer's blocks whole; None if the frame needs a transfer.
 
     Raises:
         FrameError: the frame is bad.

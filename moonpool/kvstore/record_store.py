@@ -116,14 +116,14 @@ class RecordFolder:
         return sealed
 
     def commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
-        """Writes records, and deletes expired records; synced on return. Raises OSError or lmdb.Error."""
+        """Write records, and delete expired records; synced on return. Raises OSError or lmdb.Error."""
         self.whole = False
         assert self._env is not None
         _commit(self._env, map(self._sealed, records), over)
         self.whole = True
 
     def write_anew(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Replaces the database by one with these records; raises as `commit` does."""
+        """Replace the database by one with these records; raise as `commit` does."""
         self.close()
         files, anew = FileLayer(), self.folder / "anew"
         files.remove_folder(anew)
@@ -241,11 +241,11 @@ class RecordStore:
             return []
 
     def leave_out(self, number: int) -> None:
-        """Stops writing to a folder, so that the folder does not record later deletions as carried out."""
+        """Stop writing to a folder, so that the folder does not record later deletions as carried out."""
         self._folders.pop(number, None)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Keeps those that are newer than what is here; they are durable on return.
+        """Keep those that are newer than what is here; they are durable on return.
 
         All become known and durable, also if the call is cancelled.
 
@@ -313,7 +313,7 @@ class RecordStore:
                     folder.commit(records, over)
 
     def _mend(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Writes databases anew that could not be written to.
+        """Write databases anew that could not be written to.
 
         Raises:
             Unavailable: the only one cannot be written; with the next records the store tries again.

@@ -47,7 +47,7 @@ class Scrubber:
                 await self.sleep(BETWEEN_S)
 
     async def scrub(self) -> None:
-        """Reads all blocks once, and then has the indexes checked."""
+        """Read all blocks once, and then have the indexes checked."""
         for segment in self.ssd.catalogue.by_age():
             bad = 0
             for row in list(self.ssd.catalogue.live_rows(segment)):
@@ -67,7 +67,7 @@ class Scrubber:
         self.store.tiers.listener.work()
 
     async def _check(self, segment: Segment, row: int) -> bool:
-        """Checks one block; returns whether the block was damaged. An unreadable block is left alone."""
+        """Check one block; return whether the block was damaged. An unreadable block is left alone."""
         reader = SsdReader(self.ssd.disks[segment.disk].folder.files, segment, row)
         try:
             await asyncio.get_running_loop().run_in_executor(self.pool, _compare, reader)

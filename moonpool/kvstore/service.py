@@ -301,7 +301,7 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Deletes what was missed, writes, scrubs, ends pins; at the end saves what is visible, and closes all."""
+        """Delete what was missed, write, scrub, end pins; at the end save what is visible, and close all."""
         loop, arena = asyncio.get_running_loop(), self.store.tiers.dram.arena
         arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
@@ -344,7 +344,7 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None) -> None:
-    """Runs a kvstore process until told to stop; `files`: as of `open_tiers`.
+    """Run a kvstore process until told to stop; `files`: as of `open_tiers`.
 
     Raises:
         ConfigError: a setting is refused.

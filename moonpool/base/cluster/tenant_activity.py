@@ -59,7 +59,6 @@ class TenantActivityBoard:
         self._count = 0
 
     def take(self, conductor: kv_pb2.Instance, use: conductor_pb2.ConductorActivity) -> None:
-        """Take a conductor's message."""
         now, name = self._clock(), (conductor.id, conductor.epoch)
         start = self._starts.setdefault(name, _Start(now))
         if use.number <= start.number:

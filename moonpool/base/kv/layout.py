@@ -115,7 +115,6 @@ class KVGroup:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes per element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -191,7 +190,7 @@ class KVLayout:
         return cls(block_size, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
 
     def __hash__(self) -> int:
-        """Hashes present numbers only: layouts are keys for a look-up with every message."""
+        """Hash present numbers only: layouts are keys for a look-up with every message."""
         return hash((self.block_size, self.layers, self.block_bytes))
 
     def __post_init__(self) -> None:
@@ -217,7 +216,6 @@ class KVLayout:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(len(group.layers) for group in self.groups)
 
     @cached_property
@@ -375,7 +373,6 @@ class KVLayout:
         return tuple(itertools.accumulate(self._sizes, initial=0))
 
     def group(self, layer: int) -> KVGroup:
-        """One layer's group."""
         return self._groups_by_layer[layer]
 
     def slice_bytes(self, layer: int) -> int:
@@ -388,7 +385,6 @@ class KVLayout:
 
     @cached_property
     def largest_slice_bytes(self) -> int:
-        """The largest slice's bytes."""
         return max(self._sizes)
 
     @property
@@ -436,7 +432,7 @@ class KVLayout:
         return max(0, min(self.block_size, tokens - block * self.block_size))
 
     def check_part(self, layers: range, heads: range) -> None:
-        """Checks which part of each block a request names; `heads` in shares.
+        """Check which part of each block a request names; `heads` in shares.
 
         Raises:
             InvalidRequest: naming `layer_end` or `head_end`: the layout lacks such layers or heads.
@@ -514,7 +510,7 @@ class KVLayout:
         raise AssertionError("unequal layouts differ in a field")
 
     def zero_invalid(self, layer: int, data: memoryview, valid_tokens: int) -> None:
-        """Zeroes the token slots from `valid_tokens` on in one writable slice (they may be another request's).
+        """Zero the token slots from `valid_tokens` on in one writable slice (they may be another request's).
 
         A recurrent state has no such slots and stays.
 

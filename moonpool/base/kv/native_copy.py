@@ -41,7 +41,7 @@ All memory is held until then. Without bytes these lie in the targets already, a
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-    """Copies a piece, then hashes the piece."""
+    """Copy a piece, then hashes the piece."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
     at = 0
@@ -178,7 +178,7 @@ def _address(function: object) -> int | None:
 
 
 def _check_native(land: CopyFunction) -> bool:
-    """Tries sizes around those at which the code, or the hash, goes another way."""
+    """Try sizes around those at which the code, or the hash, go another way."""
     source = memoryview(bytes(range(256)) * 600)
     memory = memoryview(bytearray(source.nbytes))
     sizes = (1, 16, 240, 4096, 32768, 32769, 80_000)
@@ -210,11 +210,9 @@ class SliceCopier:
         self._ways: CopyFunctions | None = None
 
     def __call__(self, targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-        """See `CopyFunction`."""
         return (self._ways or self.prepare()).land(targets, data, hashes)
 
     def later(self, targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> Callable[[], int]:
-        """See `DeferredCopy`."""
         return (self._ways or self.prepare()).later(targets, data, hashes)
 
     def prepare(self) -> CopyFunctions:

@@ -39,7 +39,7 @@ class KVPool:
         *,
         slots: int = 0,
     ) -> KVPool:
-        """Makes a pool with `blocks` blocks, one part per stage.
+        """Make a pool with `blocks` blocks, one part per stage.
 
         Args:
             layout: A block's arrangement.
@@ -73,7 +73,7 @@ class KVPool:
         return made
 
     def move_slots(self, changes: Iterable[tuple[int, int]]) -> None:
-        """Gives blocks their window slots, or takes them: block, and slot or `NO_SLOT`.
+        """Give blocks their window slots, or take them: block, and slot or `NO_SLOT`.
 
         No step and no I/O uses slots that are taken.
         """
@@ -83,7 +83,6 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """All parts' bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def shared(self) -> list[tuple[int, memoryview]]:
@@ -120,20 +119,20 @@ class KVPool:
         return part.slice(layer, block), part.hash_of(layer, block)
 
     def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
-        """Takes one verified slice from elsewhere, with the received hash."""
+        """Take one verified slice from elsewhere, with the received hash."""
         self.slice(layer, block)[:] = data
         self.set_hash(layer, block, value)
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
-        """Keeps the received hash for a slice that lies here already, and tells a device that the slice is new."""
+        """Keep the received hash for a slice that lies here already, and tell a device that the slice is new."""
         self._by_layer[layer].land(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Hashes a slice that was computed in this process."""
+        """Hash a slice that was computed in this process."""
         self._by_layer[layer].seal(layer, block, valid_tokens)
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Give the memory back. Idempotent."""
         for part in self.parts:
             part.close()
 
@@ -198,7 +197,7 @@ class PoolPart:
     def attach(
         cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int, slots: int = 0
     ) -> PoolPart:
-        """Maps a part from an inherited descriptor, and takes ownership of the descriptor.
+        """Map a part from an inherited descriptor, and take ownership of the descriptor.
 
         Raises:
             ConfigError: The descriptor's memory is not what the arguments say.
@@ -255,11 +254,11 @@ class PoolPart:
         return int(self.hashes[(layer - self.layer_begin) * self.blocks + block])
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
-        """Keeps the hash that came with a slice."""
+        """Keep the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
     def land(self, layer: int, block: int, value: int) -> None:
-        """Keeps the hash of a slice that has come into the pool; counts the slice if a device has a copy."""
+        """Keep the hash of a slice that has come into the pool; count the slice if a device has a copy."""
         self.set_hash(layer, block, value)
         if self.landed[-1] == NO_DEVICE:
             return
@@ -273,7 +272,7 @@ class PoolPart:
             self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Hashes a slice that was computed here, with invalid token slots as zeros.
+        """Hash a slice that was computed here, with invalid token slots as zeros.
 
         A slice for which the block has no place was not computed.
         """
@@ -286,7 +285,7 @@ class PoolPart:
         self.set_hash(layer, block, slice_hash(data))
 
     def copy(self, source: int, block: int) -> None:
-        """Copies a block's slices in all layers, with the hashes. Both blocks have the same layers."""
+        """Copy a block's slices in all layers, with the hashes. Both blocks have the same layers."""
         for layer in range(self.layer_begin, self.layer_end):
             if not (self.has(layer, source) and self.has(layer, block)):
                 continue
@@ -294,7 +293,7 @@ class PoolPart:
             self.set_hash(layer, block, self.hash_of(layer, source))
 
     def close(self) -> None:
-        """Unmaps and closes. Idempotent. Slices that are still referred to keep the memory."""
+        """Unmap and close. Idempotent. Slices that are still referred to keep the memory."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -317,7 +316,7 @@ class PoolTarget:
     """
 
     def __init__(self, pool: KVPool, blocks: Sequence[int]) -> None:
-        """Takes the blocks' numbers in the pool, in the order of the read's keys."""
+        """Take the blocks' numbers in the pool, in the order of the read's keys."""
         self._pool = pool
         self._blocks = blocks
         self._given: dict[tuple[int, int], memoryview] = {}
@@ -330,7 +329,7 @@ class PoolTarget:
         return memory
 
     def take(self, layer: int, index: int, data: memoryview, value: int) -> None:
-        """Takes a verified slice with hash, from the memory where the slice should land or from other memory."""
+        """Take a verified slice with hash, from the memory where the slice should land or from other memory."""
         if self._given.pop((layer, index), None) is data:
             self._pool.set_hash(layer, self._blocks[index], value)
         elif self._pool.has(layer, self._blocks[index]):

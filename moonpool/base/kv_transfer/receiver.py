@@ -29,7 +29,7 @@ class InboundTransfer:
         held_blocks: int,
         last_valid_tokens: int,
     ) -> None:
-        """Promises room.
+        """Promise room.
 
         Args:
             transfer_id: Unique at this receiver.
@@ -78,11 +78,11 @@ class InboundTransfer:
         return self._ledger.leading if self._trusted else 0
 
     def distrust(self) -> None:
-        """Notes that an accepted run could not be written: recorded slices may be missing."""
+        """Note that an accepted run could not be written: recorded slices may be missing."""
         self._trusted = False
 
     def bind(self, blocks: Sequence[int]) -> None:
-        """Names the pool blocks; slices may come from now on. Complete at once when everything is held.
+        """Name the pool blocks; slices may come from now on. Complete at once when everything is held.
 
         Raises:
             TransferFailed: The transfer is not PROMISED (bound before, or failed meanwhile).
@@ -95,7 +95,7 @@ class InboundTransfer:
         self.state = TransferState.COMPLETE if self._ledger.complete else TransferState.RECEIVING
 
     def accept(self, run: SliceRun) -> None:
-        """Records an opened frame's run, before the run's bytes are written. Changes nothing if the call raises.
+        """Record an opened frame's run, before the run's bytes are written. Changes nothing if the call raises.
 
         Raises:
             TransferFailed: The transfer is not RECEIVING; the bytes must be dropped.
@@ -137,13 +137,13 @@ class InboundTransfer:
             tell()
 
     def fail(self, reason: str) -> None:
-        """Gives the transfer up. A final state stays: a complete transfer does not fail afterwards."""
+        """Give the transfer up. A final state stays: a complete transfer does not fail afterwards."""
         if not self.done:
             self.state = TransferState.FAILED
             self.reason = reason
 
     def check_invariants(self) -> None:
-        """Asserts that state and record agree."""
+        """Assert that state and record agree."""
         self._ledger.check_invariants()
         if self.state is TransferState.PROMISED:
             assert self.blocks is None

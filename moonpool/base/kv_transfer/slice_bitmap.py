@@ -17,7 +17,7 @@ class SliceBitmap:
     def __init__(
         self, layers: range, blocks: int, heads: range, held_blocks: int = 0, unsent: Mapping[int, int] | None = None
     ) -> None:
-        """Expects `heads` for `blocks` blocks in `layers`.
+        """Expect `heads` for `blocks` blocks in `layers`.
 
         Args:
             layers: layers in the model.
@@ -42,7 +42,6 @@ class SliceBitmap:
 
     @property
     def blocks(self) -> int:
-        """Blocks expected."""
         return self._blocks
 
     @property
@@ -63,7 +62,7 @@ class SliceBitmap:
         return (~whole & whole + 1).bit_length() - 1
 
     def accept(self, run: SliceRun) -> None:
-        """Records a run; if the call raises, the record is unchanged.
+        """Record a run; if the call raises, the record is unchanged.
 
         Raises:
             FrameError: A part has come before, is held, or is not expected.
@@ -103,7 +102,7 @@ class SliceBitmap:
         return self._have[layer] == self._all
 
     def truncate(self, blocks: int) -> None:
-        """Expects only the first `blocks` blocks from now on (not fewer than are held)."""
+        """Expect only the first `blocks` blocks from now on (not fewer than are held)."""
         if not self._held <= blocks <= self._blocks:
             raise ValueError(f"cannot truncate {self._blocks} blocks to {blocks}, {self._held} are held")
         self._blocks = blocks
@@ -113,7 +112,7 @@ class SliceBitmap:
         self._missing = sum(blocks - have.bit_count() for have in self._have.values())
 
     def check_invariants(self) -> None:
-        """Asserts that the counts agree with the record."""
+        """Assert that the counts agree with the record."""
         assert self._missing == sum(self._blocks - have.bit_count() for have in self._have.values())
         assert all(have & ~self._all == 0 for have in self._have.values())
         full = (1 << len(self._heads)) - 1

@@ -40,7 +40,7 @@ class BlockWriter(PeerClient, Protocol):
         windowed: Collection[int],
         forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks; returns once they are visible. See `PartedWriter.put`."""
+        """Store blocks; return once they are visible. See `PartedWriter.put`."""
         ...
 
 
@@ -155,7 +155,7 @@ class WriteBack:
         over: Callable[[bool], None],
         windowed: Collection[int] = (),
     ) -> None:
-        """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
+        """Take a job for which there is `room` now; one reference on each block passes to the write-back.
 
         The job is handed back by `over`, with whether all blocks are in the store now.
         """
@@ -169,7 +169,7 @@ class WriteBack:
         self._staff(store_queue)
 
     async def run(self) -> None:
-        """Works until cancelled; then every job is dropped and every stream closed."""
+        """Work until cancelled; then every job is dropped and every stream closed."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for store_queue in self._queues.values():
@@ -185,7 +185,7 @@ class WriteBack:
             await self._stores.aclose()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Waits until no block is held; False when the time was over first."""
+        """Wait until no block is held; False when the time was over first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -194,7 +194,7 @@ class WriteBack:
         return True
 
     def forget(self, selection: KVSelection, namespace: bytes) -> list[WriteBackJob]:
-        """Drops waiting jobs with KV of a selection; returns such jobs that are under way. `namespace`: of the KV."""
+        """Drop waiting jobs with KV of a selection; return such jobs that are under way. `namespace`: of the KV."""
         for store_queue in list(self._queues.values()):
             waiting = list(store_queue.queue)
             store_queue.queue.clear()
@@ -206,7 +206,7 @@ class WriteBack:
         return [job for job in self._doing if selection.touches(job.keys, job.tenant, namespace)]
 
     async def ended(self, jobs: Collection[WriteBackJob], timeout_s: float) -> bool:
-        """Waits until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
+        """Wait until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while any(job in jobs for job in self._doing):
@@ -216,7 +216,7 @@ class WriteBack:
         return True
 
     def _staff(self, store_queue: _StoreQueue) -> None:
-        """Adds a worker for a store_queue, as long as allowed."""
+        """Add a worker for a store_queue, as long as allowed."""
         if self._group is not None and store_queue.workers < self._limits.workers:
             store_queue.workers += 1
             self._group.create_task(self._work(store_queue))

@@ -136,7 +136,7 @@ class ClientCall:
         return message
 
     async def read(self) -> Any:
-        """Returns the next message; END_OF_STREAM after the last; None if the message could not be decoded."""
+        """Return the next message; END_OF_STREAM after the last; None if the message could not be decoded."""
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -144,7 +144,7 @@ class ClientCall:
         return END_OF_STREAM if message is grpc.aio.EOF else message
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns after gRPC has taken the message.
+        """Send a message; return after gRPC has taken the message.
 
         Raises:
             MoonpoolError: The call has failed.
@@ -156,11 +156,11 @@ class ClientCall:
             raise from_rpc_error(error) from error
 
     async def done_writing(self) -> None:
-        """Ends this side of the stream."""
+        """End this side of the stream."""
         await self._call.done_writing()
 
     def cancel(self) -> bool:
-        """Cancels the call; returns False if the call has ended already."""
+        """Cancel the call; return False if the call has ended already."""
         return bool(self._call.cancel())
 
 
@@ -212,7 +212,7 @@ class Channels:
         return channel
 
     def _renew(self) -> None:
-        """Puts channels aside that were made with certificates that have changed since."""
+        """Put channels aside that were made with certificates that have changed since."""
         if self._tls is None:
             return
         self._tls.renew()
@@ -360,7 +360,7 @@ class ConnectionMonitor:
             self.end(call)
 
     async def aclose(self) -> None:
-        """Ends watching; may be called again."""
+        """End watching; may be called again."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -407,7 +407,7 @@ class ConnectionMonitor:
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Asks the service behind a channel for a sign of life, for `ConnectionMonitor`.
+    """Ask the service behind a channel for a sign of life, for `ConnectionMonitor`.
 
     Raises:
         TimeoutError: no answer came. Any other error is an answer; calls notice a broken connection themselves.

@@ -168,7 +168,7 @@ class BlockManager:
         return block in self._passed_slots or block in self._cached_slots
 
     def give_slots(self, blocks: Iterable[int]) -> None:
-        """Gives each used block without key a window slot if the block lacks a slot; takes slots not needed.
+        """Give each used block without key a window slot if the block lacks a slot; take slots not needed.
 
         Raises:
             OutOfBlocks: Too few slots are available; the pool is unchanged.
@@ -184,7 +184,7 @@ class BlockManager:
             self._put_slot(block, self._take_slot())
 
     def pass_windows(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
-        """Notes that a request is past the blocks' window: the request reads no windowed slices there any more.
+        """Note that a request is past the blocks' window: the request reads no windowed slices there any more.
 
         `kept`: blocks at places where others may continue; their slots are taken as those of cached blocks.
         """
@@ -197,7 +197,7 @@ class BlockManager:
                 self._spare_slot(block, self._cached_slots if block in kept else self._passed_slots)
 
     def need_windows(self, blocks: Iterable[int]) -> None:
-        """Takes `pass_windows` back, where blocks have not lost their slots."""
+        """Take `pass_windows` back, where blocks have not lost their slots."""
         if not self._window_blocks:
             return
         for block in blocks:
@@ -227,7 +227,7 @@ class BlockManager:
         return self._free_slots.pop()
 
     def _drop_slot(self, block: int) -> None:
-        """Frees the block's slot, if any. The caller has noted what the block is called without the slot."""
+        """Free the block's slot, if any. The caller has noted what the block is called without the slot."""
         if self._window_blocks and not self.is_partial(block):
             self._passed_slots.pop(block, None)
             self._cached_slots.pop(block, None)
@@ -235,7 +235,7 @@ class BlockManager:
             self._put_slot(block, NO_SLOT)
 
     def _spare_slot(self, block: int, queue: OrderedDict[int, None]) -> None:
-        """Notes that no request needs the block's windowed slices; without a key, no request ever will."""
+        """Note that no request needs the block's windowed slices; without a key, no request ever will."""
         if self._key_of[block] is None:
             self._drop_slot(block)
         elif not self.is_partial(block) and not self.is_spare(block):
@@ -258,15 +258,13 @@ class BlockManager:
         return block in self._cached
 
     def key_of(self, block: int) -> BlockKey | None:
-        """The block's key, or None."""
         return self._key_of[block]
 
     def ref_count(self, block: int) -> int:
-        """References to the block."""
         return self._refs[block]
 
     def acquire(self, blocks: Sequence[int], past: int = 0) -> None:
-        """Adds a reference to blocks that are cached or used (`match` finds such blocks).
+        """Add a reference to blocks that are cached or used (`match` finds such blocks).
 
         `past`: leading blocks whose window the new reference has passed (`pass_windows`).
         """
@@ -285,11 +283,10 @@ class BlockManager:
                 self._cached_slots.pop(block, None)
 
     def can_allocate(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed."""
         return n <= self.num_available
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n blocks without key, each with one reference; without window slots.
+        """Take n blocks without key, each with one reference; without window slots.
 
         Evicts cached blocks if too few are free.
 
@@ -307,7 +304,7 @@ class BlockManager:
         return taken
 
     def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
-        """Gives a used block a key; the block's KV must be complete, but for windowed slices of a partial block.
+        """Give a used block a key; the block's KV must be complete, but for windowed slices of a partial block.
 
         If another block has this key already, that block keeps the key and this block gets none: `match` needs a single
         block, and others may reference the older block. But a whole block takes the key from a partial block. A block
@@ -334,7 +331,7 @@ class BlockManager:
         return True
 
     def release(self, blocks: Sequence[int], past: int = 0) -> None:
-        """Drops a reference to blocks, given in the order of their chain.
+        """Drop a reference to blocks, given in the order of their chain.
 
         Blocks without further references become cached if they have a key, else free. The tail of the chain is evicted
         before the head: a chain without head is useless. `past`: as the reference was acquired, or passed them since.
@@ -362,13 +359,13 @@ class BlockManager:
                 self._spare_slot(block, self._cached_slots)
 
     def note_copies(self, blocks: Sequence[int]) -> None:
-        """Marks blocks, in the order of their chain, as replicas that no request has used yet."""
+        """Mark blocks, in the order of their chain, as replicas that no request has used yet."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._copies[block] = self.now
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Takes the keys from blocks that are damaged or deleted, so `match` does not find them any more."""
+        """Take the keys from blocks that are damaged or deleted, so `match` does not find them any more."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is None:
@@ -436,7 +433,6 @@ class BlockManager:
             now[name] = None
 
     def digest(self) -> bytes:
-        """Hash of the whole state."""
         owned = [self._owned[block] for block in self._block_of.values()]
         slots: list[object] = []
         if self._window_blocks:
@@ -445,7 +441,7 @@ class BlockManager:
         return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Assert what must hold between any two calls."""
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached, "a block is free and cached"

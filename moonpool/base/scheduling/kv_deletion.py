@@ -37,7 +37,7 @@ class KVDeleted:
 def delete_kv(
     manager: BlockManager, event: DeleteKV, requests: Iterable[tuple[KVOwner, Iterable[BlockKey]]]
 ) -> KVDeleted:
-    """Deletes KV from a pool; `requests`: owner and block keys for each request at the instance."""
+    """Delete KV from a pool; `requests`: owner and block keys for each request at the instance."""
     chosen, ttl_s = event.selection, dict(event.ttl_s)
 
     def takes(key: BlockKey, tenant: str, age_s: float) -> bool:

@@ -72,7 +72,6 @@ class Regression:
         self._covariance = self._fresh()
 
     def seconds(self, sizes: Sequence[float]) -> float:
-        """The prediction."""
         total: float = sum(map(mul, self.coefficients, sizes))
         return total
 
@@ -82,7 +81,7 @@ class Regression:
         return self.coefficients, self._noise, self._streak, self._covariance
 
     def observe(self, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
-        """Learns that work with these sizes took so long. Times and sizes that no measurement gives are left out.
+        """Learn that work with these sizes took so long. Times and sizes that no measurement gives are left out.
 
         `known_s`: part of the seconds that other work in the step is predicted to take.
         """
@@ -120,7 +119,7 @@ class Regression:
         return True
 
     def _correct(self, along: list[float], variance: float, error: float) -> None:
-        """Moves the coefficients. Old measurements fade, so all become a little more uncertain.
+        """Move the coefficients. Old measurements fade, so all become a little more uncertain.
 
         A coefficient that no measurement reaches becomes no more uncertain than at first.
         """

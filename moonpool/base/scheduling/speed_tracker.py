@@ -64,7 +64,6 @@ class SpeedTracker:
 
     @property
     def speeds(self) -> Speeds:
-        """The corrected speeds."""
         if self._speeds is None:
             base_s, per_token_s, per_pair_s, once = self._prefill.coefficients
             step_s, per_sequence_s, per_context_token_s = self._decode.coefficients

@@ -74,7 +74,7 @@ class Transport(ABC):
 
     @abstractmethod
     def check_peer(self, sock: socket.socket) -> None:
-        """Looks at a new connection, on both sides, and sets the socket up.
+        """Look at a new connection, on both sides, and set the socket up.
 
         Raises:
             PermissionDenied: This peer must not use the transport.
@@ -204,7 +204,6 @@ class ConnectionEnd:
 
     @property
     def name(self) -> str:
-        """Name of the transport."""
         return self.transport.name
 
     def open(self, cls: type[M], acknowledge: Callable[[Message], None]) -> ZeroCopyConnection[M]:

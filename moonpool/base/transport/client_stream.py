@@ -55,7 +55,7 @@ class ClientStream(Generic[Req, Res]):
         max_messages: int = MAX_MESSAGES,
         spawn: Spawn = lambda work: asyncio.get_running_loop().create_task(work),
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             name: the peer and the purpose.
@@ -84,7 +84,7 @@ class ClientStream(Generic[Req, Res]):
         self._call: GrpcConnection[Res] | None = None
 
     def on_message(self, message: Res, payload: Any) -> None:
-        """Handles a message; an exception breaks the stream. The first message is the welcome, if the stream has one.
+        """Handle a message; an exception breaks the stream. The first message is the welcome, if the stream has one.
 
         The payload is a memoryview, or a `FilledBuffer` if `receive_into` gave a buffer.
         """
@@ -104,7 +104,7 @@ class ClientStream(Generic[Req, Res]):
         return StreamBroken(f"{self.name}: {error}")
 
     def begin(self) -> None:
-        """Starts the call, the reader and the writer; the hello goes first."""
+        """Start the call, the reader and the writer; the hello goes first."""
         call = self._call = self.connection = GrpcConnection(self._connect())
         self.send_queue.post(self._hello)
         self._tasks = [
@@ -113,7 +113,7 @@ class ClientStream(Generic[Req, Res]):
         ]
 
     def use_connection(self, connection: ZeroCopyConnection[Res]) -> None:
-        """Sends and receives over a connection from now on; the stream owns the connection.
+        """Send and receive over a connection from now on; the stream owns the connection.
 
         Call this before any message but the hello is sent. The call stays open: if call or connection ends, the stream
         breaks.
@@ -155,17 +155,16 @@ class ClientStream(Generic[Req, Res]):
             raise self.error
 
     async def broken(self) -> None:
-        """Waits until the stream breaks, and raises the error."""
+        """Wait until the stream breaks, and raise the error."""
         await self._broken.wait()
         assert self.error is not None
         raise self.error
 
     async def ended(self) -> None:
-        """Waits until the stream breaks."""
         await self._broken.wait()
 
     def break_(self, error: Exception) -> None:
-        """Ends the call with `error`. Only the first time counts."""
+        """End the call with `error`. Only the first time counts."""
         if self.error is not None:
             return
         self.error = error
@@ -182,7 +181,7 @@ class ClientStream(Generic[Req, Res]):
                 task.cancel()
 
     async def aclose(self) -> None:
-        """Breaks the stream and waits for all tasks. Idempotent."""
+        """Break the stream and wait for all tasks. Idempotent."""
         self.break_(StreamBroken(f"{self.name}: closed"))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -34,7 +34,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        """Hands over what comes, in order, until the connection ends; returns the cause.
+        """Hand over what comes, in order, until the connection ends; return the cause.
 
         To be called once at a time.
 
@@ -44,15 +44,15 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stops handing over until `resume`: new messages stay with the system, and the peer is slowed down."""
+        """Stop handing over until `resume`: new messages stay with the system, and the peer is slowed down."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Go on after `pause`."""
 
     @abstractmethod
     async def write(self, item: OutgoingItem | UnsentRest) -> None:
-        """Sends a whole send queue item. Not to be cancelled.
+        """Send a whole send queue item. Not to be cancelled.
 
         Raises:
             MoonpoolError: The connection has ended.
@@ -60,7 +60,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     def close(self, error: Exception) -> None:
-        """Ends the connection with `error`. Idempotent."""
+        """End the connection with `error`. Idempotent."""
 
 
 class ZeroCopyConnection(Connection[M]):
@@ -71,7 +71,7 @@ class ZeroCopyConnection(Connection[M]):
 
     @abstractmethod
     def start(self, item: OutgoingItem) -> UnsentRest | None:
-        """Sends an item of the send queue as far as the system takes bytes at once, without waiting.
+        """Send an item of the send queue as far as the system takes bytes at once, without waiting.
 
         Returns None if all is sent, else the rest, which must be given to `write` before anything else.
         """

@@ -42,7 +42,7 @@ class TransportDialer:
         retry_s: float = RETRY_S,
         dial_s: float = DIAL_S,
     ) -> None:
-        """Opens no connection yet.
+        """Open no connection yet.
 
         Args:
             transports: What this process can use, best first.
@@ -59,7 +59,7 @@ class TransportDialer:
         self.failures = 0
 
     def fill(self, hello: kv_pb2.StreamHello) -> None:
-        """Says in a hello what this side can use."""
+        """Say in a hello what this side can use."""
         for transport in self._transports.values():
             hello.transports.append(cast("Any", transport.kind))
             hello.transport_place = hello.transport_place or transport.scope
@@ -85,7 +85,7 @@ class TransportDialer:
         mailbox_bytes: int,
         acknowledge: Callable[[Message], None],
     ) -> ZeroCopyConnection[M]:
-        """Opens the connection that a peer offers.
+        """Open the connection that a peer offers.
 
         Args:
             offer: Of the peer's welcome.
@@ -152,7 +152,7 @@ DIALER_METRICS: tuple[Metric[TransportDialer], ...] = (
 async def _shake_hands(
     transport: Transport, sock: FramedSocket, opening: kv_pb2.TransportOpen, regions: OfferedRegions
 ) -> ConnectionEnd:
-    """Shows the token and the regions, and waits for the answer."""
+    """Show the token and the regions, and wait for the answer."""
     shared, mailbox = regions.shared, regions.mailbox
     opening.description = regions.description
     if regions.by_address:

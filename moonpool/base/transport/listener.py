@@ -52,7 +52,6 @@ class TransportListener:
     """
 
     def __init__(self, transports: Sequence[Transport], epoch: int, *, handshake_s: float = HANDSHAKE_S) -> None:
-        """Listens nowhere yet."""
         self._transports = {transport.kind: transport for transport in transports}
         self._epoch = epoch
         self._handshake_s = handshake_s
@@ -69,7 +68,7 @@ class TransportListener:
 
     @asynccontextmanager
     async def running(self, config: ServiceConfig) -> AsyncIterator[None]:
-        """Listens while the body runs.
+        """Listen while the body runs.
 
         Raises:
             ConfigError: listening failed.
@@ -106,7 +105,7 @@ class TransportListener:
                 self._spawn(self._handshake(sock, transport))
 
     async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
-        """Hands a connection to the stream with the shown token, or closes the connection."""
+        """Hand a connection to the stream with the shown token, or close the connection."""
         sock: FramedSocket | None = None
         error: Exception = StreamBroken("refused")
         taken = False

@@ -75,7 +75,7 @@ class MessageReceiver(Generic[M]):
         self._incoming: _Incoming | None = None
 
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        """Hands over what comes, in order, until the connection ends; returns the cause.
+        """Hand over what comes, in order, until the connection ends; return the cause.
 
         Raises:
             Exception: What a callback raised.
@@ -90,12 +90,12 @@ class MessageReceiver(Generic[M]):
             self._sock.unwatch()
 
     def pause(self) -> None:
-        """Takes no more until `resume`."""
+        """Take no more until `resume`."""
         self._paused = True
         self._sock.unwatch()
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Go on after `pause`."""
         self._paused = False
         self._go_on()
 
@@ -119,7 +119,7 @@ class MessageReceiver(Generic[M]):
             self._receive()
 
     def _receive(self) -> None:
-        """Takes all that is there, or as much as a turn of the event loop may take."""
+        """Take all that is there, or as much as a turn of the event loop may take."""
         if self._continues or not self._goes_on:
             return
         end = self._work_done + RECEIVE_TURN_BYTES
@@ -153,7 +153,7 @@ class MessageReceiver(Generic[M]):
         return self._sock.received_bytes + self._work
 
     def _next(self) -> bool:
-        """Takes the next message; False if the message is not complete yet."""
+        """Take the next message; False if the message is not complete yet."""
         sock = self._sock
         lengths = sock.peek(LENGTH_PREFIX.size)
         if lengths is None:
@@ -175,7 +175,7 @@ class MessageReceiver(Generic[M]):
         return True
 
     def _receive_more(self, incoming: _Incoming) -> bool:
-        """Takes more of what is being received; False if none is there."""
+        """Take more of what is being received; False if none is there."""
         if incoming.is_live is not None and not incoming.is_live():
             then = incoming.then
             rest = new_bytes(sum(target.nbytes for target in incoming.left))
@@ -191,7 +191,7 @@ class MessageReceiver(Generic[M]):
     def _expect(
         self, targets: list[memoryview], then: Callable[[bool], None], is_live: Callable[[], bool] | None = None
     ) -> None:
-        """Receives the next bytes into targets."""
+        """Receive the next bytes into targets."""
         left = [target for target in targets if target.nbytes]
         if left:
             self._incoming = _Incoming(left, then, is_live)
@@ -222,7 +222,7 @@ class MessageReceiver(Generic[M]):
             self._deliver(message, _NO_PAYLOAD)
 
     def _one_shot(self, text: bytes, follow: int) -> None:
-        """Takes a one-shot message; the payload follows, or lies in a region."""
+        """Take a one-shot message; the payload follows, or lies in a region."""
         self._work += MESSAGE_COST
         message = decode_one_shot(text)
         if message.pulled:
@@ -263,7 +263,7 @@ class MessageReceiver(Generic[M]):
         self._expect(buffer.targets, received, buffer.is_live)
 
     def _read_payload(self, frame: kv_pb2.TransportFrame, message: M, follow: memoryview) -> None:
-        """Takes a payload from its place; a payload in a remote region is fetched first."""
+        """Take a payload from its place; a payload in a remote region is fetched first."""
         places = self._regions.remote_places(frame.extents)
         if places:
             self._regions.check_size(frame.extents)
@@ -282,7 +282,7 @@ class MessageReceiver(Generic[M]):
         message: M,
         follow: memoryview,
     ) -> None:
-        """Fetches a payload's remote parts, by region, then takes the payload. Nothing else is received meanwhile."""
+        """Fetch a payload's remote parts, by region, then take the payload. Nothing else is received meanwhile."""
         found: list[FetchedParts] = []
         try:
             fetched: dict[int, Iterator[memoryview]] = {}
@@ -313,7 +313,7 @@ class MessageReceiver(Generic[M]):
         self._go_on()
 
     def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:
-        """Copies a payload from its place, or hands the payload over as borrowed."""
+        """Copy a payload from its place, or hand the payload over as borrowed."""
         nbytes = sum([part.nbytes for part in parts])
         self._work += nbytes
         buffer = self._receive_into(message, nbytes)
@@ -330,7 +330,7 @@ class MessageReceiver(Generic[M]):
     def _fill(
         self, message: M, buffer: ReceiveBuffer, data: BytesLike | None, on_read: Callable[[], None] = lambda: None
     ) -> None:
-        """Fills a buffer, perhaps on a thread: no more is received until then, so order stays."""
+        """Fill a buffer, perhaps on a thread: no more is received until then, so order stays."""
 
         def over(filled: FilledBuffer) -> None:
             on_read()
@@ -358,7 +358,7 @@ class MessageReceiver(Generic[M]):
         self._report_reads()
 
     def _report_reads(self) -> None:
-        """Reports reads that the peer waits for, several at once while more come: each report may wake the peer."""
+        """Report reads that the peer waits for, several at once while more come: each report may wake the peer."""
         awaited = self._regions.awaited
         if awaited and (awaited >= READS_PER_REPORT or not self._sock.has_more):
             self._report(self._regions.take_reads())

@@ -27,7 +27,7 @@ class MessageSender:
         take_reads: Callable[[], int],
         breaks: ConnectionBreaker | None,
     ) -> None:
-        """Takes the socket; payloads in regions; reads to report; injected faults."""
+        """Take the socket; payloads in regions; reads to report; injected faults."""
         self._sock = sock
         self._placed = placed
         self._take_reads = take_reads
@@ -35,7 +35,7 @@ class MessageSender:
         self._unsent: list[PendingPayload] = []  # their sending failed; they fail when the connection is closed
 
     def start(self, item: OutgoingItem) -> UnsentRest | None:
-        """Sends what the system takes at once; the rest must be given to `finish` before anything else."""
+        """Send what the system takes at once; the rest must be given to `finish` before anything else."""
         held = item if isinstance(item, PendingPayload) else None
         try:
             if isinstance(item, OneShotAnswer):
@@ -53,7 +53,7 @@ class MessageSender:
             return UnsentRest([], held, error)
 
     async def finish(self, unsent: UnsentRest) -> None:
-        """Sends what was left. Not to be cancelled.
+        """Send what was left. Not to be cancelled.
 
         Raises:
             StreamBroken: The connection has ended.

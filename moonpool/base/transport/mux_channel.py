@@ -52,7 +52,7 @@ class MuxChannel(Generic[Req, Res]):
         return self._connection.welcome
 
     def post(self, message: Req) -> None:
-        """Sends a small message without waiting.
+        """Send a small message without waiting.
 
         Raises:
             StreamBroken: The stream has ended.
@@ -60,7 +60,7 @@ class MuxChannel(Generic[Req, Res]):
         self._connection.send_queue.post(message)
 
     async def send(self, frames: Iterable[tuple[Req, Payload]], *, timeout_s: float) -> None:
-        """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
+        """Send frames in their order: wait for credits, for the link, for room, and queue their bytes.
 
         On a transport beside gRPC, several frames are under way at once, without a wait for the peer after each. When
         `send` returns or raises, the payloads' memory is unreferenced. A frame that was not sent used no credits.
@@ -146,14 +146,14 @@ class MuxChannel(Generic[Req, Res]):
             return None
 
     def deliver(self, message: Res, payload: ReceivedPayload) -> None:
-        """Hands a message to the handler; for the connection."""
+        """Hand a message to the handler; for the connection."""
         try:
             self._handler.on_message(message, payload)
         except Exception as error:  # the handler's owner gets the error; other channels go on
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Ends the channel with `error` and tells the handler; for the connection and for handlers."""
+        """End the channel with `error` and tell the handler; for the connection and for handlers."""
         self._connection.forget(self)
         if self.error is None:
             self.error = error
@@ -199,7 +199,7 @@ class MuxConnection(ClientStream[Req, Res]):
         self._passed_over = False
 
     async def start(self) -> None:
-        """Starts the call, shakes hands, and opens the transport that the peer offers."""
+        """Start the call, shake hands, and open the transport that the peer offers."""
         await super().start()
         await self._open_connection()
         self._give_back(self._spec.window_bytes)
@@ -234,7 +234,6 @@ class MuxConnection(ClientStream[Req, Res]):
 
     @property
     def traffic(self) -> StreamTraffic:
-        """What is under way."""
         return StreamTraffic(self.credits.out, self._returns.pending, len(self.send_queue))
 
     @property
@@ -243,7 +242,7 @@ class MuxConnection(ClientStream[Req, Res]):
         return self._spec.options.link is not None
 
     async def egress_slot(self, size: int, timeout_s: float) -> None:
-        """Waits for a slot on the link, if there is one."""
+        """Wait for a slot on the link, if there is one."""
         spec = self._spec
         if spec.options.link is None:
             return
@@ -304,7 +303,6 @@ class MuxConnection(ClientStream[Req, Res]):
             self._give_back(self._returns.consumed(payload.nbytes, idle=not self.channels))
 
     def on_broken(self, error: Exception) -> None:
-        """Fails every channel."""
         spec, welcome = self._spec, self.welcome
         if self.connection_error is not None and spec.options.dialer is not None and welcome is not None:
             spec.options.dialer.failed(spec.name, self.transport, welcome.receiver.epoch, self.connection_error)

@@ -29,7 +29,6 @@ class MuxStream(Generic[Req, Res]):
     """
 
     def __init__(self, spec: StreamSpec[Req, Res]) -> None:
-        """Does not connect yet."""
         assert (spec.credit is None) == (spec.window_bytes == 0), "a window needs messages that give it"
         self.spec = spec
         self.deadlines = Deadlines()
@@ -40,12 +39,10 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def name(self) -> str:
-        """The peer and the purpose."""
         return self.spec.name
 
     @property
     def channels(self) -> int:
-        """Number of open channels."""
         return len(self._connection.channels) if self._connection is not None else 0
 
     @property
@@ -109,7 +106,7 @@ class MuxStream(Generic[Req, Res]):
             self._connection.give_up_if_silent(since)
 
     async def aclose(self) -> None:
-        """Ends the stream and all channels. Idempotent."""
+        """End the stream and all channels. Idempotent."""
         self._closed = True
         if self._connection is not None:
             self._connection.break_(StreamBroken(f"{self.spec.name}: closed"))
@@ -120,7 +117,7 @@ class MuxStream(Generic[Req, Res]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task that `aclose` waits for."""
+        """Start a task that `aclose` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._finished)
@@ -188,5 +185,5 @@ class StreamClient(Generic[Req, Res]):
         return self._stream.traffic
 
     async def aclose(self) -> None:
-        """Ends the stream; open channels fail. Idempotent."""
+        """End the stream; open channels fail. Idempotent."""
         await self._stream.aclose()

@@ -24,7 +24,6 @@ class OpenStreams:
         self.quiet.set()
 
     def __len__(self) -> int:
-        """Number of open streams."""
         return len(self._open)
 
     @property

@@ -79,11 +79,10 @@ class ReceiveBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload."""
         return sum([target.nbytes for target in self.targets])
 
     def take(self, data: BytesLike | None, done: Callable[[FilledBuffer], None]) -> bool:
-        """Copies a payload to the targets and verifies the copies; None: the targets hold the payload already.
+        """Copy a payload to the targets and verify the copies; None: the targets hold the payload already.
 
         Returns:
             Whether `done` was called, with the result. If not, the event loop calls `done` later.
@@ -129,11 +128,9 @@ class FilledBuffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the payload."""
         return self.buffer.nbytes
 
     def report(self) -> None:
-        """Calls the buffer's `on_filled`."""
         self.buffer.on_filled(self.intact, self.error)
 
 

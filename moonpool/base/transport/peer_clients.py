@@ -31,7 +31,6 @@ class PeerClients(Generic[C]):
 
     @property
     def channels(self) -> int:
-        """Open channels with all peers."""
         return sum(peer.client.channels for peer in self._peers.values())
 
     @property
@@ -63,7 +62,6 @@ class PeerClients(Generic[C]):
         return peer is not None and peer.quiet_until > now and peer.quiet_epoch == instance.epoch
 
     async def aclose(self) -> None:
-        """Closes all clients. Idempotent."""
         while self._peers:
             await self._peers.popitem()[1].client.aclose()
 
@@ -93,7 +91,7 @@ class PeerClient(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Ends the stream. Idempotent."""
+        """End the stream. Idempotent."""
         ...
 
 

@@ -38,7 +38,7 @@ class SharedMemory:
     """Zeroed memory in this process that peers may read (`shared`). The last reference frees the memory."""
 
     def __init__(self, nbytes: int) -> None:
-        """Takes address space; memory is taken when touched. Raises OSError if the system has no such memory."""
+        """Take address space; memory is taken when touched. Raises OSError if the system has no such memory."""
         fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, fd)
         os.truncate(fd, nbytes)
@@ -84,7 +84,7 @@ class Mailbox:
             raise
 
     def close(self) -> None:
-        """Closes the descriptor. The mapped region stays until the region is closed."""
+        """Close the descriptor. The mapped region stays until the region is closed."""
         os.close(self.fd)
 
 
@@ -92,7 +92,7 @@ class MappedRegion:
     """A region mapped in this process."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
-        """Maps the whole region; the descriptor can be closed afterwards.
+        """Map the whole region; the descriptor can be closed afterwards.
 
         Raises:
             FrameError: the region has another size, or a size that may change.
@@ -108,7 +108,6 @@ class MappedRegion:
 
     @property
     def nbytes(self) -> int:
-        """Size of the region."""
         return self._data.nbytes
 
     def part(self, offset: int, length: int) -> memoryview:
@@ -122,7 +121,7 @@ class MappedRegion:
         return self._data[offset : offset + length]
 
     def close(self) -> None:
-        """Unmaps the region. Idempotent."""
+        """Unmap the region. Idempotent."""
         with contextlib.suppress(BufferError):  # still referenced: goes with the last reference
             self._data.release()
             self._map.close()
@@ -140,7 +139,7 @@ class RemoteRegion(ABC):
 
     @abstractmethod
     async def fetch(self, places: Sequence[tuple[int, int]]) -> FetchedParts:
-        """Copies parts, each given by offset and length.
+        """Copy parts, each given by offset and length.
 
         Raises:
             FrameError: a part is not in the region.
@@ -149,11 +148,11 @@ class RemoteRegion(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all fetching. Idempotent."""
+        """End all fetching. Idempotent."""
 
 
 def unmap_regions(regions: Sequence[MappedRegion]) -> None:
-    """Unmaps regions, on a separate thread; returns at once.
+    """Unmap regions, on a separate thread; return at once.
 
     Unmapping a region after the other owners have gone gives the memory back to the system. That takes 0.3 s for each
     GB of a killed instance's pool, for which an event loop would stand still.

@@ -62,7 +62,7 @@ class ServerStream(Generic[Req]):
         max_unsent: int = MAX_UNSENT,
         listener: TransportListener | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             closing: set when the service ends all streams.
@@ -89,7 +89,7 @@ class ServerStream(Generic[Req]):
         self._connection: ZeroCopyConnection[Req] | None = None
 
     async def on_hello(self, message: Req) -> None:
-        """Checks the first message and posts the answer. An exception refuses the stream."""
+        """Check the first message and post the answer. An exception refuses the stream."""
         raise NotImplementedError
 
     def offer_transport(self, message: Req) -> kv_pb2.TransportOffer | None:
@@ -104,7 +104,7 @@ class ServerStream(Generic[Req]):
         return self._offered
 
     def on_message(self, message: Req, payload: Any) -> None:
-        """Handles a message; an exception ends the stream.
+        """Handle a message; an exception ends the stream.
 
         Args:
             message: the peer's message.
@@ -128,28 +128,27 @@ class ServerStream(Generic[Req]):
         return True
 
     def end(self) -> None:
-        """Releases everything: the stream is over. Called once or more, if the hello was accepted."""
+        """Release everything: the stream is over. Called once or more, if the hello was accepted."""
 
     def on_closing(self) -> None:
         """The service ends all streams: this stream at once, unless a subclass calls `finish` instead."""
         raise Unavailable("the service is shutting down")
 
     async def room(self) -> None:
-        """Waits while too many answers are unread: a peer that reads no answers is not read either."""
+        """Wait while too many answers are unread: a peer that reads no answers is not read either."""
         if len(self.send_queue) > self._max_unsent:
             await self.send_queue.at_most(self._max_unsent // 2)
 
     async def write_answers(self, write: Write) -> None:
-        """Writes answers, until none is left after `finish`."""
+        """Write answers, until none is left after `finish`."""
         await self.send_queue.drain(write)
 
     def finish(self) -> None:
-        """Lets `write_answers` return after the waiting answers."""
+        """Let `write_answers` return after the waiting answers."""
         self.send_queue.finish()
 
     @property
     def traffic(self) -> StreamTraffic:
-        """What is under way."""
         return StreamTraffic(unsent=len(self.send_queue))
 
     @property
@@ -158,7 +157,7 @@ class ServerStream(Generic[Req]):
         return self._tasks
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a channel's work beside the stream; an exception ends the stream.
+        """Run a channel's work beside the stream; an exception ends the stream.
 
         Raises:
             Unavailable: too many run already.
@@ -172,14 +171,14 @@ class ServerStream(Generic[Req]):
         return task
 
     def post(self, message: Message) -> None:
-        """Sends a small message; ends the stream if the peer does not read."""
+        """Send a small message; end the stream if the peer does not read."""
         try:
             self.send_queue.post(message)
         except StreamBroken as error:
             self.send_queue.close(error)
 
     async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], write: Write) -> None:
-        """Runs the stream from the first message to the end.
+        """Run the stream from the first message to the end.
 
         Args:
             requests: The peer's messages; with their payloads beside, if the class carries a payload.
@@ -258,7 +257,7 @@ class ServerStream(Generic[Req]):
             raise StreamBroken("the peer does not read its answers")
 
     def _writing(self, bare_write: Write) -> Write:
-        """Writes to the connection that the peer has taken; before that, to the call."""
+        """Write to the connection that the peer has taken; before that, to the call."""
 
         async def write(message: Any) -> None:
             if self._connection is None:
@@ -304,7 +303,7 @@ class ServerStream(Generic[Req]):
         await self._connection_ended(await connection.run(callbacks))
 
     def _answer(self, message: OneShotMessage, payload: BytesLike) -> int:
-        """Returns how many bytes the answers have."""
+        """Return how many bytes the answers have."""
         answered, nbytes = False, 0
         try:
             for answer in self.on_one_shot(message, payload):

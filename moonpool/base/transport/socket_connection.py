@@ -106,7 +106,7 @@ class SocketTransport(Transport):
 
 
 async def connect_socket(sock: socket.socket, address: Any) -> socket.socket:
-    """Connects a new stream socket, which is closed if that fails."""
+    """Connect a new stream socket, which is closed if that fails."""
     try:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, address)

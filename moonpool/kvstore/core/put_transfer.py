@@ -155,7 +155,7 @@ class PutTransfer:
         return [block for block in found if block is not None and not block.reserved]
 
     def take(self, runs: Sequence[OpenedRun], allocate: Allocate) -> Iterator[Assembly]:
-        """Writes a parsed frame into the frame's blocks; yields whole blocks, which the caller must finish at once.
+        """Write a parsed frame into the frame's blocks; yield whole blocks, which the caller must finish at once.
 
         Raises:
             DamagedSliceError: bytes do not match their hash.
@@ -194,7 +194,7 @@ def _check_full(run: SliceRun, layout: KVLayout) -> None:
 def copy_whole_blocks(
     spec: PutSpec, data: BytesLike, hashes: Sequence[int], present: Collection[int], allocate: Allocate
 ) -> list[DramBlock]:
-    """Copies and verifies all slices of a transfer's whole blocks; returns those blocks that are not `present`.
+    """Copy and verify all slices of a transfer's whole blocks; return those blocks that are not `present`.
 
     Raises what `PutTransfer.take` does.
     """
@@ -216,7 +216,7 @@ PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop 
 
 
 def split_portions(runs: Sequence[OpenedRun]) -> list[list[OpenedRun]]:
-    """Splits a parsed frame into parts with at least a slice each, that hold the event loop only for a moment."""
+    """Split a parsed frame into parts with at least a slice each, that hold the event loop only for a moment."""
     first = min((run.first_block for run, _, _ in runs), default=0)
     last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
     if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:

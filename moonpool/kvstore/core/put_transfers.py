@@ -62,7 +62,7 @@ class PutTransfers:
     def open(
         self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
     ) -> PutTransfer | None:
-        """Opens a transfer. Opening neither evicts nor reserves: both happen when data comes.
+        """Open a transfer. Opening neither evicts nor reserves: both happen when data comes.
 
         Args:
             spec: the blocks, and the layers and heads of them that the writer brings.
@@ -96,7 +96,7 @@ class PutTransfers:
         return transfer
 
     def put_whole(self, spec: PutSpec, data: BytesLike, hashes: Sequence[int], now: float) -> list[int] | None:
-        """Stores whole blocks, all in one piece, layer after layer; None, without effect, if a transfer is needed.
+        """Store whole blocks, all in one piece, layer after layer; None, without effect, if a transfer is needed.
 
         Returns the indices of those that were here already. A transfer is needed without room, or if the put would hold
         the event loop for long. Raises what `open` and `write` do.
@@ -174,7 +174,7 @@ class PutTransfers:
         return [index for index in indices if self._tiers.durable(transfer.spec.keys[index])]
 
     def reserve(self, transfer: PutTransfer, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
-        """Reserves DRAM for the blocks that begin with a frame: for all of them, or (False) for none.
+        """Reserve DRAM for the blocks that begin with a frame: for all of them, or (False) for none.
 
         If there is room, the transfer's next blocks get room too: as many bytes as the transfer has had so far.
 
@@ -197,7 +197,7 @@ class PutTransfers:
         return True
 
     def write(self, transfer: PutTransfer, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
-        """Takes an opened frame of a transfer and makes whole blocks visible; False, with no effect, without room.
+        """Take an opened frame of a transfer and make whole blocks visible; False, with no effect, without room.
 
         An exception ends the transfer: FrameError, or Overloaded for want of memory.
         """
@@ -246,7 +246,7 @@ class PutTransfers:
                 writer.on_durable(durable)
 
     def close(self, transfer: PutTransfer) -> None:
-        """Ends a transfer and forgets the transfer's unfinished blocks. Idempotent."""
+        """End a transfer and forget the transfer's unfinished blocks. Idempotent."""
         if transfer.closed:
             return
         transfer.closed = True
@@ -266,7 +266,7 @@ class PutTransfers:
         self._tiers.listener.transfers_changed()
 
     def check_not_deleted(self, spec: PutSpec) -> None:
-        """Checks that the writer knows of all deletions that concern a transfer's blocks.
+        """Check that the writer knows of all deletions that concern a transfer's blocks.
 
         Raises:
             DeletedBlocksError: the writer does not know a deletion; the blocks may be older.
@@ -277,7 +277,7 @@ class PutTransfers:
                 raise DeletedBlocksError("keys", "they may be older than a deletion of such blocks")
 
     def end_matching(self, selection: KVSelection) -> None:
-        """Ends transfers that bring blocks of a selection: such blocks are being deleted."""
+        """End transfers that bring blocks of a selection: such blocks are being deleted."""
         specs = {transfer: transfer.spec for transfer in self.transfers}
         self._end(
             [at for at, spec in specs.items() if selection.touches(spec.keys, spec.tenant, spec.format.namespace)]

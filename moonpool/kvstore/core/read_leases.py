@@ -94,7 +94,7 @@ class ReadLeases:
         return lease
 
     def begin(self, lease: ReadLease) -> ReadLease:
-        """Opens an empty lease.
+        """Open an empty lease.
 
         Raises:
             Overloaded: too many leases are open.
@@ -152,7 +152,7 @@ class ReadLeases:
         return blocks
 
     def used(self, keys: Sequence[BlockKey], warm: Sequence[DramBlock], cold: int = 0) -> None:
-        """Counts a read of a chain whose leading blocks were here: `warm` in DRAM, `cold` on the SSD tier only."""
+        """Count a read of a chain whose leading blocks were here: `warm` in DRAM, `cold` on the SSD tier only."""
         found = len(warm) + cold
         self.tiers.touch(keys[:found])
         self._writes.queue.used(warm)
@@ -184,7 +184,7 @@ class ReadLeases:
         return source
 
     def suspect(self, key: BlockKey) -> None:
-        """Checks a block that a reader reports as damaged. A damaged block leaves DRAM and is not written to SSD."""
+        """Check a block that a reader reports as damaged. A damaged block leaves DRAM and is not written to SSD."""
         block = self.tiers.dram.get(key)
         if block is not None and not block.is_intact:
             self.damaged_blocks += 1
@@ -193,7 +193,7 @@ class ReadLeases:
             self.tiers.removed([key])
 
     def lost(self, source: LeasedBlock) -> None:
-        """Forgets and announces a bad block, unless replaced meanwhile."""
+        """Forget and announce a bad block, unless replaced meanwhile."""
         assert source.reader is not None
         assert self.tiers.ssd is not None
         if self.tiers.ssd.drop(source.reader):
@@ -202,7 +202,7 @@ class ReadLeases:
             self.tiers.listener.work()
 
     def close(self, lease: ReadLease) -> None:
-        """Ends a lease. Idempotent. No thread may still read for the lease.
+        """End a lease. Idempotent. No thread may still read for the lease.
 
         Blocks that were read whole stay in DRAM if they are still at the same place on SSD.
         """

@@ -62,7 +62,7 @@ class BlockStore:
         self.reads = ReadLeases(self.tiers, self.writes, max_transfers=max_transfers, lease_bytes=lease_bytes)
 
     def delete_selected(self, selection: KVSelection, step_blocks: int = STEP_BLOCKS) -> DeletionSteps:
-        """Deletes a selection's blocks, in steps of `step_blocks`; returns how many were deleted."""
+        """Delete a selection's blocks, in steps of `step_blocks`; return how many were deleted."""
         self.writes.end_matching(selection)
 
         def in_dram(info: BlockInfo) -> bool:
@@ -74,7 +74,7 @@ class BlockStore:
         return deleted
 
     def delete_keys(self, keys: Sequence[BlockKey]) -> DeletedCount:
-        """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
+        """Delete a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
         tiers, keys = self.tiers, list(dict.fromkeys(with_window_keys(keys)))
         self.writes.end_matching(KVSelection(frozenset(keys)))
         blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
@@ -84,14 +84,14 @@ class BlockStore:
         return deleted
 
     def delete_encrypted(self, key_ids: Container[str]) -> DeletionSteps:
-        """Deletes what some keys encrypt on SSD, in steps."""
+        """Delete what some keys encrypt on SSD, in steps."""
         on_ssd = self.tiers.catalogue.encrypted_with(key_ids)
         deleted = yield from self._sweep(lambda info: False, on_ssd, STEP_BLOCKS)
         yield from self._erase_dead(on_ssd, STEP_BLOCKS)
         return deleted
 
     def delete_expired(self, ttl_s: Mapping[str, float], now: float) -> DeletionSteps:
-        """Deletes blocks that are in a tier for longer than the `ttl_s` of their tenant; `now`: seconds since 1970."""
+        """Delete blocks that are in a tier for longer than the `ttl_s` of their tenant; `now`: seconds since 1970."""
         on_ssd = self.tiers.catalogue.expired(ttl_s, now)
         return self._sweep(lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant), on_ssd, STEP_BLOCKS)
 

@@ -69,7 +69,7 @@ class TieredStore:
         self.catalogue.touch(chain)
 
     def reserve(self, nbytes: Mapping[str, int]) -> bool:
-        """Reserves DRAM by tenant, evicting others; none, and False, if too little can be evicted."""
+        """Reserve DRAM by tenant, evicting others; none, and False, if too little can be evicted."""
         taken: dict[str, int] = {}
         for tenant, count in nbytes.items():
             victims = self.dram.reserve(count, tenant)
@@ -87,7 +87,7 @@ class TieredStore:
             self.listener.room()
 
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:
-        """Takes whole blocks into DRAM, in the place of reserved bytes, and announces them.
+        """Take whole blocks into DRAM, in the place of reserved bytes, and announce them.
 
         Returns those that were taken: all but blocks that have come to DRAM in another way meanwhile.
         """
@@ -109,7 +109,7 @@ class TieredStore:
             self.listener.room()
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
-        """Announces those of `keys`, which have left a tier, that are not in DRAM."""
+        """Announce those of `keys`, which have left a tier, that are not in DRAM."""
         away = list(self.cold(keys))
         if away:
             gone = [key for key in away if not self.durable(key)]

@@ -74,7 +74,7 @@ class WriteQueue:
         self.blocks_not_durable = 0  # at the first try
 
     def add(self, blocks: Iterable[DramBlock], *, used: bool = False) -> None:
-        """Queues blocks that are neither durable nor queued; unless `used`, only blocks that the SSD tier admits."""
+        """Queue blocks that are neither durable nor queued; unless `used`, only blocks that the SSD tier admits."""
         ssd = self._tiers.ssd
         if ssd is None:
             return
@@ -97,7 +97,7 @@ class WriteQueue:
         return SaveState.UNSAVED if block.info.key in self.unsaved else SaveState.VISIBLE
 
     def _move(self, block: DramBlock, state: SaveState) -> None:
-        """Changes the state of a block, along `TRANSITIONS` only."""
+        """Change the state of a block, along `TRANSITIONS` only."""
         before = self.state_of(block)
         assert state in TRANSITIONS[before], f"a block cannot go from {before} to {state}"
         if state in _KNOWN:
@@ -208,7 +208,7 @@ class WriteQueue:
             self.retry()
 
     def _not_durable(self, blocks: Sequence[DramBlock]) -> None:
-        """Keeps blocks in DRAM for as long as there is room; transfers go on waiting for them."""
+        """Keep blocks in DRAM for as long as there is room; transfers go on waiting for them."""
         for block in blocks:
             key = block.info.key
             self._move(block, SaveState.UNSAVED)
@@ -220,7 +220,7 @@ class WriteQueue:
             self.unsaved = dict.fromkeys(key for key in self.unsaved if key in self._tiers.dram)
 
     def retry(self) -> None:
-        """Queues a batch of blocks that the SSD tier did not take; the next batch follows after success."""
+        """Queue a batch of blocks that the SSD tier did not take; the next batch follows after success."""
         self.add(self._first_batch(self._to_retry()), used=True)
 
     def _to_retry(self) -> Iterator[DramBlock]:

@@ -25,7 +25,7 @@ class SsdAdmission:
         self.ghosts: collections.OrderedDict[BlockKey, None] = collections.OrderedDict()
 
     def admits(self, info: BlockInfo, room: int) -> bool:
-        """Judges a block that comes; as many refused keys are remembered as the tier has `room` for such blocks."""
+        """Judge a block that comes; as many refused keys are remembered as the tier has `room` for such blocks."""
         if not self.reused or info.key in self.pins:
             return True
         if info.key in self.ghosts:

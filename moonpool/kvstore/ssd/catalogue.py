@@ -79,7 +79,7 @@ class Catalogue(PartTable[int]):
         return found
 
     def chosen(self, selection: KVSelection) -> RecordFilter:
-        """Tells whether a record is of a chosen block."""
+        """Tell whether a record is of a chosen block."""
         of_kind = self._by_kind(
             lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
         )
@@ -87,16 +87,16 @@ class Catalogue(PartTable[int]):
         return lambda segment, row: of_kind(segment, row) or segment.keys[row] in keys
 
     def encrypted_with(self, key_ids: Container[str]) -> RecordFilter:
-        """Tells whether a record is encrypted with one of some keys."""
+        """Tell whether a record is encrypted with one of some keys."""
         return self._by_kind(lambda kind: bool(kind.key_id) and kind.key_id in key_ids)
 
     def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
-        """Tells whether a record is here for longer than the tenant's TTL."""
+        """Tell whether a record is here for longer than the tenant's TTL."""
         oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
         return lambda segment, row: segment.written[row] < oldest(segment, row)
 
     def _by_kind(self, judge: Callable[[RecordKind], T]) -> Callable[[Segment, int], T]:
-        """Judges each kind in a segment once, with the kind's first record; segments and kinds may come later."""
+        """Judge each kind in a segment once, with the kind's first record; segments and kinds may come later."""
         judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
 
         def of_kind(segment: Segment, row: int) -> T:

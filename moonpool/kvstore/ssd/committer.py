@@ -62,13 +62,13 @@ class Committer:
             raise
 
     def _free(self, plan: WritePlan) -> None:
-        """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
+        """Delete segments that have nothing to carry: a full device may have no room to forget them before."""
         wait(plan.deleting.values())
         for segment in (segment for segment in plan.removed_segments if not segment.live):
             self.files.unlink(segment.path)
 
     def _erase(self, plan: WritePlan) -> None:
-        """Overwrites records with zeros, on the device: no start finds them, with an index or without.
+        """Overwrite records with zeros, on the device: no start finds them, with an index or without.
 
         If the device refuses this for a segment, the segment stays on the list and delays no other work.
         """
@@ -93,14 +93,14 @@ class Committer:
                 plan.erase_error = error
 
     def _take_over(self, reuse: Mapping[Segment, Segment]) -> None:
-        """Gives files to new segments before what they hold is overwritten; a start forgets what has no file."""
+        """Give files to new segments before what they hold is overwritten; a start forgets what has no file."""
         for segment, old in reuse.items():
             self.files.rename(old.path, segment.path)
         if reuse and self.sync:
             self.files.sync_folder(self.folder)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
-        """Copies one verified record, but not a bad record.
+        """Copy one verified record, but not a bad record.
 
         If the record cannot be read, another segment may do: EAGAIN.
         """
@@ -124,7 +124,7 @@ class Committer:
             self.files.write(segment.path, [part for append in written for part in append.parts()], written[0].offset)
 
     def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
-        """Names what was appended; the first transaction carries the removals, then their files go."""
+        """Name what was appended; the first transaction carries the removals, then their files go."""
         sizes = segment_ends(appends)
         if self.sync:
             for segment in sizes:
@@ -149,7 +149,7 @@ class Committer:
             self._delete(plan)
 
     def _delete(self, plan: WritePlan) -> None:
-        """Begins to delete what the index has forgotten; that takes long where a device is told which blocks are free.
+        """Begin to delete what the index has forgotten; that takes long where a device is told which blocks are free.
 
         A deleting plan waits for earlier deletions, so that at most one plan's files are beyond the budget; so does a
         plan that stores nothing.
@@ -164,7 +164,7 @@ class Committer:
             plan.deleting[segment] = self.files.later(unlink, segment.path)
 
     def _cut(self, plan: WritePlan) -> None:
-        """Takes back what was written behind the committed ends, as far as the device lets us."""
+        """Take back what was written behind the committed ends, as far as the device lets us."""
         committed = segment_ends(plan.carried) if plan.cleared else {}
         for segment in segment_ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):

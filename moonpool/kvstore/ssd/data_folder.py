@@ -41,7 +41,7 @@ class DataFolder:
             raise ConfigError("data_dir", f"{path} {reason}") from error
 
     def _probe(self) -> None:
-        """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
+        """Find a read-only folder now rather than at the first write. A full one is good for reading."""
         try:
             self.files.probe(self.segments, ALIGN)
         except OSError as error:
@@ -50,7 +50,7 @@ class DataFolder:
             log.warning("the device is full", path=str(self.path))
 
     def _settle(self, durability: Durability) -> Durability:
-        """Deals with blocks that an earlier process left unsynced, and notes the boot in which this one does so.
+        """Deal with blocks that an earlier process left unsynced, and note the boot in which this one does so.
 
         After a machine restart, the index from a process that did not sync is worthless: the index is deleted.
         """
@@ -75,7 +75,7 @@ class DataFolder:
         return "power"
 
     def relock(self) -> bool:
-        """Locks the folder that is at the path now; returns whether the file system has changed.
+        """Lock the folder that is at the path now; return whether the file system has changed.
 
         Raises:
             OSError: no store's folder is there, or another process has the folder.

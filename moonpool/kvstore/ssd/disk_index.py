@@ -61,7 +61,7 @@ class DiskIndex:
         return self.clock() < self._tried_at + _RETRY_S
 
     def open(self) -> None:
-        """Opens the index, made if need be; as of `Index`."""
+        """Open the index, made if need be; as of `Index`."""
         self._index = Index(self.files, self.path, self.map_bytes, sync=self.sync)
 
     def load(self) -> IndexImage:
@@ -106,7 +106,7 @@ class DiskIndex:
             log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
 
     def check(self) -> None:
-        """Reads the index and checks the index; writes a damaged one anew."""
+        """Read the index and check the index; write a damaged one anew."""
         try:
             if self._index is not None:
                 self._index.check()
@@ -126,7 +126,7 @@ class DiskIndex:
         self.close()
 
     def write_anew(self) -> None:
-        """Deletes the index, and writes all that the catalogue has of this disk; raises as `commit` does."""
+        """Delete the index, and write all that the catalogue has of this disk; raise as `commit` does."""
         self._tried_at = self.clock()
         self.discard()
         self.open()
@@ -164,13 +164,13 @@ class DiskIndex:
         self._tried_at = -math.inf
 
     def discard(self) -> None:
-        """Closes and deletes the index, as far as the device lets us."""
+        """Close and delete the index, as far as the device lets us."""
         self.close()
         with contextlib.suppress(OSError):
             self.files.remove_folder(self.path)
 
     def synced(self) -> None:
-        """Returns once the index is on the device."""
+        """Return once the index is on the device."""
         if self._index is not None:
             self._index.sync()
 

@@ -61,7 +61,7 @@ class VerifyReport:
 
 
 def check_blocks(path: Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
-    """Checks segments and index in an unused data folder; changes nothing.
+    """Check segments and index in an unused data folder; change nothing.
 
     `on_segment` is called with the number of checked segments and the total. Raises OSError if the folder cannot be
     read.

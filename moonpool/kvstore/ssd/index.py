@@ -81,7 +81,7 @@ class IndexImage:
         return self.plain or bool(self.damage)
 
     def drop(self, number: int, why: str) -> None:
-        """Leaves out a segment; the segment's records have to be read."""
+        """Leave out a segment; the segment's records have to be read."""
         self.damage = self.damage or f"segment {number}: {why}"
         for table in (self.segments, self.entries, self.dropped, self.kinds):
             table.pop(number, None)
@@ -128,14 +128,14 @@ class Index:
             on_error.pop_all()
 
     def check(self) -> None:
-        """Checks the structure of the file. Raises IndexLostError if LMDB must not read the file."""
+        """Check the structure of the file. Raises IndexLostError if LMDB must not read the file."""
         try:
             check_database(self._path)
         except (DamagedDatabaseError, OSError) as error:
             raise IndexLostError(f"the index is damaged: {error}") from error
 
     def load(self) -> IndexImage:
-        """Reads everything. Segments with damaged or disagreeing values are left out.
+        """Read everything. Segments with damaged or disagreeing values are left out.
 
         Raises:
             IndexLostError: no commit was ever made, or the database is not readable.
@@ -204,7 +204,7 @@ class Index:
 
 @contextlib.contextmanager
 def _lost_if_damaged() -> Iterator[None]:
-    """Turns LMDB errors about a damaged file into IndexLostError; errors of the device stay."""
+    """Turn LMDB errors about a damaged file into IndexLostError; errors of the device stay."""
     try:
         yield
     except _FAILURES:

@@ -64,7 +64,7 @@ class SsdReader:
         return max(0, self._header_bytes) if self._header is None else 0
 
     def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
-        """Verifies read bytes with their hashes, and decrypts them in place; raises BadRecordError."""
+        """Verify read bytes with their hashes, and decrypt them in place; raise BadRecordError."""
         if self._header is None:  # several threads may read the header at once; they find the same
             self._header = self._check(start)
         if self.deleted:

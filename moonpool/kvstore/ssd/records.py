@@ -91,7 +91,7 @@ class RecordHeader:
         return RecordKind(self.info.format, self.info.tenant, self.seal.key_id if self.seal else "")
 
     def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
-        """Verifies the bytes of consecutive layers, as they are on disk; returns their hashes, bound to the block.
+        """Verify the bytes of consecutive layers, as they are on disk; return their hashes, bound to the block.
 
         `hashes` are those of the bytes, if they were made already.
 
@@ -178,7 +178,7 @@ def resembles_records(data: memoryview) -> bool:
 
 
 def rewrite_record(record: bytearray, segment: int) -> None:
-    """Turns an intact record into another segment's record; an older one may have no room to say so."""
+    """Turn an intact record into another segment's record; an older one may have no room to say so."""
     size, (layers, *_, tenant_len) = header_bytes_of(record), _FIXED.unpack_from(record)[3:]
     at = _FIXED.size + tenant_len + 8 * layers + 8
     if at + 8 <= size:
@@ -221,7 +221,7 @@ def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes,
 
 
 def unpack_header(data: bytes | bytearray) -> RecordHeader:
-    """Reads the header that `data` begins with. Raises BadRecordError if the header is damaged."""
+    """Read the header that `data` begins with. Raises BadRecordError if the header is damaged."""
     size = header_bytes_of(data)
     if len(data) < size:
         raise BadRecordError("the header is cut off")
@@ -264,7 +264,7 @@ class OpenedRecord:
     """
 
     def __init__(self, header: RecordHeader, keyring: Keyring | None) -> None:
-        """Finds the key. Raises BadRecordError if it lacks, or is not the record's."""
+        """Find the key. Raises BadRecordError if it lacks, or is not the record's."""
         assert header.seal is not None
         self._layout, self._seal = header.info.format.layout, header.seal
         key = None if keyring is None else keyring.find(header.seal.key_id)
@@ -277,7 +277,7 @@ class OpenedRecord:
             raise BadRecordError(str(error)) from error
 
     def decrypt(self, first: int, data: memoryview) -> list[int]:
-        """Decrypts consecutive layers in place; returns their hashes, bound to the block. Raises BadRecordError."""
+        """Decrypt consecutive layers in place; return their hashes, bound to the block. Raises BadRecordError."""
         layers = self._layout.layers_in(first, len(data))
         try:
             for layer in layers:

@@ -92,7 +92,7 @@ class Recovery:
         return image
 
     def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[RowId, bytes]:
-        """Fills the catalogue, and makes the files agree; entries of what the index does not name."""
+        """Fill the catalogue, and make the files agree; entries of what the index does not name."""
         folder = self.folder
         named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
         newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
@@ -171,7 +171,7 @@ class Recovery:
         return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange, *, is_stale: bool) -> None:
-        """Tells the index what to learn, in one transaction; writes a lost or stale one anew.
+        """Tell the index what to learn, in one transaction; write a lost or stale one anew.
 
         A full device is no reason not to start: a new index is given up with the index's room, an old index stays.
         """
@@ -204,7 +204,7 @@ class Recovery:
 
 
 def _trim(files: FileLayer, segment: Segment, size: int, records: Sequence[ScannedRecord]) -> int:
-    """Cuts a file with `size` bytes behind the last record; deletes a file without records. Returns the bytes freed."""
+    """Cut a file with `size` bytes behind the last record; delete a file without records. Returns the bytes freed."""
     segment.size = records[-1].end if records else segment.size
     if not segment.size:
         files.unlink(segment.path)

@@ -91,7 +91,7 @@ class SegmentSpace:
                 self._thin.append(segment.id)
 
     def make_room(self, nbytes: int, victims: list[Victim]) -> bool:
-        """Reclaims segments until so many bytes fit; False when they cannot. Adds to `victims`."""
+        """Reclaim segments until so many bytes fit; False when they cannot. Adds to `victims`."""
         limit = self.capacity_bytes - self._reserve
         if nbytes > limit:
             return False
@@ -107,7 +107,7 @@ class SegmentSpace:
         return self.used_bytes + max(0, nbytes - room)
 
     def give_up(self, nbytes: int, victims: list[Victim]) -> None:
-        """Reclaims at least one segment, and enough to free `nbytes`, whatever the budget."""
+        """Reclaim at least one segment, and enough to free `nbytes`, whatever the budget."""
         while len(victims) < MAX_VICTIMS and self._reclaim(victims, 0):
             if sum(victim.freed_bytes for victim in victims) >= nbytes:
                 break
@@ -124,7 +124,7 @@ class SegmentSpace:
         segment.kept_share, segment.asked_at = 1.0, self._plans
 
     def _reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
-        """Empties the next segment without readers into `victims`; False if there is none. The active one comes last.
+        """Empty the next segment without readers into `victims`; False if there is none. The active one comes last.
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most must be carried over.
         """
@@ -173,7 +173,7 @@ class SegmentSpace:
         return segment.keys[row] in self.pins or self.catalogue.account.guards(tenant, segment.nbytes(row))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
-        """Carries the blocks that must stay and `spared` rows, which keep their place for now; forgets the others.
+        """Carry the blocks that must stay and `spared` rows, which keep their place for now; forget the others.
 
         One after the other, so that a tenant's guarantee holds for all together.
         """

@@ -148,7 +148,7 @@ class SsdTier:
         return SsdReader(self.disks[segment.disk].folder.files, segment, row, self.keyring)
 
     def drop(self, reader: SsdReader) -> bool:
-        """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
+        """Mark a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
         if not self.catalogue.is_live(reader.segment, reader.row):
             return False
         self.forget([reader.key])
@@ -181,7 +181,7 @@ class SsdTier:
         return any(disk.has_housekeeping for disk in self.working)
 
     def plan(self, blocks: Sequence[DramBlock], number: int = 0) -> WritePlan:
-        """Places blocks that are not here into segments of a disk; old ones make room for them, and go at once."""
+        """Place blocks that are not here into segments of a disk; old ones make room for them, and go at once."""
         disk, victims = self.disks[number], list[Victim]()
         full, disk.full = disk.full, False
         if full:
@@ -421,7 +421,7 @@ def _place(
     victims: Sequence[Victim],
     keyring: Keyring | None,
 ) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
-    """Gives every record a place, and new segments the files of `free` segments, which are told.
+    """Give every record a place, and new segments the files of `free` segments, which are told.
 
     Sizes of segments change only when the plan is done.
     """
@@ -454,7 +454,7 @@ def open_tier(
     files: Sequence[FileLayer] = (),
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
-    """Opens the SSD tier on data folders: locks the folders, made if need be, and reads what they hold. Blocking.
+    """Open the SSD tier on data folders: lock the folders, made if need be, and read what they hold. Blocking.
 
     If some of several folders cannot be used, the tier leaves them out.
 

@@ -135,7 +135,7 @@ class WritePlan:
     indexed: list[IndexChange] = dataclasses.field(default_factory=list)  # what the index was told
 
     def move(self, state: PlanState) -> None:
-        """Changes the state, along `TRANSITIONS` only."""
+        """Change the state, along `TRANSITIONS` only."""
         assert state in TRANSITIONS[self.state], f"a plan cannot go from {self.state} to {state}"
         self.state = state
 
