@@ -119,6 +119,7 @@ class BlockManager:
         The blocks are not acquired: call `acquire` before any other method.
         """
         found = self.find(keys)
+        # The next token reads the windows of the last blocks: a chain goes on behind whole blocks only (ADR 65).
         del found[self.continuable(found) :]
         return found
 
@@ -219,6 +220,7 @@ class BlockManager:
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
+        # Passed slots first: behind a cached block, another request may continue (ADR 65).
         block = next(iter(self._passed_slots or self._cached_slots))
         key = self._key_of[block]
         assert key is not None, "a block without key keeps no slot that nobody needs"
@@ -316,10 +318,12 @@ class BlockManager:
         assert self._refs[block] > 0, f"block {block} is not used"
         own = self._key_of[block]
         assert own is None or own == key, f"block {block} has another key"
+        # The KV was deleted while the request was on the way: nobody may find it again.
         if owner.transient:
             return False
         held = self._block_of.get(key, block)
         if held != block:
+            # A whole block serves all that a partial block serves, and not the other way round.
             if not self.is_partial(held) or self.is_partial(block):
                 return False
             self.forget([key])

@@ -85,6 +85,7 @@ class FairShares:
     def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
         """Charge a tenant for work of this cost."""
         time = self.time(tenant)
+        # A tenant that was away is behind by the credit at most: its return does not stop the others (ADR 17).
         self._least = max(self._least, time - self._credit)
         self._times[tenant] = time + cost / weight
         if len(self._times) > MAX_TENANTS:
@@ -92,6 +93,7 @@ class FairShares:
 
     def forgive_idle(self, cost: float) -> None:
         """Forgive all tenants this cost, for work that the idle server could have done."""
+        # Idle time counts against nobody: a tenant that was served alone keeps its share (ADR 17).
         self._least += cost
 
     def forgive_idle_until(self, now: float, rate: float) -> None:
@@ -128,6 +130,7 @@ class FairShares:
         return digest_of(self._times, self._least, self._idle_at)
 
     def _forget(self) -> None:
+        # Those furthest ahead stay: to forget them would forgive the most work.
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_TENANTS // 2]
         self._times = {tenant: self._times[tenant] for tenant in kept if self._times[tenant] > self._least}
 

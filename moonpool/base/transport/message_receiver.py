@@ -127,6 +127,7 @@ class MessageReceiver(Generic[M]):
             while self._next() if self._incoming is None else self._receive_more(self._incoming):
                 if not self._goes_on:
                     return
+                # Other streams get their turn of the event loop (ADR 37).
                 if self._work_done >= end:
                     if self._sock.has_more:  # what is still in the socket has the event loop call again
                         self._continues = True
@@ -267,6 +268,7 @@ class MessageReceiver(Generic[M]):
         places = self._regions.remote_places(frame.extents)
         if places:
             self._regions.check_size(frame.extents)
+            # Nothing else is received while a payload is fetched, so messages stay in order.
             self._filling = True
             self._sock.unwatch()
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(places, frame, message, follow))
@@ -320,6 +322,7 @@ class MessageReceiver(Generic[M]):
         if buffer is not None:
             self._fill(message, buffer, Iovec(parts), on_read)
         elif self._callbacks is not None and self._callbacks.borrow:
+            # The user copies, then verifies the copy: the peer can still write here (ADR 25).
             data = parts[0] if len(parts) == 1 else Iovec(parts)
             self._deliver(message, BorrowedBuffer(data, on_read))
         else:

@@ -83,6 +83,7 @@ class MessageSender:
 
     def _start_held(self, item: PendingPayload) -> UnsentRest | None:
         frame = self._frame(item.message.SerializeToString())
+        # A store's memory is never mapped by others: it copies to memory that the reader lends (ADR 25).
         place = self._placed.copy(item.parts, item.nbytes)
         if place is not None:
             frame.extents.add(**place._asdict())

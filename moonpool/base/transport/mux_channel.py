@@ -218,6 +218,7 @@ class MuxConnection(ClientStream[Req, Res]):
         if spec.options.dialer is None or not welcome.HasField("transport"):
             return
         epoch = welcome.receiver.epoch
+        # After a failure, streams to this peer stay on gRPC for a while (ADR 25).
         self._passed_over = asyncio.get_running_loop().time() < spec.options.dialer.retry_at(epoch)
         if self._passed_over:
             return
@@ -226,6 +227,7 @@ class MuxConnection(ClientStream[Req, Res]):
                 welcome.transport, epoch, spec.answers, spec.window_bytes, self.send_queue.post
             )
         except (MoonpoolError, OSError, TimeoutError) as error:
+            # The call is open and can carry everything: the stream lives on.
             self._passed_over = True
             spec.options.dialer.failed(spec.name, transport_name(welcome.transport.kind), epoch, error)
             return
@@ -263,6 +265,7 @@ class MuxConnection(ClientStream[Req, Res]):
         if self.channels.get(channel.key) is channel:
             del self.channels[channel.key]
         if not self.channels and self.error is None and self._returns.pending and self._lingering is None:
+            # Not at once: credits travel with the next message, if one comes soon (ADR 37).
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
 
     def take_credit(self) -> int:

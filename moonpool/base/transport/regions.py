@@ -43,6 +43,7 @@ class SharedMemory:
         weakref.finalize(self, os.close, fd)
         os.truncate(fd, nbytes)
         data = memoryview(mmap.mmap(fd, nbytes))
+        # A read-only descriptor could be opened for writing through /proc; a seal holds (ADR 25).
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.shared = SharedRegion(fd, data)
 
@@ -100,6 +101,7 @@ class MappedRegion:
         """
         if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
             raise FrameError(f"a region has {os.fstat(fd).st_size} bytes, not {nbytes}")
+        # A file that is cut under its mapping would end this process with SIGBUS.
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise FrameError("a region may become shorter")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

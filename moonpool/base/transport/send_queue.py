@@ -126,6 +126,7 @@ class SendQueue:
             payload = b"".join(payload)  # no task waits for the connection here
         self._put(message, payload, size)
         if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
+            # The caller's memory is free on return, so the unsent rest is copied.
             self._queue[0] = unsent.kept(), size
         return True
 
@@ -170,6 +171,7 @@ class SendQueue:
         for held in items:
             if held.done.done() or held.cancelled:
                 continue
+            # The connection may be reading the memory: only the connection can say when it is free.
             if held.started:
                 started.append(held.done)
                 continue
@@ -270,6 +272,7 @@ class SendQueue:
     def _append(self, data: OutgoingItem, size: int) -> None:
         if self._closed is not None:
             raise self._closed
+        # Nothing waits: the message goes at once, without waking the writer (ADR 37).
         if self._start is not None and self.is_clear:
             if isinstance(data, PendingPayload):
                 data.started = True

@@ -311,6 +311,7 @@ class ServerStream(Generic[Req]):
                 answered = True
                 nbytes += sum([piece.nbytes for piece in answer.pieces])
         except MoonpoolError as error:
+            # A part of the answer is out: the client cannot be sent to a channel any more.
             if answered:
                 self.send_queue.close(error)
         if not answered:

@@ -102,6 +102,7 @@ class PutTransfers:
         the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
+        # More would hold the event loop; and DURABLE takes a second answer.
         if count > PORTION_BLOCKS or count * size > PORTION_BYTES or spec.durable:
             return None
         self.check_not_deleted(spec)
@@ -132,6 +133,7 @@ class PutTransfers:
             return
         most = min(dram.capacity_bytes, dram.account.quota(spec.tenant) or dram.capacity_bytes) // 64
         ahead = max(nbytes, min(PUTS_AHEAD * nbytes, most))
+        # What was just put must not go for what may come (ADR 38).
         stay = [block for key in spec.keys if (block := dram.get(key)) is not None]
         for block in stay:
             dram.hold(block)
@@ -188,6 +190,7 @@ class PutTransfers:
         if ahead and self._tiers.reserve(_by_tenant([*starting, *ahead])):
             starting += ahead
         elif not self._tiers.reserve(_by_tenant(starting)):
+            # No writer waits for pinned memory: refused at once if pins leave too little.
             for tenant, nbytes in _by_tenant(starting).items():
                 self._tiers.dram.check_possible(nbytes, tenant, now)
             return False

@@ -177,6 +177,7 @@ class WriteQueue:
         else:
             ssd.committed(plan)
             self.removed(plan.lost)
+            # Deleted while the plan wrote them: their records must go again (ADR 24).
             ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
             self._durable(blocks)
         self._tiers.release(recalled)
@@ -204,6 +205,7 @@ class WriteQueue:
             self.unsaved.pop(block.info.key, None)
         self._tiers.release(blocks)
         self._on_durable([block.info.key for block in blocks])
+        # The device takes blocks again: the next of those that it refused may follow.
         if retried:
             self.retry()
 

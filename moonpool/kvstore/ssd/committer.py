@@ -48,6 +48,7 @@ class Committer:
                 self.files.sync_all()
             if plan.full:
                 self._free(plan)
+            # Carried blocks go first, in a transaction of their own: no crash finds them in neither place (ADR 4).
             for append in plan.carry:
                 self._carry(append, plan)
             if plan.carry or not plan.store:
@@ -126,6 +127,7 @@ class Committer:
     def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         """Name what was appended; the first transaction carries the removals, then their files go."""
         sizes = segment_ends(appends)
+        # Data before names: the index must not name what a power loss takes (ADR 4).
         if self.sync:
             for segment in sizes:
                 self.files.sync(segment.path)

@@ -97,6 +97,7 @@ class SegmentSpace:
             return False
         while (incoming := self._with(nbytes)) > limit and _may_take_more(nbytes, victims):
             spare = self.capacity_bytes - incoming + nbytes - sum(victim.segment.size for victim in victims)
+            # Still within the budget: to rewrite a segment of kept blocks can wait.
             if not self._reclaim(victims, max(0, spare), cheaply=incoming <= self.capacity_bytes):
                 break
         return self._with(nbytes) <= self.capacity_bytes
