@@ -33,8 +33,8 @@ from moonpool.client import AsyncClient
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.prefill.core.actions import Action, ReportFirstToken, RunStep
 from moonpool.engine.prefill.core.events import AddRequest, IoResult, StepEnded
-from moonpool.engine.prefill.core.request import PrefillSettings
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
+from moonpool.engine.prefill.core.settings import PrefillSettings
 
 BLOCK_SIZE = 64
 SETTINGS = PrefillSettings(

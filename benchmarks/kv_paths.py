@@ -27,10 +27,10 @@ from moonpool.base.kv_transfer.store_writer import StoreWriter
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
-from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 

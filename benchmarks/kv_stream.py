@@ -30,7 +30,7 @@ from moonpool.base.kv_transfer.read_server import WINDOW_BYTES
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.rpc.tuning import tune_gc, tune_grpc, tune_malloc
-from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.cli.certs import Authority
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)

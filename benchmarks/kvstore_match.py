@@ -16,8 +16,9 @@ from benchmarks.kvstore_client import TINY, Memory, StoreClient, chain, connecte
 from benchmarks.processes import Child
 from moonpool.base.kv.blocks import BlockFormat
 from moonpool.kvstore.ssd.files import ALIGN, FileLayer
-from moonpool.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
-from moonpool.kvstore.ssd.records import segment_path
+from moonpool.kvstore.ssd.index import Index, IndexChange
+from moonpool.kvstore.ssd.segment import ENTRY, RecordKind
+from moonpool.kvstore.ssd.segment_files import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2

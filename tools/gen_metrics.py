@@ -10,7 +10,8 @@ from moonpool.base import world
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
-from moonpool.base.transport.handshake import DIALER_METRICS, LISTENER_METRICS
+from moonpool.base.transport.dialer import DIALER_METRICS
+from moonpool.base.transport.listener import LISTENER_METRICS
 from moonpool.conductor.prediction_metrics import PredictionMetrics
 from moonpool.conductor.servicer import CONDUCTOR_METRICS
 from moonpool.engine.decode.service import DECODE_METRICS

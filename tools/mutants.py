@@ -52,12 +52,17 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.base.kv_transfer.blocking",
         "moonpool.base.kv_transfer.prefix_reader",
         "moonpool.base.kv_transfer.receiver",
+        "moonpool.base.kv_transfer.slice_bitmap",
+        "moonpool.kvstore.ssd.reader",
         "moonpool.kvstore.ssd.records",
     ),
     "lease": (
+        "moonpool.base.scheduling.block_lending",
         "moonpool.base.scheduling.block_manager",
+        "moonpool.kvstore.core.read_leases",
         "moonpool.kvstore.core.store",
-        "moonpool.kvstore.core.writes",
+        "moonpool.kvstore.core.put_transfer",
+        "moonpool.kvstore.core.put_transfers",
     ),
     "resume": (
         "moonpool.client.token_stream",
@@ -78,6 +83,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     ),
     "sync": (
         "moonpool.kvstore.ssd.files",
+        "moonpool.kvstore.ssd.catalogue",
+        "moonpool.kvstore.ssd.disk_index",
         "moonpool.kvstore.ssd.index",
         "moonpool.kvstore.ssd.recovery",
         "moonpool.kvstore.ssd.tier",
@@ -112,19 +119,18 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "moonpool.base.kv_transfer.prefix_reader: nbytes <= FRAME_BYTES -> (nbytes < FRAME_BYTES)": _PREPARES,
     "moonpool.base.kv_transfer.prefix_reader: slices <= MAX_FRAME_SLICES -> (slices < MAX_FRAME_SLICES)": _PREPARES,
-    "moonpool.base.kv_transfer.receiver: key[1] < blocks -> (key[1] <= blocks)": (
+    "moonpool.base.kv_transfer.slice_bitmap: key[1] < blocks -> (key[1] <= blocks)": (
         "no part of a block that is not expected any more is looked at"
     ),
-    "moonpool.base.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
-        "all bits of a cell move by the same number of places"
-    ),
-    "moonpool.kvstore.core.store: len(held) < len(keys) -> (len(held) <= len(keys))": (
+    "moonpool.base.kv_transfer.slice_bitmap: run.head_begin - self._heads.start"
+    " -> (run.head_begin + self._heads.start)": ("all bits of a cell move by the same number of places"),
+    "moonpool.kvstore.core.read_leases: len(held) < len(keys) -> (len(held) <= len(keys))": (
         "if all blocks are in DRAM none comes from SSD, so nothing is evicted whether they are held or not"
     ),
     "moonpool.kvstore.ssd.records: len(data) < _FIXED.size -> (len(data) <= _FIXED.size)": (
         "a header has a page at least, so data that short are a bad record either way"
     ),
-    "moonpool.kvstore.ssd.records: found.nbytes <= SMALL_BYTES -> (found.nbytes < SMALL_BYTES)": (
+    "moonpool.kvstore.ssd.segment_files: found.nbytes <= SMALL_BYTES -> (found.nbytes < SMALL_BYTES)": (
         "how much is read ahead changes no record that is found"
     ),
     "moonpool.kvstore.ssd.recovery: size < image.segments.get(number, 0) -> (size <= image.segments.get(number, 0))": (

@@ -108,7 +108,7 @@ def run_inspect(
     from moonpool.base.checkpoint.formats import inspect_checkpoint
     from moonpool.base.checkpoint.resolve import resolve
     from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
-    from moonpool.base.kv.pool import available_bytes
+    from moonpool.base.kv.memory import available_bytes
     from moonpool.engine.memory_estimate import estimated_memory
     from moonpool.engine.messages import EngineSpec
 

@@ -22,7 +22,7 @@ from moonpool.base.checkpoint import inspect_checkpoint, kv_layout, resolve
 from moonpool.base.config import check_free
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.kv import native_library
-from moonpool.base.kv.pool import available_bytes
+from moonpool.base.kv.memory import available_bytes
 from moonpool.base.native.build import BuildError, build
 from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.base.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, Tr
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.rpc.channels import Channels, ConnectionMonitor, MonitoredCall, check_health
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.streams import ClientStream
+from moonpool.base.transport.client_stream import ClientStream
 from moonpool.conductor.core.failures import FENCE_FIELD
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub

@@ -11,7 +11,7 @@ from moonpool.base.rpc.auth import require_role
 from moonpool.base.rpc.channels import ProcessorWait
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.conductor.cluster_members import ClusterMembers
 from moonpool.conductor.registry import ClusterMember
 from moonpool.v1 import conductor_pb2, kv_pb2

@@ -28,13 +28,14 @@ from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.async_utils import ThreadOffload
+from moonpool.base.transport.client_stream import CONNECT_TIMEOUT_S
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.dialer import DIALER_METRICS, TransportDialer
 from moonpool.base.transport.flow_control import EgressLink
-from moonpool.base.transport.handshake import DIALER_METRICS, LISTENER_METRICS, TransportDialer, TransportListener
+from moonpool.base.transport.listener import LISTENER_METRICS, TransportListener
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
-from moonpool.base.transport.sessions import StreamSettings
-from moonpool.base.transport.streams import CONNECT_TIMEOUT_S
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine

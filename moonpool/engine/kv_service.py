@@ -16,19 +16,13 @@ from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream, check_hello
 from moonpool.base.kv_transfer.write_back import WriteBack, WriteBackJob
 from moonpool.base.rpc.stream_writes import bare_write
-from moonpool.base.scheduling.block_manager import (
-    BlockLending,
-    BlockManager,
-    BlocksLent,
-    DeleteKV,
-    KVDeleted,
-    LendBlocks,
-    ReturnBlocks,
-)
+from moonpool.base.scheduling.block_lending import BlockLending, BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.streams import OpenStreams
+from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.engine.instance import InstanceContext
 from moonpool.v1 import kv_pb2
 

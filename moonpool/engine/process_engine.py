@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from moonpool.base.checkpoint import load_config
 from moonpool.base.errors import Internal, MoonpoolError, Unavailable
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import KVPool, available_bytes
+from moonpool.base.kv.memory import available_bytes
+from moonpool.base.kv.pool import KVPool
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import LayerDone, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger

@@ -28,7 +28,7 @@ from moonpool.base.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddres
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.keys import namespace
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
-from moonpool.base.kv.pool import available_bytes
+from moonpool.base.kv.memory import available_bytes
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import draw_bits

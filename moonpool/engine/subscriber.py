@@ -14,7 +14,7 @@ from moonpool.base.logprobs import Logprobs
 from moonpool.base.rpc.stream_writes import write_each
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.send_queue import STALL_S
-from moonpool.base.transport.streams import ServerStream, Write
+from moonpool.base.transport.server_stream import ServerStream, Write
 from moonpool.v1 import decode_pb2, kv_pb2
 
 log = get_logger(__name__)

@@ -50,7 +50,7 @@ class DeletionWorker:
     unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
 
     async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> DeletedCount:
-        """Carries out new deletions, and deletes blocks that are older than their tenant's time to live.
+        """Carry out new deletions, and delete blocks that are older than their tenant's time to live.
 
         Returns:
             What all these deletions deleted, now or before. Deletions carried out together count as the first of them.
@@ -62,7 +62,9 @@ class DeletionWorker:
         asked, total = await read_deletions(deletions), DeletedCount()
         async with self.turn:
             for portion in asked:
-                await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
+                await self._carry_out(
+                    {name: selection for name, selection in portion.items() if self._done(name) is None}
+                )
             if ttl_s:
                 total = await run_in_steps(self.operations.store.delete_expired(ttl_s, self.clock()))
         await self._erased()
@@ -70,7 +72,7 @@ class DeletionWorker:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
             unsaved = [name for name in counts if name in self.unsaved]
             await self.records.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
-            self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
+            self.unsaved = {name: selection for name, selection in self.unsaved.items() if name not in unsaved}
             total = sum(counts.values(), start=total)
             await asyncio.sleep(0)
         return total
@@ -115,7 +117,7 @@ class DeletionWorker:
                 await self.records.applied(dict.fromkeys(missing, (0, 0)))
 
     async def drop(self, keys: Sequence[BlockKey]) -> DeletedCount:
-        """Drops blocks, which may be put again.
+        """Drop blocks, which may be put again.
 
         Raises:
             Unavailable: as in `forget`.

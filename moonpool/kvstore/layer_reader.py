@@ -16,8 +16,9 @@ from moonpool.base.errors import Overloaded
 from moonpool.base.kv.frames import FRAME_BYTES, Slice
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.kvstore.core.store import ReadLease, ReadLeases
-from moonpool.kvstore.ssd.records import BadRecordError, Band, read_bands
+from moonpool.kvstore.core.read_leases import ReadLease, ReadLeases
+from moonpool.kvstore.ssd.reader import Band, read_bands
+from moonpool.kvstore.ssd.records import BadRecordError
 
 log = get_logger(__name__)
 MAX_FETCHES = 8  # per reader, in the thread pool
@@ -111,7 +112,7 @@ class LayerReader:
             await self._fetch_ended()
 
     def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
-        """Adds a layer's slices from `block` on to a group until full or a slice is unread; returns which."""
+        """Add a layer's slices from `block` on to a group until full or a slice is unread; return which."""
         sources, layout = self.lease.sources, self._layout
         size, tokens, place = layout.slice_bytes(layer), layout.block_size, layout.place(layer, band.layers.start)
         end = min(self._limit, block + self._group_cells - len(group))
@@ -144,7 +145,7 @@ class LayerReader:
         self._start_more()
 
     def _start_more(self) -> None:
-        """Begins reading as far ahead as fetches and memory allow; at least one fetch while no memory is held."""
+        """Begin reading as far ahead as fetches and memory allow; at least one fetch while no memory is held."""
         while not self._closed and len(self._fetches) < MAX_FETCHES and self._start_one():
             pass
 
@@ -251,7 +252,7 @@ class LayerReader:
             log.warning("a stored block cannot be read now", key=key, error=str(error))
 
     def close(self) -> None:
-        """Ends the reading. The lease ends as soon as no thread reads any more. Idempotent."""
+        """End the reading. The lease ends as soon as no thread reads any more. Idempotent."""
         if self._closed:
             return
         self._closed = True

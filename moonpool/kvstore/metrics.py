@@ -15,10 +15,10 @@ from moonpool.base.kv.reuse_stats import KeySample, ReuseSample
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.base.telemetry.prometheus import AGES, SECONDS, PrometheusMetrics
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.base.transport.streams import OpenStreams
+from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.eviction.tenants import DEFAULT_ROW, TenantBytes
-from moonpool.kvstore.kv_streams import MemoryWaitQueue
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from moonpool.kvstore.prefetch import Prefetcher
 from moonpool.kvstore.ssd.tier import SsdTier
 from moonpool.kvstore.write_behind import WriteBehind
@@ -48,115 +48,178 @@ class MeasuredStore:
 
 
 STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
-    Metric("put_transfers", "Open writing transfers.", lambda it: len(it.store.writes.transfers), 0),
-    Metric("get_transfers", "Open reading transfers.", lambda it: it.store.reads.leases, 0),
-    Metric("unfinished_blocks", "Blocks that have not fully arrived.", lambda it: len(it.store.writes.unfinished), 0),
-    Metric("pending_writes", "Blocks on the way to the SSD tier.", lambda it: len(it.store.writes.queue.states), 0),
+    Metric("put_transfers", "Open writing transfers.", lambda measured: len(measured.store.writes.transfers), 0),
+    Metric("get_transfers", "Open reading transfers.", lambda measured: measured.store.reads.leases, 0),
     Metric(
-        "dram_reserved_bytes",
-        "Bytes of DRAM reserved for blocks that are being written or read in.",
-        lambda it: it.store.tiers.dram.reserved.total_bytes,
+        "unfinished_blocks",
+        "Blocks that have not fully arrived.",
+        lambda measured: len(measured.store.writes.unfinished),
         0,
     ),
     Metric(
-        "dram_held_bytes", "Bytes in DRAM that leases keep from eviction.", lambda it: it.store.tiers.dram.held_bytes, 0
+        "pending_writes",
+        "Blocks on the way to the SSD tier.",
+        lambda measured: len(measured.store.writes.queue.states),
+        0,
+    ),
+    Metric(
+        "dram_reserved_bytes",
+        "Bytes of DRAM reserved for blocks that are being written or read in.",
+        lambda measured: measured.store.tiers.dram.reserved.total_bytes,
+        0,
+    ),
+    Metric(
+        "dram_held_bytes",
+        "Bytes in DRAM that leases keep from eviction.",
+        lambda measured: measured.store.tiers.dram.held_bytes,
+        0,
     ),
     Metric(
         "dram_leased_bytes",
         "Bytes of DRAM counted against the budget of reading transfers.",
-        lambda it: it.store.reads.leased_bytes,
+        lambda measured: measured.store.reads.leased_bytes,
         0,
     ),
     Metric(
         "durability_awaited_blocks",
         "Blocks with writers that wait until the blocks are durable.",
-        lambda it: len(it.store.writes.awaiting),
+        lambda measured: len(measured.store.writes.awaiting),
         0,
     ),
-    Metric("stream_tasks", "Tasks of open streams.", lambda it: sum(stream.tasks for stream in it.streams.kv), 0),
-    Metric("messages_unsent", "Messages that wait to be written to clients.", lambda it: it.streams.traffic.unsent, 0),
+    Metric(
+        "stream_tasks",
+        "Tasks of open streams.",
+        lambda measured: sum(stream.tasks for stream in measured.streams.kv),
+        0,
+    ),
+    Metric(
+        "messages_unsent",
+        "Messages that wait to be written to clients.",
+        lambda measured: measured.streams.traffic.unsent,
+        0,
+    ),
     Metric(
         "put_credits_kept_bytes",
         "Bytes from writers with credits not yet handed back.",
-        lambda it: it.streams.traffic.credits_kept,
+        lambda measured: measured.streams.traffic.credits_kept,
         0,
     ),
     Metric(
         "get_credits_out_bytes",
         "Bytes sent to readers with credits not yet returned.",
-        lambda it: it.streams.traffic.credits_out,
+        lambda measured: measured.streams.traffic.credits_out,
         0,
     ),
-    Metric("streams", "Open streams of clients.", lambda it: len(it.streams)),
-    Metric("transfers_waiting_for_room", "Transfers that wait for free DRAM.", lambda it: len(it.rooms), 0),
-    Metric("read_ahead_bytes", "Bytes that were read from SSD and not sent yet.", lambda it: it.ahead.out, 0),
-    Metric("watchers", "Clients that follow KV events.", lambda it: it.journal.watchers),
+    Metric("streams", "Open streams of clients.", lambda measured: len(measured.streams)),
+    Metric("transfers_waiting_for_room", "Transfers that wait for free DRAM.", lambda measured: len(measured.rooms), 0),
+    Metric(
+        "read_ahead_bytes", "Bytes that were read from SSD and not sent yet.", lambda measured: measured.ahead.out, 0
+    ),
+    Metric("watchers", "Clients that follow KV events.", lambda measured: measured.journal.watchers),
     counter(
         "retried_batches_total",
         "Batches for the SSD tier that were tried again.",
-        lambda it: 0 if it.writer is None else it.writer.retries,
+        lambda measured: 0 if measured.writer is None else measured.writer.retries,
     ),
-    Metric("dram_bytes", "Bytes of blocks in DRAM.", lambda it: it.store.tiers.dram.block_bytes),
-    Metric("dram_blocks", "Blocks in DRAM.", lambda it: len(it.store.tiers.dram)),
-    Metric("dram_pinned_bytes", "Bytes of pinned blocks in DRAM.", lambda it: it.store.tiers.dram.pinned.total_bytes),
+    Metric("dram_bytes", "Bytes of blocks in DRAM.", lambda measured: measured.store.tiers.dram.block_bytes),
+    Metric("dram_blocks", "Blocks in DRAM.", lambda measured: len(measured.store.tiers.dram)),
+    Metric(
+        "dram_pinned_bytes",
+        "Bytes of pinned blocks in DRAM.",
+        lambda measured: measured.store.tiers.dram.pinned.total_bytes,
+    ),
     Metric(
         "blocks_unsaved",
         "Blocks in DRAM that could not be written to SSD and will be tried again.",
-        lambda it: len(it.store.writes.queue.unsaved),
+        lambda measured: len(measured.store.writes.queue.unsaved),
     ),
-    Metric("sessions", "Sessions with blocks in DRAM.", lambda it: len(it.store.tiers.dram.policy)),
+    Metric("sessions", "Sessions with blocks in DRAM.", lambda measured: len(measured.store.tiers.dram.policy)),
     Metric(
         "unwanted_blocks",
         "Blocks in DRAM that no session will ask for again: they leave first.",
-        lambda it: it.store.tiers.dram.policy.unwanted,
+        lambda measured: measured.store.tiers.dram.policy.unwanted,
     ),
-    Metric("prefetching", "Sessions whose blocks are read from SSD, or wait.", lambda it: len(it.prefetcher), 0),
+    Metric(
+        "prefetching", "Sessions whose blocks are read from SSD, or wait.", lambda measured: len(measured.prefetcher), 0
+    ),
     counter(
         "prefetched_blocks_total",
         "Blocks read from SSD for sessions before their turn.",
-        lambda it: it.prefetcher.blocks,
+        lambda measured: measured.prefetcher.blocks,
     ),
     counter(
         "prefetches_cancelled_total",
         "Sessions that were told of anew before all of their blocks were read.",
-        lambda it: it.prefetcher.cancelled,
+        lambda measured: measured.prefetcher.cancelled,
     ),
-    Metric("pins", "Named pins.", lambda it: len(it.store.tiers.dram.pins)),
-    Metric("pinned_blocks", "Blocks that pins keep, in either tier.", lambda it: it.store.tiers.dram.pins.keys),
-    Metric("pinned_bytes", "Bytes that pins keep, in either tier.", lambda it: it.store.tiers.dram.pins.nbytes),
-    Metric("pin_budget_bytes", "Most bytes that all pins may keep.", lambda it: it.store.tiers.dram.pins.budget_bytes),
-    Metric("dram_capacity_bytes", "Size of the DRAM tier in bytes.", lambda it: it.store.tiers.dram.capacity_bytes),
-    counter("dram_evictions_total", "Blocks evicted from DRAM.", lambda it: it.store.tiers.dram.evictions),
-    counter("blocks_put_total", "Blocks stored.", lambda it: it.store.writes.blocks_put),
-    counter("blocks_durable_total", "Blocks written to SSD.", lambda it: it.store.writes.queue.blocks_durable),
+    Metric("pins", "Named pins.", lambda measured: len(measured.store.tiers.dram.pins)),
+    Metric(
+        "pinned_blocks", "Blocks that pins keep, in either tier.", lambda measured: measured.store.tiers.dram.pins.keys
+    ),
+    Metric(
+        "pinned_bytes", "Bytes that pins keep, in either tier.", lambda measured: measured.store.tiers.dram.pins.nbytes
+    ),
+    Metric(
+        "pin_budget_bytes",
+        "Most bytes that all pins may keep.",
+        lambda measured: measured.store.tiers.dram.pins.budget_bytes,
+    ),
+    Metric(
+        "dram_capacity_bytes",
+        "Size of the DRAM tier in bytes.",
+        lambda measured: measured.store.tiers.dram.capacity_bytes,
+    ),
+    counter("dram_evictions_total", "Blocks evicted from DRAM.", lambda measured: measured.store.tiers.dram.evictions),
+    counter("blocks_put_total", "Blocks stored.", lambda measured: measured.store.writes.blocks_put),
+    counter(
+        "blocks_durable_total", "Blocks written to SSD.", lambda measured: measured.store.writes.queue.blocks_durable
+    ),
     counter(
         "blocks_not_durable_total",
         "Blocks that could not be written to SSD.",
-        lambda it: it.store.writes.queue.blocks_not_durable,
+        lambda measured: measured.store.writes.queue.blocks_not_durable,
     ),
     counter(
-        "failed_batches_total", "Batches that failed at the disk.", lambda it: it.store.writes.queue.failed_batches
+        "failed_batches_total",
+        "Batches that failed at the disk.",
+        lambda measured: measured.store.writes.queue.failed_batches,
     ),
-    counter("dram_hits_total", "Blocks found in DRAM by readers.", lambda it: it.store.reads.dram_hits),
-    counter("ssd_hits_total", "Blocks found on SSD by readers.", lambda it: it.store.reads.ssd_hits),
-    counter("misses_total", "Blocks that readers asked for and did not find.", lambda it: it.store.reads.misses),
-    counter("promotions_total", "Blocks read from SSD into DRAM.", lambda it: it.store.reads.promotions),
-    counter("bad_blocks_total", "Blocks on SSD dropped for wrong bytes.", lambda it: it.store.reads.bad_blocks),
+    counter("dram_hits_total", "Blocks found in DRAM by readers.", lambda measured: measured.store.reads.dram_hits),
+    counter("ssd_hits_total", "Blocks found on SSD by readers.", lambda measured: measured.store.reads.ssd_hits),
     counter(
-        "damaged_blocks_total", "Blocks in DRAM dropped for wrong bytes.", lambda it: it.store.reads.damaged_blocks
+        "misses_total", "Blocks that readers asked for and did not find.", lambda measured: measured.store.reads.misses
+    ),
+    counter("promotions_total", "Blocks read from SSD into DRAM.", lambda measured: measured.store.reads.promotions),
+    counter(
+        "bad_blocks_total", "Blocks on SSD dropped for wrong bytes.", lambda measured: measured.store.reads.bad_blocks
+    ),
+    counter(
+        "damaged_blocks_total",
+        "Blocks in DRAM dropped for wrong bytes.",
+        lambda measured: measured.store.reads.damaged_blocks,
     ),
     Metric(
-        "arena_free_bytes", "Resident bytes of free slots in DRAM.", lambda it: it.store.tiers.dram.arena.free_bytes
+        "arena_free_bytes",
+        "Resident bytes of free slots in DRAM.",
+        lambda measured: measured.store.tiers.dram.arena.free_bytes,
     ),
-    Metric("arena_live_bytes", "Bytes of used slots in DRAM.", lambda it: it.store.tiers.dram.arena.live_bytes),
-    Metric("arena_resident_bytes", "Resident bytes of all slots.", lambda it: it.store.tiers.dram.arena.resident_bytes),
     Metric(
-        "arena_mapped_bytes", "Address space of all slots in bytes.", lambda it: it.store.tiers.dram.arena.mapped_bytes
+        "arena_live_bytes", "Bytes of used slots in DRAM.", lambda measured: measured.store.tiers.dram.arena.live_bytes
+    ),
+    Metric(
+        "arena_resident_bytes",
+        "Resident bytes of all slots.",
+        lambda measured: measured.store.tiers.dram.arena.resident_bytes,
+    ),
+    Metric(
+        "arena_mapped_bytes",
+        "Address space of all slots in bytes.",
+        lambda measured: measured.store.tiers.dram.arena.mapped_bytes,
     ),
     counter(
         "arena_returned_bytes_total",
         "Bytes of slots returned to the operating system.",
-        lambda it: it.store.tiers.dram.arena.returned_bytes,
+        lambda measured: measured.store.tiers.dram.arena.returned_bytes,
     ),
 )
 
@@ -225,7 +288,7 @@ class TenantFigures(NamedTuple):
 
 
 def _tenant_metric(name: str, text: str) -> tuple[Metric[TenantFigures]]:
-    return (Metric(name, text, lambda it: it.nbytes),)
+    return (Metric(name, text, lambda measured: measured.nbytes),)
 
 
 TENANT_DRAM = _tenant_metric("tenant_dram_bytes", "Bytes of a tenant's blocks in DRAM.")

@@ -51,7 +51,7 @@ class StoreOperations:
             self.pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """Keeps the leading blocks of a chain in either tier, and their windowed slices; see `Pins.pin`."""
+        """Keep the leading blocks of a chain in either tier, and their windowed slices; see `Pins.pin`."""
         self.expire()
         tiers = self.store.tiers
 
@@ -84,7 +84,7 @@ class StoreOperations:
         return bool(keys)
 
     async def warm(self, max_bytes: int) -> tuple[int, int]:
-        """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts no block.
+        """Fill free DRAM from the SSD tier, the most recently written blocks first; evict no block.
 
         Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up. Raises
         Overloaded when too many reading transfers are open.
@@ -116,7 +116,7 @@ class StoreOperations:
             await asyncio.sleep(0)
 
     async def promote(self, keys: Sequence[BlockKey]) -> int:
-        """Brings the leading blocks of one chain from the SSD tier into DRAM, evicting others if need be.
+        """Bring the leading blocks of one chain from the SSD tier into DRAM, evicting others if need be.
 
         Returns the bytes read. Raises Overloaded when too many reading transfers are open, or leases keep all DRAM.
         """
@@ -138,7 +138,7 @@ class StoreOperations:
             reader.close()
 
     def compact(self, min_live_share: float) -> int:
-        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many."""
+        """Begin to rewrite segments with a smaller share of live bytes (0 = the default); return how many."""
         if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
         segments = self.ssd.compact(min_live_share or MIN_LIVE_SHARE)

@@ -116,14 +116,14 @@ class RecordFolder:
         return sealed
 
     def commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
-        """Writes records, and deletes expired records; synced on return. Raises OSError or lmdb.Error."""
+        """Write records, and delete expired records; synced on return. Raises OSError or lmdb.Error."""
         self.whole = False
         assert self._env is not None
         _commit(self._env, map(self._sealed, records), over)
         self.whole = True
 
     def write_anew(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Replaces the database by one with these records; raises as `commit` does."""
+        """Replace the database by one with these records; raise as `commit` does."""
         self.close()
         files, anew = FileLayer(), self.folder / "anew"
         files.remove_folder(anew)
@@ -220,7 +220,10 @@ class RecordStore:
             newer = self.replicated.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
-        done = [{one.id: one.expires_at - KEEP_S for one in records if one.kind == _APPLIED} for records in found]
+        done = [
+            {record.id: record.expires_at - KEEP_S for record in records if record.kind == _APPLIED}
+            for records in found
+        ]
         # Deletions that some folders do not know as carried out, and when others did.
         self.incomplete = {name: at for name, at in ChainMap(*done).items() if not all(name in each for each in done)}
 
@@ -238,11 +241,11 @@ class RecordStore:
             return []
 
     def leave_out(self, number: int) -> None:
-        """Stops writing to a folder, so that the folder does not record later deletions as carried out."""
+        """Stop writing to a folder, so that the folder does not record later deletions as carried out."""
         self._folders.pop(number, None)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Keeps those that are newer than what is here; they are durable on return.
+        """Keep those that are newer than what is here; they are durable on return.
 
         All become known and durable, also if the call is cancelled.
 
@@ -250,21 +253,21 @@ class RecordStore:
             InvalidRequest: a record is wrong; none was taken.
             Overloaded: all records together are too large; none was taken.
         """
-        for record in (one for one in records if one.kind == DELETION and one.value):
+        for record in (record for record in records if record.kind == DELETION and record.value):
             deletion_from_record(record)  # raises before any is taken
             await asyncio.sleep(0)
         await asyncio.shield(self._keep(self.replicated.merge(records)))
 
     async def _keep(self, newer: Sequence[kv_pb2.Record]) -> None:
         async with self._turn:
-            for record in [one for one in newer if one.kind == DELETION]:
+            for record in [record for record in newer if record.kind == DELETION]:
                 if not record.value or self.replicated.get(DELETION, record.tenant, record.id) is record:
                     self._note([record])  # the record may have expired meanwhile
                 await asyncio.sleep(0)
             await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
-        for record in (one for one in records if one.kind == DELETION):
+        for record in (record for record in records if record.kind == DELETION):
             if record.value:
                 self.deletions.add(record.id, deletion_from_record(record))
             else:  # the record names nothing any more
@@ -310,7 +313,7 @@ class RecordStore:
                     folder.commit(records, over)
 
     def _mend(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Writes databases anew that could not be written to.
+        """Write databases anew that could not be written to.
 
         Raises:
             Unavailable: the only one cannot be written; with the next records the store tries again.

@@ -9,14 +9,16 @@ import lmdb
 
 from moonpool.base.errors import ConfigError
 from moonpool.kvstore.record_store import RecordFolder, read_records
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.data_folder import DataFolder
 from moonpool.kvstore.ssd.files import ALIGN, FileLayer
-from moonpool.kvstore.ssd.index import Catalogue
-from moonpool.kvstore.ssd.records import segment_path
-from moonpool.kvstore.ssd.recovery import DataFolder, Recovery, VerifyReport, check_blocks
+from moonpool.kvstore.ssd.folder_check import VerifyReport, check_blocks
+from moonpool.kvstore.ssd.recovery import Recovery
+from moonpool.kvstore.ssd.segment_files import segment_path
 
 
 def verify(path: Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
-    """Checks a data folder without changes; `on_segment` is called with the number of checked segments and the total.
+    """Check a data folder without changes; `on_segment` is called with the number of checked segments and the total.
 
     Raises:
         ConfigError: `path` holds no store, cannot be read, or is used by a kvstore.
@@ -38,7 +40,7 @@ def verify(path: Path, on_segment: Callable[[int, int], None] = lambda done, of:
 
 
 def repair(path: Path, report: VerifyReport) -> None:
-    """Drops the damaged records that a check found, and writes the index and the conductors' records anew.
+    """Drop the damaged records that a check found, and write the index and the conductors' records anew.
 
     Raises:
         ConfigError: the folder cannot be written, or is used by a kvstore.

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.kvstore.core.store import BlockStore, LeasedBlock
-from moonpool.kvstore.ssd.index import Segment
-from moonpool.kvstore.ssd.records import BadRecordError, SsdReader, read_record, unpack_header
+from moonpool.kvstore.core.read_leases import LeasedBlock
+from moonpool.kvstore.core.store import BlockStore
+from moonpool.kvstore.ssd.reader import SsdReader, read_record
+from moonpool.kvstore.ssd.records import BadRecordError, unpack_header
+from moonpool.kvstore.ssd.segment import Segment
 from moonpool.kvstore.ssd.tier import SsdTier
 
 log = get_logger(__name__)
@@ -45,14 +47,14 @@ class Scrubber:
                 await self.sleep(BETWEEN_S)
 
     async def scrub(self) -> None:
-        """Reads all blocks once, and then has the indexes checked."""
+        """Read all blocks once, and then have the indexes checked."""
         for segment in self.ssd.catalogue.by_age():
             bad = 0
-            for slot in list(self.ssd.catalogue.live_slots(segment)):
+            for row in list(self.ssd.catalogue.live_rows(segment)):
                 if self.ssd.catalogue.segments.get(segment.id) is not segment:
                     break  # reclaimed meanwhile
-                if self.ssd.catalogue.is_live(segment, slot):
-                    bad += await self._check(segment, slot)
+                if self.ssd.catalogue.is_live(segment, row):
+                    bad += await self._check(segment, row)
             if bad:
                 log.warning(
                     "damaged blocks were found on disk and dropped",
@@ -64,9 +66,9 @@ class Scrubber:
         self.ssd.check_indexes()
         self.store.tiers.listener.work()
 
-    async def _check(self, segment: Segment, slot: int) -> bool:
-        """Checks one block; returns whether the block was damaged. An unreadable block is left alone."""
-        reader = SsdReader(self.ssd.disks[segment.disk].folder.files, segment, slot)
+    async def _check(self, segment: Segment, row: int) -> bool:
+        """Check one block; return whether the block was damaged. An unreadable block is left alone."""
+        reader = SsdReader(self.ssd.disks[segment.disk].folder.files, segment, row)
         try:
             await asyncio.get_running_loop().run_in_executor(self.pool, _compare, reader)
         except BadRecordError:
@@ -78,8 +80,8 @@ class Scrubber:
             return False
         finally:
             reader.release()
-            self.ssd.scrubbed_bytes += segment.nbytes(slot)
-            await self.sleep(segment.nbytes(slot) / self.bytes_per_s)
+            self.ssd.scrubbed_bytes += segment.nbytes(row)
+            await self.sleep(segment.nbytes(row) / self.bytes_per_s)
         return False
 
 
@@ -88,8 +90,8 @@ def _compare(reader: SsdReader) -> None:
 
     Raises BadRecordError if a record is damaged, or is not what the index says; OSError if the disk is away.
     """
-    segment, slot = reader.segment, reader.slot
-    where = segment.path, reader.key, segment.offset(slot), segment.nbytes(slot)
+    segment, row = reader.segment, reader.row
+    where = segment.path, reader.key, segment.offset(row), segment.nbytes(row)
     header = unpack_header(read_record(reader.files, *where))
-    if header.kind != segment.kind(slot):
+    if header.kind != segment.kind(row):
         raise BadRecordError("the index names another format, tenant or key")

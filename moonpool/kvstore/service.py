@@ -33,27 +33,30 @@ from moonpool.base.telemetry.metrics import MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.async_utils import run_in_steps, wait_within
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.base.transport.handshake import LISTENER_METRICS, TransportListener
+from moonpool.base.transport.listener import LISTENER_METRICS, TransportListener
+from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.base.transport.registry import open_transports
-from moonpool.base.transport.streams import OpenStreams
 from moonpool.kvstore.config import KVStoreConfig
+from moonpool.kvstore.core.put_transfer import MAX_TRANSFER_BLOCKS
 from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.core.tiered_store import StoreListener, find_blocks
-from moonpool.kvstore.core.writes import MAX_TRANSFER_BLOCKS
 from moonpool.kvstore.deletion import DeletionWorker, KeyWatch
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.policies import POLICIES
 from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
-from moonpool.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
+from moonpool.kvstore.get_stream import GetResources, GetStream
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from moonpool.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
 from moonpool.kvstore.operations import StoreOperations
 from moonpool.kvstore.prefetch import Prefetcher
+from moonpool.kvstore.put_stream import PutResources, PutStream
 from moonpool.kvstore.record_store import RecordStore
 from moonpool.kvstore.scrubber import Scrubber
+from moonpool.kvstore.ssd.admission import SsdAdmission
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import FileLayer
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from moonpool.kvstore.write_behind import WriteBehind
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -298,7 +301,7 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Deletes what was missed, writes, scrubs, ends pins; at the end saves what is visible, and closes all."""
+        """Delete what was missed, write, scrub, end pins; at the end save what is visible, and close all."""
         loop, arena = asyncio.get_running_loop(), self.store.tiers.dram.arena
         arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
@@ -341,7 +344,7 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None) -> None:
-    """Runs a kvstore process until told to stop; `files`: as of `open_tiers`.
+    """Run a kvstore process until told to stop; `files`: as of `open_tiers`.
 
     Raises:
         ConfigError: a setting is refused.

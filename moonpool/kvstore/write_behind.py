@@ -16,10 +16,10 @@ from moonpool.base import world
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import wait_within
-from moonpool.kvstore.core.tiered_store import WriteQueue
+from moonpool.kvstore.core.write_queue import WriteQueue
 from moonpool.kvstore.ssd.files import is_full, lacks_memory
-from moonpool.kvstore.ssd.segment_log import WritePlan
 from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 
 log = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class WriteBehind:
             self._work[disk].set()
 
     async def run(self) -> None:
-        """Writes until cancelled. The thread finishes a batch under way, but the result is lost."""
+        """Write until cancelled. The thread finishes a batch under way, but the result is lost."""
         self.wake()
         async with asyncio.TaskGroup() as group:
             for disk in self._delays:
@@ -88,7 +88,7 @@ class WriteBehind:
             while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
                 pass
             self._busy -= 1
-            woken = any(work.is_set() for work, one in zip(self._work, self.ssd.disks, strict=True) if not one.out)
+            woken = any(work.is_set() for work, disk in zip(self._work, self.ssd.disks, strict=True) if not disk.out)
             if not (self._busy or woken):
                 self._idle.set()
 
@@ -116,7 +116,7 @@ class WriteBehind:
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
     async def _leave_out(self, disk: int, error: Exception | None) -> None:
-        """Leaves a disk out.
+        """Leave a disk out.
 
         Other disks take the disk's batch, and the disk's blocks that DRAM has; the disk's other blocks are misses.
         """
@@ -128,7 +128,7 @@ class WriteBehind:
         self.wake()
 
     async def _reopen(self, disk: int) -> None:
-        """Opens a failed disk's files anew.
+        """Open a failed disk's files anew.
 
         While the disk is away the next plan fails, and the plan's blocks wait in DRAM.
         """
@@ -142,7 +142,7 @@ class WriteBehind:
             await asyncio.sleep(0)
 
     async def _pause(self, nbytes: int) -> None:
-        """Waits until `nbytes` more are within the write rate; does not wait while someone waits for durability."""
+        """Wait until `nbytes` more are within the write rate; does not wait while someone waits for durability."""
         now = asyncio.get_running_loop().time
         if self.bytes_per_s and await wait_within(self.pause_after(nbytes, now()), self._hurry):
             self._free_at = now()
@@ -153,7 +153,7 @@ class WriteBehind:
         return self._free_at - now
 
     async def _wait(self, work: asyncio.Event) -> None:
-        """Waits for work, or until unsaved blocks are due for a retry, which this call begins."""
+        """Wait for work, or until unsaved blocks are due for a retry, which this call begins."""
         now = asyncio.get_running_loop().time
         if not self.queue.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
@@ -185,7 +185,7 @@ class WriteBehind:
         return again
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
-        """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
+        """Log errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
         if plan.erase_error is not None:
             self._tell(log.error, "records could not be overwritten or cut off", len(plan.unerased), plan.erase_error)
         if error is None:
@@ -207,12 +207,12 @@ class WriteBehind:
             at_level(what, blocks=blocks, error=str(error))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
+        """Wait until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
         with self._hurrying():
             return await wait_within(timeout_s, self._idle)
 
     async def erased(self, timeout_s: float) -> bool:
-        """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
+        """Wait until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.queue.erasing:

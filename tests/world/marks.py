@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.runtime.journal import JournalEntry, journal_files, rerun
-from moonpool.base.scheduling.block_manager import DeleteKV
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.conductor.core import actions as conductor_actions
 from moonpool.conductor.core import events as conductor

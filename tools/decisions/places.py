@@ -79,7 +79,7 @@ def state_of(machine: Any) -> object:
 def interludes(name: str) -> list[Any]:
     """Events in the middle of some walks that the machine itself lacks."""
     from moonpool.base.kv.delete_kv import KVSelection
-    from moonpool.base.scheduling.block_manager import DeleteKV
+    from moonpool.base.scheduling.kv_deletion import DeleteKV
 
     tenants = {"decode": "", "prefill": "a"}
     return [DeleteKV(1, KVSelection(tenants=frozenset({tenants[name]})))] if name in tenants else []

@@ -20,7 +20,7 @@ from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import wait_within
-from moonpool.base.transport.streams import ClientStream
+from moonpool.base.transport.client_stream import ClientStream
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
@@ -144,7 +144,7 @@ class KeyChangeFeed:
     """
 
     def __init__(self, take: Callable[[], KeyChanges]) -> None:
-        """Reads from `take`, which tells each change once."""
+        """Read from `take`, which tells each change once."""
         self._take = take
         self._subscribers: list[tuple[Callable[[], bool], KVEventLog]] = []
 
@@ -155,11 +155,11 @@ class KeyChangeFeed:
         return events
 
     def pull(self) -> None:
-        """Takes what has changed since the last call."""
+        """Take what has changed since the last call."""
         self.changed(self._take())
 
     def changed(self, news: KeyChanges) -> None:
-        """Notes changes in the logs of all subscribers that follow."""
+        """Note changes in the logs of all subscribers that follow."""
         lists = [list(keys) for keys in news]
         for follows, events in self._subscribers:
             if follows():
@@ -277,7 +277,7 @@ class JoinAgent:
             await call.aclose()
 
     async def _report_changes(self, call: _JoinCall) -> None:
-        """Connects, then reports all changes; raises what breaks the stream."""
+        """Connect, then report all changes; raise what breaks the stream."""
         await call.start()
         assert call.welcome is not None, "a stream that started has its welcome"
         self._heartbeat_s = call.welcome.heartbeat_s or 1.0
@@ -361,7 +361,7 @@ class JoinAgent:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
-        """Sends a message and waits until the message is being written, so that a snapshot does not pile up."""
+        """Send a message and wait until the message is being written, so that a snapshot does not pile up."""
         call.send_queue.post(message)
         try:
             async with asyncio.timeout(self._call_timeout_s):

@@ -36,7 +36,7 @@ class HeldKeys:
     cold: Callable[[Iterable[Any]], Iterable[bytes]] | None = None
 
     def message(self, keys: Sequence[bytes]) -> kv_pb2.KVEvents:
-        """Says that these are held."""
+        """Say that these are held."""
         cold = self.cold(keys) if self.cold is not None else ()
         return kv_pb2.KVEvents(stored_keys=b"".join(keys), cooled_keys=b"".join(cold))
 
@@ -81,7 +81,7 @@ class KVEventLog:
         return self._next_sequence
 
     def note(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cooled: Iterable[bytes] = ()) -> None:
-        """Takes changes; see `KeyChanges`."""
+        """Take changes; see `KeyChanges`."""
         self._pending.note(stored, removed, cooled)
 
     def next_message(self, max_keys: int = KEYS_PER_MESSAGE) -> kv_pb2.KVEvents | None:
@@ -140,7 +140,7 @@ class KVEventJournal:
         return self._log.next_sequence - 1
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
-        """Takes note of changes (`KeyChanges`); they are told in the event loop's next turn."""
+        """Take note of changes (`KeyChanges`); they are told in the event loop's next turn."""
         self._log.note(stored, removed, cooled)
         if not self._flushing:
             self._flushing = True

@@ -99,13 +99,13 @@ async def read_deletions(deletions: Iterable[kv_pb2.Deletion]) -> list[dict[str,
     """
     portions: list[dict[str, KVSelection]] = [{}]
     names = 0
-    for one in deletions:
-        selection = selection_from_proto(one.selection)
+    for deletion in deletions:
+        selection = selection_from_proto(deletion.selection)
         if names and names + len(selection) >= DELETION_PORTION:
             portions.append({})
             names = 0
             await asyncio.sleep(0)
-        portions[-1][one.id] = selection
+        portions[-1][deletion.id] = selection
         names += DELETION_COSTS + len(selection)
     return portions
 

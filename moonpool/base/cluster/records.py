@@ -45,7 +45,7 @@ class ReplicatedRecords:
         return len(self._records)
 
     def merge(self, records: Iterable[kv_pb2.Record]) -> list[kv_pb2.Record]:
-        """Takes records; returns the records that are newer than what was here.
+        """Take records; return the records that are newer than what was here.
 
         Raises:
             InvalidRequest: a record is too large, or has no place.
@@ -68,7 +68,7 @@ class ReplicatedRecords:
         return list(newer.values())
 
     def _note(self, place: RecordPlace, record: kv_pb2.Record | None) -> None:
-        """Keeps the tenants up to date."""
+        """Keep the tenants up to date."""
         kind, tenant, record_id = place
         there = self._there.setdefault((kind, tenant), {})
         there.pop(record_id, None)
@@ -118,7 +118,7 @@ class ReplicatedRecords:
         return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
 
     def prune(self, now: float) -> list[kv_pb2.Record]:
-        """Forgets expired records; returns them. Other records cost no time."""
+        """Forget expired records; return them. Other records cost no time."""
         over = []
         while (place := self._over.pop_due(now)) is not None:
             _, record = self._records.pop(place)

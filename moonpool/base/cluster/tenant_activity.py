@@ -59,7 +59,6 @@ class TenantActivityBoard:
         self._count = 0
 
     def take(self, conductor: kv_pb2.Instance, use: conductor_pb2.ConductorActivity) -> None:
-        """Take a conductor's message."""
         now, name = self._clock(), (conductor.id, conductor.epoch)
         start = self._starts.setdefault(name, _Start(now))
         if use.number <= start.number:
@@ -72,7 +71,7 @@ class TenantActivityBoard:
         while len(start.rows) > MAX_TENANTS:
             start.rows.popitem(last=False)
         while len(self._starts) > MAX_STARTS:
-            del self._starts[min(self._starts, key=lambda it: self._starts[it].heard_at)]
+            del self._starts[min(self._starts, key=lambda name: self._starts[name].heard_at)]
 
     def news(self, conductor: kv_pb2.Instance, since: int) -> tuple[list[conductor_pb2.ConductorActivity], int]:
         """Messages for a conductor, and the number to give as `since` in the next call.

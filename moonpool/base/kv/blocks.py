@@ -141,7 +141,7 @@ class PartTable(Generic[Value]):
         return self.parts[key[0]].get(key)
 
     def pop(self, key: BlockKey) -> Value:
-        """Takes the key's value out.
+        """Take the key's value out.
 
         Raises:
             KeyError: no value.
@@ -149,12 +149,10 @@ class PartTable(Generic[Value]):
         return self.parts[key[0]].pop(key)
 
     def values(self) -> Iterator[Value]:
-        """All values."""
         for part in self.parts:
             yield from part.values()
 
     def items(self) -> Iterator[tuple[BlockKey, Value]]:
-        """All keys with their values."""
         for part in self.parts:
             yield from part.items()
 
@@ -191,7 +189,7 @@ class NetChanges:
         return len(self._last)
 
     def note(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cooled: Iterable[bytes] = ()) -> None:
-        """Takes changes, in this order; a key that is cooled was held before."""
+        """Take changes, in this order; a key that is cooled was held before."""
         last = self._last
         for keys, change in ((stored, STORED), (removed, REMOVED)):
             for key in keys:
@@ -202,7 +200,7 @@ class NetChanges:
             last[key] = COOLED if before == COOLED else COLD
 
     def take(self, max_keys: int | None = None) -> KeyChanges:
-        """Takes out the oldest changes, for at most so many keys."""
+        """Take out the oldest changes, for at most so many keys."""
         last = self._last
         if max_keys is None or len(last) <= max_keys:
             taken, self._last = last, {}
@@ -221,5 +219,4 @@ class NetChanges:
         return KeyChanges(*lists)
 
     def clear(self) -> None:
-        """Forgets all changes."""
         self._last.clear()

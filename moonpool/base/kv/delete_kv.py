@@ -38,9 +38,9 @@ class KVSelection:
         """The blocks that any of the selections names."""
         every = list(selections)
         return cls(
-            frozenset[BlockKey]().union(*(one.keys for one in every)),
-            frozenset[str]().union(*(one.tenants for one in every)),
-            frozenset[bytes]().union(*(one.namespaces for one in every)),
+            frozenset[BlockKey]().union(*(selection.keys for selection in every)),
+            frozenset[str]().union(*(selection.tenants for selection in every)),
+            frozenset[bytes]().union(*(selection.namespaces for selection in every)),
         )
 
     def matches(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
@@ -100,7 +100,7 @@ class DeletionIndex:
         return self._selections[deletion]
 
     def add(self, deletion: str, selection: KVSelection) -> None:
-        """Adds a deletion; replaces another deletion with the same id."""
+        """Add a deletion; replace another deletion with the same id."""
         self.remove(deletion)
         self._selections[deletion] = selection
         alone = (deletion,)
@@ -109,7 +109,7 @@ class DeletionIndex:
                 table[name] = (*table[name], deletion) if name in table else alone
 
     def remove(self, deletion: str) -> None:
-        """Removes a deletion; unknown ids are ignored."""
+        """Remove a deletion; unknown ids are ignored."""
         selection = self._selections.pop(deletion, None)
         for table, names in self._tables(selection) if selection is not None else ():
             for name in names:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import xxhash
 
 from moonpool.base.errors import FrameError
+from moonpool.base.kv.iovec import BytesLike, iovec_parts
 from moonpool.base.kv.keys import key_bindings, layer_binding, slice_hash
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import BytesLike, iovec_parts
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def _run_of(message: kv_pb2.SliceRun) -> SliceRun:
 def pack_frames(
     transfer: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
-    """Packs slices into frames of at most `target_bytes`, in order; a layer's consecutive blocks form one run.
+    """Pack slices into frames of at most `target_bytes`, in order; a layer's consecutive blocks form one run.
 
     A slice larger than `target_bytes` is split between head shares (a share is never split, even a large share). Token
     slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
@@ -159,7 +159,7 @@ class FrameOpener:
     """
 
     def __init__(self, layout: KVLayout, heads: range | None = None, keys: Sequence[bytes] | None = None) -> None:
-        """Takes what both sides know of the transfer.
+        """Take what both sides know of the transfer.
 
         Args:
             layout: Arrangement of the slices.
@@ -173,7 +173,7 @@ class FrameOpener:
         self.unfinished_bytes = 0
 
     def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[SliceRun, memoryview, Sequence[int]]]:
-        """Verifies a frame; returns the frame's whole runs with bytes, not copied except for slices in pieces.
+        """Verify a frame; return the frame's whole runs with bytes, not copied except for slices in pieces.
 
         Raises:
             DamagedSliceError: A slice's bytes are not what was sent.
@@ -233,7 +233,7 @@ class FrameOpener:
         ]
 
     def _pieced(self, run: SliceRun, data: BytesLike) -> tuple[SliceRun, memoryview] | None:
-        """Takes a piece of a slice; returns the slice once whole."""
+        """Take a piece of a slice; return the slice once whole."""
         start = run._replace(head_begin=self._heads.start, head_end=run.head_begin)
         before, buffer = self._piece or (start._replace(head_end=self._heads.start), bytearray())
         if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
@@ -433,5 +433,5 @@ def shape_of(
 
 
 def bind_all(hashes: Sequence[int], bindings: Sequence[int]) -> list[int]:
-    """Hashes bound to blocks and layers, or unbound from them (`FrameShape.bindings`)."""
+    """Hash bound to blocks and layers, or unbound from them (`FrameShape.bindings`)."""
     return list(map(operator.xor, hashes, bindings))

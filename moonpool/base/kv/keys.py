@@ -156,7 +156,7 @@ slice_hash = xxhash.xxh3_64_intdigest
 
 
 def bind(value: int, key: bytes, layer: int) -> int:
-    """Binds a hash to a block and a layer; binding twice gives the hash back."""
+    """Bind a hash to a block and a layer; binding twice gives the hash back."""
     return value ^ int.from_bytes(key[:8], "little") ^ layer_binding(layer)
 
 

@@ -115,7 +115,6 @@ class KVGroup:
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes per element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -191,7 +190,7 @@ class KVLayout:
         return cls(block_size, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
 
     def __hash__(self) -> int:
-        """Hashes present numbers only: layouts are keys for a look-up with every message."""
+        """Hash present numbers only: layouts are keys for a look-up with every message."""
         return hash((self.block_size, self.layers, self.block_bytes))
 
     def __post_init__(self) -> None:
@@ -217,7 +216,6 @@ class KVLayout:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers."""
         return sum(len(group.layers) for group in self.groups)
 
     @cached_property
@@ -308,7 +306,7 @@ class KVLayout:
     def pool_bytes(self, blocks: int, slots: int, layers: range | None = None) -> int:
         """Bytes of a pool, or of some consecutive layers in the pool."""
         of = range(self.layers) if layers is None else layers
-        return sum(self._sizes[it] * (slots if it in self.windowed_layers else blocks) for it in of)
+        return sum(self._sizes[layer] * (slots if layer in self.windowed_layers else blocks) for layer in of)
 
     def blocks_in(self, nbytes: int, max_num_batched_tokens: int, longest: int, layers: range | None = None) -> int:
         """Most blocks in a pool of at most `nbytes`, window slots included; or in a pool for some layers only.
@@ -348,7 +346,7 @@ class KVLayout:
         windowed, every = self.windowed_layers, range(self.layers)
         if len(windowed) in (0, self.layers):
             return (LayoutPart(self, tuple(every)),)
-        parts = (tuple(it for it in every if (it in windowed) is windows) for windows in (False, True))
+        parts = (tuple(layer for layer in every if (layer in windowed) is windows) for windows in (False, True))
         return tuple(LayoutPart(self._of(layers), layers) for layers in parts)
 
     def unread_windows(self, blocks: int) -> int:
@@ -358,8 +356,8 @@ class KVLayout:
     def _of(self, layers: Iterable[int]) -> KVLayout:
         """The layout for some layers only, numbered from 0."""
         groups = map(self.group, layers)
-        its = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
-        return KVLayout.of_layers(self.block_size, its)
+        layer_kv = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
+        return KVLayout.of_layers(self.block_size, layer_kv)
 
     @cached_property
     def _groups_by_layer(self) -> tuple[KVGroup, ...]:
@@ -375,7 +373,6 @@ class KVLayout:
         return tuple(itertools.accumulate(self._sizes, initial=0))
 
     def group(self, layer: int) -> KVGroup:
-        """One layer's group."""
         return self._groups_by_layer[layer]
 
     def slice_bytes(self, layer: int) -> int:
@@ -388,7 +385,6 @@ class KVLayout:
 
     @cached_property
     def largest_slice_bytes(self) -> int:
-        """The largest slice's bytes."""
         return max(self._sizes)
 
     @property
@@ -436,7 +432,7 @@ class KVLayout:
         return max(0, min(self.block_size, tokens - block * self.block_size))
 
     def check_part(self, layers: range, heads: range) -> None:
-        """Checks which part of each block a request names; `heads` in shares.
+        """Check which part of each block a request names; `heads` in shares.
 
         Raises:
             InvalidRequest: naming `layer_end` or `head_end`: the layout lacks such layers or heads.
@@ -514,7 +510,7 @@ class KVLayout:
         raise AssertionError("unequal layouts differ in a field")
 
     def zero_invalid(self, layer: int, data: memoryview, valid_tokens: int) -> None:
-        """Zeroes the token slots from `valid_tokens` on in one writable slice (they may be another request's).
+        """Zero the token slots from `valid_tokens` on in one writable slice (they may be another request's).
 
         A recurrent state has no such slots and stays.
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from moonpool.base.kv.iovec import BytesLike, Iovec, iovec_parts
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.native_library import library
-from moonpool.base.kv.pool import BytesLike, Iovec, iovec_parts
 from moonpool.base.native.build import BuildError
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ All memory is held until then. Without bytes these lie in the targets already, a
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-    """Copies a piece, then hashes the piece."""
+    """Copy a piece, then hashes the piece."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
     at = 0
@@ -83,7 +83,7 @@ IN_TWO_PASSES = CopyFunctions(copy_in_two_passes, defer_in_two_passes)
 
 
 def _misfit(targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> ValueError:
-    have, sizes = "no" if data is None else data.nbytes, [one.nbytes for one in targets]
+    have, sizes = "no" if data is None else data.nbytes, [target.nbytes for target in targets]
     return ValueError(f"{have} bytes, {len(hashes)} hashes, targets of {sizes} bytes")
 
 
@@ -178,7 +178,7 @@ def _address(function: object) -> int | None:
 
 
 def _check_native(land: CopyFunction) -> bool:
-    """Tries sizes around those at which the code, or the hash, goes another way."""
+    """Try sizes around those at which the code, or the hash, go another way."""
     source = memoryview(bytes(range(256)) * 600)
     memory = memoryview(bytearray(source.nbytes))
     sizes = (1, 16, 240, 4096, 32768, 32769, 80_000)
@@ -210,11 +210,9 @@ class SliceCopier:
         self._ways: CopyFunctions | None = None
 
     def __call__(self, targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-        """See `CopyFunction`."""
         return (self._ways or self.prepare()).land(targets, data, hashes)
 
     def later(self, targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> Callable[[], int]:
-        """See `DeferredCopy`."""
         return (self._ways or self.prepare()).later(targets, data, hashes)
 
     def prepare(self) -> CopyFunctions:

@@ -1,4 +1,4 @@
-"""KV memory: an instance's paged pool, shared between processes, and payloads in several pieces (iovecs)."""
+"""KV memory: an instance's paged pool, shared between processes."""
 
 from __future__ import annotations
 
@@ -7,80 +7,144 @@ import ctypes
 import fcntl
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.layout import NO_SLOT, KVLayout
-
-_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+from moonpool.base.kv.memory import available_bytes, shared_memory
 
 
-def new_bytearray(nbytes: int) -> bytearray:
-    """Bytes that are not made zeros first; for callers that overwrite all bytes."""
-    made: bytearray = _new_bytearray(None, nbytes)
-    return made
+class KVPool:
+    """All parts of an instance's pool. Memory is taken from the system when a block is first touched, zero-filled."""
 
-
-def new_bytes(nbytes: int) -> memoryview:
-    """A view of a `new_bytearray`."""
-    return memoryview(new_bytearray(nbytes))
-
-
-class Iovec:
-    """Parts that count as one run of bytes; cut and copied like a memoryview.
-
-    Attributes:
-        parts: in order.
-        nbytes: total.
-    """
-
-    __slots__ = ("nbytes", "parts")
-
-    def __init__(self, parts: Sequence[memoryview]) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, parts: Sequence[PoolPart]) -> None:
+        self.layout = layout
+        self.blocks = blocks
+        self.slots = parts[0].slots
         self.parts = list(parts)
-        self.nbytes = sum(part.nbytes for part in self.parts)
+        self._by_layer = [part for part in self.parts for _ in range(part.layer_begin, part.layer_end)]
 
-    def __len__(self) -> int:
-        return self.nbytes
+    @classmethod
+    def create(
+        cls,
+        layout: KVLayout,
+        blocks: int,
+        layer_ranges: Sequence[tuple[int, int]],
+        available: Callable[[], int | None] | None = None,
+        files: Sequence[int] | None = None,
+        *,
+        slots: int = 0,
+    ) -> KVPool:
+        """Make a pool with `blocks` blocks, one part per stage.
 
-    def __getitem__(self, where: slice) -> Iovec:
-        """The bytes `[begin:end]`."""
-        begin, end, step = where.indices(self.nbytes)
-        assert step == 1, "bytes one behind the other"
-        found = []
+        Args:
+            layout: A block's arrangement.
+            blocks: Number of blocks.
+            layer_ranges: Each stage's layers as `(begin, end)`; together all layers, in order.
+            available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
+            files: Descriptors for empty memory (`shared_memory`), one per part; closed with the pool, or after an
+                error.
+            slots: Window slots for layers with a window or a recurrent state, which no block has yet; 0 = all blocks
+                have the slices of all layers.
+
+        Raises:
+            ConfigError: There is no room for a single block, or more is asked for than the machine has.
+        """
+        fds, parts = list(files or (shared_memory() for _ in layer_ranges)), list[PoolPart]()
+        try:
+            _check_room(layout, blocks, slots or blocks, available or available_bytes)
+            _check_ranges(layout, layer_ranges)
+            for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
+                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks, slots))
+                parts.append(PoolPart.attach(fd, layout, blocks, begin, end, slots))
+        except BaseException:
+            for part in parts:
+                part.close()
+            for fd in fds[len(parts) :]:
+                os.close(fd)
+            raise
+        made = cls(layout, blocks, parts)
+        if slots:
+            made.move_slots((block, NO_SLOT) for block in range(blocks))
+        return made
+
+    def move_slots(self, changes: Iterable[tuple[int, int]]) -> None:
+        """Give blocks their window slots, or take them: block, and slot or `NO_SLOT`.
+
+        No step and no I/O uses slots that are taken.
+        """
+        for block, slot in changes:
+            for part in self.parts:
+                part.slot_of[block] = slot
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def shared(self) -> list[tuple[int, memoryview]]:
+        """The parts for other processes to read: descriptors, which stay the pool's, and the bytes as they lie here.
+
+        Call this after all engines have mapped the pool: from then on no process can map the pool for writing or change
+        the size. Empty where that cannot be had.
+        """
+        try:
+            for part in self.parts:
+                seals = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                fcntl.fcntl(part.fd, fcntl.F_ADD_SEALS, seals)
+        except (OSError, AttributeError):  # no memfd, or a kernel without such seals
+            return []
+        return [(part.fd, part.view) for part in self.parts]
+
+    def has(self, layer: int, block: int) -> bool:
+        """Whether a block has a layer's slice: blocks without window slot lack slices of layers with a window."""
+        return self._by_layer[layer].has(layer, block)
+
+    def slice(self, layer: int, block: int) -> memoryview:
+        """One layer's writable bytes in one block."""
+        return self._by_layer[layer].slice(layer, block)
+
+    def find(self, layer: int, block: int) -> tuple[memoryview, int] | None:
+        """As `read`; None if the block lacks the slice."""
+        part = self._by_layer[layer]
+        found = part.find(layer, block)
+        return None if found is None else (found, part.hash_of(layer, block))
+
+    def read(self, layer: int, block: int) -> tuple[memoryview, int]:
+        """One layer in one block, and the slice's hash."""
+        part = self._by_layer[layer]
+        return part.slice(layer, block), part.hash_of(layer, block)
+
+    def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
+        """Take one verified slice from elsewhere, with the received hash."""
+        self.slice(layer, block)[:] = data
+        self.set_hash(layer, block, value)
+
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keep the received hash for a slice that lies here already, and tell a device that the slice is new."""
+        self._by_layer[layer].land(layer, block, value)
+
+    def seal(self, layer: int, block: int, valid_tokens: int) -> None:
+        """Hash a slice that was computed in this process."""
+        self._by_layer[layer].seal(layer, block, valid_tokens)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
         for part in self.parts:
-            if begin < part.nbytes and end > 0:
-                found.append(part[max(begin, 0) : end])
-            begin, end = begin - part.nbytes, end - part.nbytes
-        return Iovec(found)
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self.parts)
+            part.close()
 
 
-BytesLike = memoryview | Iovec
-
-
-def iovec_parts(data: BytesLike) -> list[memoryview]:
-    """The places where bytes lie."""
-    return data.parts if isinstance(data, Iovec) else [data]
-
-
+NO_DEVICE, DEVICE_KNOWS, TELL_DEVICE = range(3)
+"""Whether a device has a copy of a pool, and whether the device's process waits for landed slices."""
 _madvise = ctypes.CDLL(None).madvise  # mmap's own holds the interpreter meanwhile
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Python does not name."""
 _POPULATING = 4
 """Threads: one takes 0.3 s for 1 GB."""
 _NUMBER_BYTES = 8
-NO_DEVICE, DEVICE_KNOWS, TELL_DEVICE = range(3)
-"""Whether a device has a copy of a pool, and whether the device's process waits for landed slices."""
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names the flag from 3.13 on
 
 
@@ -133,7 +197,7 @@ class PoolPart:
     def attach(
         cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int, slots: int = 0
     ) -> PoolPart:
-        """Maps a part from an inherited descriptor, and takes ownership of the descriptor.
+        """Map a part from an inherited descriptor, and take ownership of the descriptor.
 
         Raises:
             ConfigError: The descriptor's memory is not what the arguments say.
@@ -190,11 +254,11 @@ class PoolPart:
         return int(self.hashes[(layer - self.layer_begin) * self.blocks + block])
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
-        """Keeps the hash that came with a slice."""
+        """Keep the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
     def land(self, layer: int, block: int, value: int) -> None:
-        """Keeps the hash of a slice that has come into the pool; counts the slice if a device has a copy."""
+        """Keep the hash of a slice that has come into the pool; count the slice if a device has a copy."""
         self.set_hash(layer, block, value)
         if self.landed[-1] == NO_DEVICE:
             return
@@ -208,7 +272,7 @@ class PoolPart:
             self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Hashes a slice that was computed here, with invalid token slots as zeros.
+        """Hash a slice that was computed here, with invalid token slots as zeros.
 
         A slice for which the block has no place was not computed.
         """
@@ -221,7 +285,7 @@ class PoolPart:
         self.set_hash(layer, block, slice_hash(data))
 
     def copy(self, source: int, block: int) -> None:
-        """Copies a block's slices in all layers, with the hashes. Both blocks have the same layers."""
+        """Copy a block's slices in all layers, with the hashes. Both blocks have the same layers."""
         for layer in range(self.layer_begin, self.layer_end):
             if not (self.has(layer, source) and self.has(layer, block)):
                 continue
@@ -229,7 +293,7 @@ class PoolPart:
             self.set_hash(layer, block, self.hash_of(layer, source))
 
     def close(self) -> None:
-        """Unmaps and closes. Idempotent. Slices that are still referred to keep the memory."""
+        """Unmap and close. Idempotent. Slices that are still referred to keep the memory."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -245,126 +309,6 @@ class PoolPart:
             self.map.close()
 
 
-class KVPool:
-    """All parts of an instance's pool. Memory is taken from the system when a block is first touched, zero-filled."""
-
-    def __init__(self, layout: KVLayout, blocks: int, parts: Sequence[PoolPart]) -> None:
-        self.layout = layout
-        self.blocks = blocks
-        self.slots = parts[0].slots
-        self.parts = list(parts)
-        self._by_layer = [part for part in self.parts for _ in range(part.layer_begin, part.layer_end)]
-
-    @classmethod
-    def create(
-        cls,
-        layout: KVLayout,
-        blocks: int,
-        layer_ranges: Sequence[tuple[int, int]],
-        available: Callable[[], int | None] | None = None,
-        files: Sequence[int] | None = None,
-        *,
-        slots: int = 0,
-    ) -> KVPool:
-        """Makes a pool with `blocks` blocks, one part per stage.
-
-        Args:
-            layout: A block's arrangement.
-            blocks: Number of blocks.
-            layer_ranges: Each stage's layers as `(begin, end)`; together all layers, in order.
-            available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
-            files: Descriptors for empty memory (`shared_memory`), one per part; closed with the pool, or after an
-                error.
-            slots: Window slots for layers with a window or a recurrent state, which no block has yet; 0 = all blocks
-                have the slices of all layers.
-
-        Raises:
-            ConfigError: There is no room for a single block, or more is asked for than the machine has.
-        """
-        fds, parts = list(files or (shared_memory() for _ in layer_ranges)), list[PoolPart]()
-        try:
-            _check_room(layout, blocks, slots or blocks, available or available_bytes)
-            _check_ranges(layout, layer_ranges)
-            for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
-                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks, slots))
-                parts.append(PoolPart.attach(fd, layout, blocks, begin, end, slots))
-        except BaseException:
-            for part in parts:
-                part.close()
-            for fd in fds[len(parts) :]:
-                os.close(fd)
-            raise
-        made = cls(layout, blocks, parts)
-        if slots:
-            made.move_slots((block, NO_SLOT) for block in range(blocks))
-        return made
-
-    def move_slots(self, changes: Iterable[tuple[int, int]]) -> None:
-        """Gives blocks their window slots, or takes them: block, and slot or `NO_SLOT`.
-
-        No step and no I/O uses slots that are taken.
-        """
-        for block, slot in changes:
-            for part in self.parts:
-                part.slot_of[block] = slot
-
-    @property
-    def nbytes(self) -> int:
-        """All parts' bytes."""
-        return sum(part.nbytes for part in self.parts)
-
-    def shared(self) -> list[tuple[int, memoryview]]:
-        """The parts for other processes to read: descriptors, which stay the pool's, and the bytes as they lie here.
-
-        Call this after all engines have mapped the pool: from then on no process can map the pool for writing or change
-        the size. Empty where that cannot be had.
-        """
-        try:
-            for part in self.parts:
-                seals = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-                fcntl.fcntl(part.fd, fcntl.F_ADD_SEALS, seals)
-        except (OSError, AttributeError):  # no memfd, or a kernel without such seals
-            return []
-        return [(part.fd, part.view) for part in self.parts]
-
-    def has(self, layer: int, block: int) -> bool:
-        """Whether a block has a layer's slice: blocks without window slot lack slices of layers with a window."""
-        return self._by_layer[layer].has(layer, block)
-
-    def slice(self, layer: int, block: int) -> memoryview:
-        """One layer's writable bytes in one block."""
-        return self._by_layer[layer].slice(layer, block)
-
-    def find(self, layer: int, block: int) -> tuple[memoryview, int] | None:
-        """As `read`; None if the block lacks the slice."""
-        part = self._by_layer[layer]
-        found = part.find(layer, block)
-        return None if found is None else (found, part.hash_of(layer, block))
-
-    def read(self, layer: int, block: int) -> tuple[memoryview, int]:
-        """One layer in one block, and the slice's hash."""
-        part = self._by_layer[layer]
-        return part.slice(layer, block), part.hash_of(layer, block)
-
-    def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
-        """Takes one verified slice from elsewhere, with the received hash."""
-        self.slice(layer, block)[:] = data
-        self.set_hash(layer, block, value)
-
-    def set_hash(self, layer: int, block: int, value: int) -> None:
-        """Keeps the received hash for a slice that lies here already, and tells a device that the slice is new."""
-        self._by_layer[layer].land(layer, block, value)
-
-    def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Hashes a slice that was computed in this process."""
-        self._by_layer[layer].seal(layer, block, valid_tokens)
-
-    def close(self) -> None:
-        """Gives the memory back. Idempotent."""
-        for part in self.parts:
-            part.close()
-
-
 class PoolTarget:
     """Pool blocks that take what is read from elsewhere (`BlockReader.read`).
 
@@ -372,7 +316,7 @@ class PoolTarget:
     """
 
     def __init__(self, pool: KVPool, blocks: Sequence[int]) -> None:
-        """Takes the blocks' numbers in the pool, in the order of the read's keys."""
+        """Take the blocks' numbers in the pool, in the order of the read's keys."""
         self._pool = pool
         self._blocks = blocks
         self._given: dict[tuple[int, int], memoryview] = {}
@@ -385,7 +329,7 @@ class PoolTarget:
         return memory
 
     def take(self, layer: int, index: int, data: memoryview, value: int) -> None:
-        """Takes a verified slice with hash, from the memory where the slice should land or from other memory."""
+        """Take a verified slice with hash, from the memory where the slice should land or from other memory."""
         if self._given.pop((layer, index), None) is data:
             self._pool.set_hash(layer, self._blocks[index], value)
         elif self._pool.has(layer, self._blocks[index]):
@@ -420,34 +364,3 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
         expected = end
     if expected != layout.layers:
         raise ConfigError("pipeline_parallel_size", f"layers {list(layer_ranges)} are not the model's {layout.layers}")
-
-
-def shared_memory() -> int:
-    """A descriptor for empty memory without a name: a memfd, else an unlinked temporary file."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
-    Path(name).unlink()
-    return fd
-
-
-def available_bytes(system: Path = Path("/")) -> int | None:
-    """Memory that the system or our control group can still give; None if unknown.
-
-    File pages count as free: the group counts them as used, and the system drops them when memory is needed.
-    `system`: folder in which `proc` and `sys` lie.
-    """
-    found: list[int] = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        found.append(_numbers(system / "proc/meminfo")["MemAvailable:"] << 10)
-    group = system / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        pages = _numbers(group / "memory.stat")
-        found.append(max(0, limit - used + pages["active_file"] + pages["inactive_file"]))
-    return min(found, default=None)
-
-
-def _numbers(table: Path) -> dict[str, int]:
-    """The second word of each line, by the first."""
-    return {words[0]: int(words[1]) for words in map(str.split, table.read_text().splitlines()) if len(words) > 1}

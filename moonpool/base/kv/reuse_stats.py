@@ -37,7 +37,7 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
         return zlib.crc32(key) < self.rate * _HASHES
 
     def put(self, key: BlockKey, value: T) -> bool:
-        """Sets a sampled key's value, as the latest; returns whether keys had to leave."""
+        """Set a sampled key's value, as the latest; return whether keys had to leave."""
         self[key] = value
         self.move_to_end(key)
         before = self.rate
@@ -65,7 +65,7 @@ class ReuseSample:
         self.uses = 0  # blocks asked for, in the sample or not
 
     def observe(self, chain: Sequence[BlockKey]) -> None:
-        """Counts a request for a chain, head first, found or not. The head counts as used last, as in LRU."""
+        """Count a request for a chain, head first, found or not. The head counts as used last, as in LRU."""
         self.uses += len(chain)
         for key in reversed(chain):
             if self.last_uses.accepts(key):
@@ -152,7 +152,7 @@ class ReturnRates:
         self._kinds = kinds
 
     def used(self, key: BlockKey, kind: int, now: int) -> None:
-        """Notes that a block of a class came or was used. If the sample has the key, the period without use ends."""
+        """Note that a block of a class came or was used. If the sample has the key, the period without use ends."""
         if not self.sample.accepts(key):
             return
         if key in self.sample:
@@ -162,12 +162,12 @@ class ReturnRates:
             self._halve()  # each key left stands for twice as many
 
     def classify(self, key: BlockKey, kind: int) -> None:
-        """Changes a block's class as from the last use."""
+        """Change a block's class as from the last use."""
         if key in self.sample:
             self.sample[key] = (self.sample[key][0], kind)
 
     def forget(self, now: int, horizon: int) -> None:
-        """Halves the weight of all observations, and stops following keys not used for longer than `horizon`."""
+        """Halve the weight of all observations, and stop following keys not used for longer than `horizon`."""
         while self.sample:
             key, (since, kind) = next(iter(self.sample.items()))
             if now - since <= horizon:
@@ -177,7 +177,7 @@ class ReturnRates:
         self._halve()
 
     def fit(self, now: int) -> None:
-        """Estimates curve and factors from what was seen so far."""
+        """Estimate curve and factors from what was seen so far."""
         exposures, returns = self._exposures(now), [tally.returns for tally in self.tallies]
         times, counts = map(sum, zip(*exposures, strict=True)), map(sum, zip(*returns, strict=True))
         rates = list(map(_shrunk_rate, counts, times))

@@ -20,9 +20,9 @@ from blake3 import blake3
 from typing_extensions import Buffer
 
 from moonpool.base.errors import InvalidRequest, PermissionDenied
+from moonpool.base.kv.iovec import new_bytearray
 from moonpool.base.kv.keys import KEY_BYTES, BlockKey
 from moonpool.base.kv.layout import MAX_BLOCK_BYTES, KVLayout
-from moonpool.base.kv.pool import new_bytearray
 
 MAX_VALUE_BYTES = MAX_BLOCK_BYTES
 MAX_KEY_BYTES = 4096
@@ -49,7 +49,7 @@ def tenant_tag(tenant: str) -> bytes:
 
 
 def check_owned(keys: Iterable[bytes], tenant: str | None) -> None:
-    """Checks keys that a tenant names; None may name any.
+    """Check keys that a tenant names; None may name any.
 
     Raises:
         PermissionDenied: a key is not one of the tenant's values.
@@ -127,7 +127,7 @@ class ValueSource:
     """
 
     def __init__(self, data: memoryview) -> None:
-        """Takes bytes that stay as they are until the value was put; raises InvalidRequest when there are too many."""
+        """Take bytes that stay as they are until the value was put; raise InvalidRequest when there are too many."""
         self.layout = layout_of(data.nbytes)
         self._data = data
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.base.kv.frames import MAX_FRAME_SLICES, MAX_SHAPES, FrameShape, bind_all, frame_shape
+from moonpool.base.kv.iovec import new_bytes
 from moonpool.base.kv.keys import pack_keys, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.native_copy import copy_verified
-from moonpool.base.kv.pool import new_bytes
 from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.base.transport.blocking import BlockingConnection
 from moonpool.base.transport.framing import (
@@ -54,7 +54,7 @@ class BlockingReader:
         self.most = min(MAX_FRAME_SLICES // layout.layers, ONE_SHOT_BYTES // layout.block_bytes)
 
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
-        """Reads the leading blocks of `keys`, at most `most`; returns the number that the store has.
+        """Read the leading blocks of `keys`, at most `most`; return the number that the store has.
 
         Returns None if the read needs a channel, where the store says why: blocks are not in memory, or damaged. A read
         also needs a channel if another thread uses the connection, or the connection has ended or ends now. Arguments
@@ -112,7 +112,7 @@ class BlockingReader:
     def _land(
         self, message: OneShotMessage, follow: int, all_targets: list[memoryview], bindings: Sequence[int], first: int
     ) -> list[int]:
-        """Takes one part of the answer, from slice `first` on; returns the slices' hashes."""
+        """Take one part of the answer, from slice `first` on; return the slices' hashes."""
         end = first + len(message.numbers)
         targets = all_targets[first:end]
         nbytes = sum([target.nbytes for target in targets])
@@ -170,7 +170,7 @@ class BlockingWriter:
         self.most = min(MAX_PUT_BLOCKS, MAX_FRAME_SLICES // layout.layers, ONE_SHOT_BYTES // layout.block_bytes)
 
     def put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome | None:
-        """Stores blocks, at most `most`; returns when all are VISIBLE.
+        """Store blocks, at most `most`; return when all are VISIBLE.
 
         Returns None, without storing a block, if the put needs a channel. There the store gives the reason: no room, a
         refusal, or too many deletions to name. A put also needs a channel if another thread uses the connection, or the
@@ -192,7 +192,7 @@ class BlockingWriter:
             raise StreamBroken(f"the store's answer is not proper: {error}") from error
 
     def _ask(self, blocks: BlocksToPut, about: bytes) -> int:
-        """Sends blocks; returns the number of the answer."""
+        """Send blocks; return the number of the answer."""
         layout, keys, count = self._layout, blocks.keys, len(blocks.keys)
         shape = frame_shape(range(layout.layers), count, range(layout.head_shares), layout.block_size)
         bindings, packed = shape.bindings(keys), pack_keys((*keys, *blocks.parents))

@@ -9,10 +9,10 @@ from typing import Generic
 
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.rpc.channels import Channels, StreamCall
+from moonpool.base.transport.client_stream import Req, Res
 from moonpool.base.transport.flow_control import TO_DECODE
 from moonpool.base.transport.grpc import payload_stream
-from moonpool.base.transport.sessions import DEFAULT_OPTIONS, StreamSettings, StreamSpec
-from moonpool.base.transport.streams import Req, Res
+from moonpool.base.transport.stream_spec import DEFAULT_OPTIONS, StreamSettings, StreamSpec
 from moonpool.v1 import kv_pb2
 
 

@@ -26,10 +26,11 @@ from moonpool.base.kv.frames import (
 from moonpool.base.kv.keys import bind, key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
-from moonpool.base.kv_transfer.receiver import SliceBitmap
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 from moonpool.base.transport.async_utils import OneTimeEvent, ThreadOffload
-from moonpool.base.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
+from moonpool.base.transport.payloads import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
@@ -121,7 +122,7 @@ class PrefixRead:
         return self._receive_buffer(runs)
 
     def expect(self) -> None:
-        """Prepares for a small read in one frame; call this after the request is sent."""
+        """Prepare for a small read in one frame; call this after the request is sent."""
         layout, blocks = self._layout, len(self._keys)
         slices, nbytes = blocks * len(self._layers), blocks * layout.layers_bytes(self._layers)
         small = slices <= MAX_FRAME_SLICES and nbytes <= FRAME_BYTES
@@ -177,7 +178,7 @@ class PrefixRead:
         self._left = True
 
     async def quiet(self) -> None:
-        """Waits until no thread writes to the reader's memory, even if cancelled meanwhile."""
+        """Wait until no thread writes to the reader's memory, even if cancelled meanwhile."""
         cancelled = None
         while not self._quiet.is_set():
             try:
@@ -365,7 +366,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
         offload: ThreadOffload | None = None,
     ) -> None:
-        """Connects when the first read begins.
+        """Connect when the first read begins.
 
         Args:
             source: the kvstore or engine instance.
@@ -401,7 +402,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads the leading blocks of `keys` that the source has; returns their number (fewer is a miss).
+        """Read the leading blocks of `keys` that the source has; return their number (fewer is a miss).
 
         Args:
             keys: keys of a chain; their order numbers the blocks.
@@ -478,7 +479,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         return read.blocks
 
     def _check_heads(self, heads: range) -> None:
-        """Checks heads here: the source would end the stream, and with the stream all other reads."""
+        """Check heads here: the source would end the stream, and with the stream all other reads."""
         whole = range(self._layout.head_shares)
         if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
             raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.head_shares}")

@@ -17,9 +17,9 @@ from moonpool.base.rpc.messages import payload_bytes
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_DECODE, ByteCredits, CreditReturn, EgressLink, StreamTraffic
-from moonpool.base.transport.handshake import TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.send_queue import SendQueue
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.v1 import kv_pb2
 
 WINDOW_BYTES = 32 << 20
@@ -28,7 +28,7 @@ WINDOW_BYTES = 32 << 20
 def check_hello(
     hello: kv_pb2.StreamHello, *, namespace: bytes | None = None, layout: KVLayout | None = None
 ) -> KVLayout:
-    """Checks a stream's first message against what this side holds, and returns the stream's layout.
+    """Check a stream's first message against what this side holds, and return the stream's layout.
 
     Args:
         hello: The peer's first message.
@@ -71,7 +71,7 @@ class FrameReceiver:
         return self._returns.pending
 
     def consumed(self, nbytes: int, *, idle: bool = False) -> kv_pb2.Credit | None:
-        """Notes that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: none is open."""
+        """Note that `nbytes` of payload are dealt with; the Credit to send now, if any. `idle`: none is open."""
         returned = self._returns.consumed(nbytes, idle=idle)
         return kv_pb2.Credit(bytes=returned) if returned else None
 
@@ -106,11 +106,11 @@ class FrameWriter:
         self.credits = ByteCredits(0)
 
     def grant(self, credit: kv_pb2.Credit) -> None:
-        """Takes a Credit from the reader."""
+        """Take a Credit from the reader."""
         self.credits.grant(credit.bytes)
 
     async def send(self, transfer: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
-        """Sends slices in frames; returns the payload bytes.
+        """Send slices in frames; return the payload bytes.
 
         When the call returns or raises, the slices' memory is free.
 
@@ -145,7 +145,7 @@ class FrameWriter:
     def offer(
         self, header: kv_pb2.FrameHeader, pieces: list[memoryview], wrap: Callable[[kv_pb2.FrameHeader], Message]
     ) -> bool:
-        """Sends a frame if no wait is needed, the header wrapped by `wrap`.
+        """Send a frame if no wait is needed, the header wrapped by `wrap`.
 
         Returns:
             Whether the frame was sent; no credits are used if not, or if the call raises.
@@ -168,7 +168,7 @@ class FrameWriter:
                 self.credits.grant(unused)
 
     def close(self, error: Exception) -> None:
-        """Ends every waiting `send` with `error`."""
+        """End every waiting `send` with `error`."""
         self.credits.close(error)
 
 
@@ -189,7 +189,7 @@ class ReadServerStream(ServerStream[Req]):
         suspect: Callable[[BlockKey], None],
         max_keys: int,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             closing: set when the service ends all streams.
@@ -210,7 +210,6 @@ class ReadServerStream(ServerStream[Req]):
 
     @property
     def traffic(self) -> StreamTraffic:
-        """What is under way."""
         return StreamTraffic(unsent=len(self.send_queue), credits_out=self._credits.out)
 
     def writes(self, frames: FrameWriter) -> None:
@@ -218,11 +217,11 @@ class ReadServerStream(ServerStream[Req]):
         self.frames, self._credits = frames, frames.credits
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        """Begins a transfer; a Moonpool error raised by the transfer makes a miss."""
+        """Begin a transfer; a Moonpool error raised by the transfer makes a miss."""
         raise NotImplementedError
 
     def serve(self, number: int, work: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
-        """Runs a transfer; `ended` is called at the transfer's end, also if cancelled before beginning.
+        """Run a transfer; `ended` is called at the transfer's end, also if cancelled before beginning.
 
         Raises:
             Unavailable: too many run already.
@@ -237,7 +236,7 @@ class ReadServerStream(ServerStream[Req]):
         task.add_done_callback(over)
 
     def opened(self, number: int, blocks: int = 0, forgotten: Sequence[str] = ()) -> None:
-        """Tells the reader how many blocks come, and which deletions of such blocks were carried out before."""
+        """Tell the reader how many blocks come, and which deletions of such blocks were carried out before."""
         opened = kv_pb2.ReadOpened(transfer=number, blocks=blocks, forgotten=forgotten)
         self.post(self._response(opened=opened))
 
@@ -253,7 +252,7 @@ class ReadServerStream(ServerStream[Req]):
         return wrap
 
     def done(self, number: int) -> None:
-        """Tells the reader that no frame follows."""
+        """Tell the reader that no frame follows."""
         self.post(self._response(done=kv_pb2.ReadDone(transfer=number)))
 
     def on_message(self, message: Any, payload: memoryview) -> None:

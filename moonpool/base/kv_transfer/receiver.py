@@ -1,153 +1,14 @@
-"""A KV transfer's receiving side, without I/O: a bitmap of received slices and the state machine."""
+"""A KV transfer's receiving side, without I/O: a state machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from moonpool.base.errors import FrameError, TransferFailed
 from moonpool.base.kv.frames import FrameOpener, SliceRun
 from moonpool.base.kv.layout import KVLayout
-
-
-class SliceBitmap:
-    """Exact record over (layer, block, head); each expected part comes once, and no unexpected part is taken.
-
-    Per layer one integer is the set of blocks with all heads arrived; head ranges of unfinished blocks lie apart.
-    """
-
-    def __init__(
-        self, layers: range, blocks: int, heads: range, held_blocks: int = 0, unsent: Mapping[int, int] | None = None
-    ) -> None:
-        """Expects `heads` for `blocks` blocks in `layers`.
-
-        Args:
-            layers: layers in the model.
-            blocks: blocks in the sequence.
-            heads: head range, in shares.
-            held_blocks: leading blocks that are there already.
-            unsent: layer -> leading blocks that the layer does not need and does not get; 0 for layers that are left
-                out.
-        """
-        ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
-        if not (ranges and 0 <= held_blocks <= blocks):
-            raise ValueError(f"impossible bitmap: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
-        self._layers = layers
-        self._blocks = blocks
-        self._heads = heads
-        self._held = held_blocks
-        self._all = (1 << blocks) - 1
-        first = {layer: max(held_blocks, (unsent or {}).get(layer, 0)) for layer in layers}
-        self._have = {layer: (1 << begin) - 1 for layer, begin in first.items()}
-        self._parts: dict[tuple[int, int], int] = {}
-        self._missing = sum(blocks - begin for begin in first.values())
-
-    @property
-    def blocks(self) -> int:
-        """Blocks expected."""
-        return self._blocks
-
-    @property
-    def complete(self) -> bool:
-        """Everything has come."""
-        return self._missing == 0
-
-    def missing(self) -> int:
-        """Number of (layer, block) slices with a missing part."""
-        return self._missing
-
-    @property
-    def leading(self) -> int:
-        """Leading blocks whose parts have all come, are held or are not needed."""
-        whole = self._all
-        for have in self._have.values():
-            whole &= have
-        return (~whole & whole + 1).bit_length() - 1
-
-    def accept(self, run: SliceRun) -> None:
-        """Records a run; if the call raises, the record is unchanged.
-
-        Raises:
-            FrameError: A part has come before, is held, or is not expected.
-        """
-        mask = self._expected(run)
-        whole = run.head_end - run.head_begin == len(self._heads)
-        if whole and not self._parts:
-            self._have[run.layer] |= mask
-            self._missing -= run.block_count
-            return
-        self._accept_heads(run, run.first_block + run.block_count)
-
-    def check(self, run: SliceRun) -> None:
-        """As `accept` for a run with all heads, but without recording."""
-        self._expected(run)
-        if any((run.layer, run.first_block + at) in self._parts for at in range(run.block_count)):
-            raise FrameError(f"{run}: a part of it has come before")
-
-    def _expected(self, run: SliceRun) -> int:
-        """The run's blocks as a bit mask; raises FrameError unless none of them has come whole."""
-        end = run.first_block + run.block_count
-        if (
-            run.layer not in self._have
-            or run.block_count < 1
-            or not self._held <= run.first_block < end <= self._blocks
-        ):
-            raise FrameError(f"{run}: not expected (layers {self._layers}, blocks {self._held} to {self._blocks})")
-        if not self._heads.start <= run.head_begin < run.head_end <= self._heads.stop:
-            raise FrameError(f"{run}: not expected (heads {self._heads})")
-        mask = ((1 << run.block_count) - 1) << run.first_block
-        if self._have[run.layer] & mask:
-            raise FrameError(f"{run}: has come before")
-        return mask
-
-    def layer_complete(self, layer: int) -> bool:
-        """All blocks of the layer have come or are held."""
-        return self._have[layer] == self._all
-
-    def truncate(self, blocks: int) -> None:
-        """Expects only the first `blocks` blocks from now on (not fewer than are held)."""
-        if not self._held <= blocks <= self._blocks:
-            raise ValueError(f"cannot truncate {self._blocks} blocks to {blocks}, {self._held} are held")
-        self._blocks = blocks
-        self._all = (1 << blocks) - 1
-        self._have = {layer: have & self._all for layer, have in self._have.items()}
-        self._parts = {key: heads for key, heads in self._parts.items() if key[1] < blocks}
-        self._missing = sum(blocks - have.bit_count() for have in self._have.values())
-
-    def check_invariants(self) -> None:
-        """Asserts that the counts agree with the record."""
-        assert self._missing == sum(self._blocks - have.bit_count() for have in self._have.values())
-        assert all(have & ~self._all == 0 for have in self._have.values())
-        full = (1 << len(self._heads)) - 1
-        for (layer, block), heads in self._parts.items():
-            assert 0 < heads < full
-            assert not self._have[layer] >> block & 1
-
-    def _accept_heads(self, run: SliceRun, end: int) -> None:
-        heads = ((1 << (run.head_end - run.head_begin)) - 1) << run.head_begin - self._heads.start
-        cells = [(run.layer, block) for block in range(run.first_block, end)]
-        if any(self._parts.get(cell, 0) & heads for cell in cells):
-            raise FrameError(f"{run}: has come before")
-        for cell in cells:
-            now = self._parts.pop(cell, 0) | heads
-            if now.bit_count() == len(self._heads):
-                self._have[run.layer] |= 1 << cell[1]
-                self._missing -= 1
-            else:
-                self._parts[cell] = now
-
-
-class TransferState(Enum):
-    """Where a transfer stands. COMPLETE and FAILED are final."""
-
-    PROMISED = "promised"
-    """Room is promised; no blocks are bound, no slice may come."""
-    RECEIVING = "receiving"
-    """Blocks are bound; slices come."""
-    COMPLETE = "complete"
-    """Every slice has come."""
-    FAILED = "failed"
-    """Given up; whatever still comes is dropped."""
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 
 
 class InboundTransfer:
@@ -168,7 +29,7 @@ class InboundTransfer:
         held_blocks: int,
         last_valid_tokens: int,
     ) -> None:
-        """Promises room.
+        """Promise room.
 
         Args:
             transfer_id: Unique at this receiver.
@@ -217,11 +78,11 @@ class InboundTransfer:
         return self._ledger.leading if self._trusted else 0
 
     def distrust(self) -> None:
-        """Notes that an accepted run could not be written: recorded slices may be missing."""
+        """Note that an accepted run could not be written: recorded slices may be missing."""
         self._trusted = False
 
     def bind(self, blocks: Sequence[int]) -> None:
-        """Names the pool blocks; slices may come from now on. Complete at once when everything is held.
+        """Name the pool blocks; slices may come from now on. Complete at once when everything is held.
 
         Raises:
             TransferFailed: The transfer is not PROMISED (bound before, or failed meanwhile).
@@ -234,7 +95,7 @@ class InboundTransfer:
         self.state = TransferState.COMPLETE if self._ledger.complete else TransferState.RECEIVING
 
     def accept(self, run: SliceRun) -> None:
-        """Records an opened frame's run, before the run's bytes are written. Changes nothing if the call raises.
+        """Record an opened frame's run, before the run's bytes are written. Changes nothing if the call raises.
 
         Raises:
             TransferFailed: The transfer is not RECEIVING; the bytes must be dropped.
@@ -276,13 +137,13 @@ class InboundTransfer:
             tell()
 
     def fail(self, reason: str) -> None:
-        """Gives the transfer up. A final state stays: a complete transfer does not fail afterwards."""
+        """Give the transfer up. A final state stays: a complete transfer does not fail afterwards."""
         if not self.done:
             self.state = TransferState.FAILED
             self.reason = reason
 
     def check_invariants(self) -> None:
-        """Asserts that state and record agree."""
+        """Assert that state and record agree."""
         self._ledger.check_invariants()
         if self.state is TransferState.PROMISED:
             assert self.blocks is None
@@ -292,3 +153,16 @@ class InboundTransfer:
         if self.state is TransferState.COMPLETE:
             assert self.blocks is not None
             assert self._ledger.complete
+
+
+class TransferState(Enum):
+    """Where a transfer stands. COMPLETE and FAILED are final."""
+
+    PROMISED = "promised"
+    """Room is promised; no blocks are bound, no slice may come."""
+    RECEIVING = "receiving"
+    """Blocks are bound; slices come."""
+    COMPLETE = "complete"
+    """Every slice has come."""
+    FAILED = "failed"
+    """Given up; whatever still comes is dropped."""

@@ -14,7 +14,8 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.rpc.messages import payload_bytes
 from moonpool.base.transport.fault_injection import frames_to_send
 from moonpool.base.transport.flow_control import TO_DECODE
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
@@ -45,7 +46,7 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
     def __init__(
         self, decode: KVEndpoint, *, send_timeout_s: float = SEND_TIMEOUT_S, frame_bytes: int = FRAME_BYTES
     ) -> None:
-        """Connects when the first transfer opens.
+        """Connect when the first transfer opens.
 
         Args:
             decode: the decode instance.
@@ -59,7 +60,7 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
         super().__init__(MuxStream(spec))
 
     async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:
-        """Tells decode that the transfer's prefill begins.
+        """Tell decode that the transfer's prefill begins.
 
         Args:
             target: the promise of decode.
@@ -113,7 +114,7 @@ class OutboundTransfer:
         self.release()
 
     def begin(self, channel: _Session, forgotten: Sequence[str]) -> None:
-        """Announces the transfer on the transfer's channel; for the sender."""
+        """Announce the transfer on the transfer's channel; for the sender."""
         self._channel = channel
         target = self.target
         opened = decode_pb2.TransferOpen(
@@ -125,7 +126,7 @@ class OutboundTransfer:
         channel.post(decode_pb2.ReceiveKVRequest(open=opened))
 
     async def send(self, slices: Iterable[Slice]) -> int:
-        """Sends whole layer slices; returns the payload bytes. The slices' memory is free afterwards, also on errors.
+        """Send whole layer slices; return the payload bytes. The slices' memory is free afterwards, also on errors.
 
         Raises:
             StreamBroken: the stream has ended.
@@ -150,7 +151,7 @@ class OutboundTransfer:
             self.sent_bytes += payload_bytes(pieces)
 
     def close(self, aborted: bool) -> None:
-        """Tells the receiver that the transfer is over, without waiting. `aborted`: forgets the channel. Idempotent."""
+        """Tell the receiver that the transfer is over, without waiting. `aborted`: forgets the channel. Idempotent."""
         channel = self._channel
         if self._closed or channel is None:
             return
@@ -168,7 +169,7 @@ class OutboundTransfer:
             channel.close()
 
     async def verdict(self, timeout_s: float) -> None:
-        """Waits until the receiver has every slice, intact. The channel is over afterwards, also on errors.
+        """Wait until the receiver has every slice, intact. The channel is over afterwards, also on errors.
 
         Raises:
             TransferFailed: slices are missing or damaged, or no verdict came within `timeout_s`.
@@ -188,7 +189,7 @@ class OutboundTransfer:
             raise self._error
 
     def release(self) -> None:
-        """Forgets the channel without waiting for the verdict. Idempotent."""
+        """Forget the channel without waiting for the verdict. Idempotent."""
         if self._channel is not None:
             self._channel.close()
 

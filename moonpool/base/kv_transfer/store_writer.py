@@ -14,10 +14,11 @@ from moonpool.base.kv.keys import key_bindings, layer_binding, pack_keys
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.base.transport.async_utils import OneTimeEvent
-from moonpool.base.transport.base import PendingPayload
 from moonpool.base.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.base.transport.flow_control import TO_STORE
-from moonpool.base.transport.sessions import MuxChannel, MuxStream, StreamClient
+from moonpool.base.transport.mux_channel import MuxChannel
+from moonpool.base.transport.mux_stream import MuxStream, StreamClient
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.v1 import kvstore_pb2
 
 PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)
@@ -107,7 +108,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
     """This process's puts to one kvstore, all on one stream."""
 
     def __init__(self, store: KVEndpoint, *, frame_bytes: int = FRAME_BYTES) -> None:
-        """Connects when the first put begins. `frame_bytes`: payload size aimed at."""
+        """Connect when the first put begins. `frame_bytes`: payload size aimed at."""
         self._layout = store.layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
@@ -123,7 +124,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         *,
         timeout_s: float,
     ) -> PutOutcome:
-        """Stores full blocks, given as the fields of `BlocksToPut`; returns when all of them are VISIBLE.
+        """Store full blocks, given as the fields of `BlocksToPut`; return when all of them are VISIBLE.
 
         Blocks that the store has, or that another writer finishes meanwhile, are not sent. The put takes at most
         `timeout_s`.
@@ -193,7 +194,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         read: ReadSlice,
         timeout_s: float,
     ) -> PendingPayload | None:
-        """Opens a transfer at the store.
+        """Open a transfer at the store.
 
         A put that fits one frame travels with the opening: a round trip costs more than bytes that the store has
         already. Returns the payload under way then.

@@ -18,7 +18,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
 from moonpool.base.kv_transfer.store_writer import PutOutcome, ReadSlice, StoreWriter
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClient
+from moonpool.base.transport.peer_clients import PeerClient
 from moonpool.v1 import kv_pb2
 
 Client = TypeVar("Client", bound=PeerClient)
@@ -37,7 +37,7 @@ class PrefixReader(PeerClient, Protocol):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads all layers of a chain's blocks; see `BlockReader.read_prefix`."""
+        """Read all layers of a chain's blocks; see `BlockReader.read_prefix`."""
         ...
 
 
@@ -66,13 +66,12 @@ class _Parted(Generic[Client]):
     """One client for each part that the kvstore holds apart."""
 
     def __init__(self, store: KVEndpoint, open_client: Callable[[KVEndpoint], Client]) -> None:
-        """Connects when the first transfer begins. `open_client` makes a part's client."""
+        """Connect when the first transfer begins. `open_client` makes a part's client."""
         parts = store.layout.stored_parts
-        self._parts: list[tuple[LayoutPart, Client]] = [(it, open_client(endpoint_of(it, store))) for it in parts]
+        self._parts: list[tuple[LayoutPart, Client]] = [(part, open_client(endpoint_of(part, store))) for part in parts]
 
     @property
     def channels(self) -> int:
-        """Open channels."""
         return sum(client.channels for _, client in self._parts)
 
     @property
@@ -81,7 +80,6 @@ class _Parted(Generic[Client]):
         return sum((client.traffic for _, client in self._parts), StreamTraffic())
 
     async def aclose(self) -> None:
-        """Ends the streams. Idempotent."""
         for _, client in self._parts:
             await client.aclose()
 
@@ -90,7 +88,7 @@ class PartedWriter(_Parted[StoreWriter]):
     """This process's puts to one kvstore. A `BlockWriter`."""
 
     def __init__(self, store: KVEndpoint) -> None:
-        """Connects when the first put begins."""
+        """Connect when the first put begins."""
         super().__init__(store, StoreWriter)
 
     async def put(
@@ -104,7 +102,7 @@ class PartedWriter(_Parted[StoreWriter]):
         windowed: Collection[int],
         forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks as `StoreWriter.put`, each part for at most `timeout_s`; returns the full layers' outcome.
+        """Store blocks as `StoreWriter.put`, each part for at most `timeout_s`; return the full layers' outcome.
 
         Args:
             keys: the blocks' keys.
@@ -138,7 +136,7 @@ class PartedReader(_Parted[BlockReader]):
     """This process's reads from one kvstore."""
 
     def __init__(self, store: KVEndpoint, open_reader: Callable[[KVEndpoint], BlockReader]) -> None:
-        """Connects when the first read begins. `open_reader` makes a part's client."""
+        """Connect when the first read begins. `open_reader` makes a part's client."""
         super().__init__(store, open_reader)
         self._layout: KVLayout = store.layout
 
@@ -152,7 +150,7 @@ class PartedReader(_Parted[BlockReader]):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads all layers of a chain's blocks, windowed layers for the last blocks only; see `BlockReader.read`.
+        """Read all layers of a chain's blocks, windowed layers for the last blocks only; see `BlockReader.read`.
 
         Returns:
             The leading blocks that the store had; all blocks if the parts are stored apart.

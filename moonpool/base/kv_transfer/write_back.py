@@ -18,7 +18,7 @@ from moonpool.base.kv_transfer.store_writer import PutOutcome
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClient, PeerClients
+from moonpool.base.transport.peer_clients import PeerClient, PeerClients
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
@@ -40,7 +40,7 @@ class BlockWriter(PeerClient, Protocol):
         windowed: Collection[int],
         forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks; returns once they are visible. See `PartedWriter.put`."""
+        """Store blocks; return once they are visible. See `PartedWriter.put`."""
         ...
 
 
@@ -155,7 +155,7 @@ class WriteBack:
         over: Callable[[bool], None],
         windowed: Collection[int] = (),
     ) -> None:
-        """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
+        """Take a job for which there is `room` now; one reference on each block passes to the write-back.
 
         The job is handed back by `over`, with whether all blocks are in the store now.
         """
@@ -169,7 +169,7 @@ class WriteBack:
         self._staff(store_queue)
 
     async def run(self) -> None:
-        """Works until cancelled; then every job is dropped and every stream closed."""
+        """Work until cancelled; then every job is dropped and every stream closed."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for store_queue in self._queues.values():
@@ -185,7 +185,7 @@ class WriteBack:
             await self._stores.aclose()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Waits until no block is held; False when the time was over first."""
+        """Wait until no block is held; False when the time was over first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -194,7 +194,7 @@ class WriteBack:
         return True
 
     def forget(self, selection: KVSelection, namespace: bytes) -> list[WriteBackJob]:
-        """Drops waiting jobs with KV of a selection; returns such jobs that are under way. `namespace`: of the KV."""
+        """Drop waiting jobs with KV of a selection; return such jobs that are under way. `namespace`: of the KV."""
         for store_queue in list(self._queues.values()):
             waiting = list(store_queue.queue)
             store_queue.queue.clear()
@@ -206,7 +206,7 @@ class WriteBack:
         return [job for job in self._doing if selection.touches(job.keys, job.tenant, namespace)]
 
     async def ended(self, jobs: Collection[WriteBackJob], timeout_s: float) -> bool:
-        """Waits until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
+        """Wait until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while any(job in jobs for job in self._doing):
@@ -216,7 +216,7 @@ class WriteBack:
         return True
 
     def _staff(self, store_queue: _StoreQueue) -> None:
-        """Adds a worker for a store_queue, as long as allowed."""
+        """Add a worker for a store_queue, as long as allowed."""
         if self._group is not None and store_queue.workers < self._limits.workers:
             store_queue.workers += 1
             self._group.create_task(self._work(store_queue))
@@ -292,15 +292,23 @@ def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
 
 
 WRITE_BACK_METRICS: tuple[Metric[WriteBack], ...] = (
-    Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda it: it.blocks_held, 0),
-    Metric("write_back_puts", "Open writing transfers at kvstores.", lambda it: it.transfers, 0),
+    Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda write_back: write_back.blocks_held, 0),
+    Metric("write_back_puts", "Open writing transfers at kvstores.", lambda write_back: write_back.transfers, 0),
     Metric(
         "write_back_credits_out_bytes",
         "Bytes sent to kvstores with credits not yet returned.",
-        lambda it: it.traffic.credits_out,
+        lambda write_back: write_back.traffic.credits_out,
         0,
     ),
-    counter("write_back_stored_blocks_total", "Blocks that kvstores took.", lambda it: it.blocks_stored),
-    counter("write_back_present_blocks_total", "Blocks that kvstores had already.", lambda it: it.blocks_present),
-    counter("write_back_dropped_blocks_total", "Blocks that no kvstore got.", lambda it: it.blocks_dropped),
+    counter(
+        "write_back_stored_blocks_total", "Blocks that kvstores took.", lambda write_back: write_back.blocks_stored
+    ),
+    counter(
+        "write_back_present_blocks_total",
+        "Blocks that kvstores had already.",
+        lambda write_back: write_back.blocks_present,
+    ),
+    counter(
+        "write_back_dropped_blocks_total", "Blocks that no kvstore got.", lambda write_back: write_back.blocks_dropped
+    ),
 )

@@ -337,7 +337,7 @@ def is_client() -> bool:
 
 
 def require_role(role: str) -> None:
-    """Checks that the caller has this role, or is an adapter in an engine's role, where connections are secured.
+    """Check that the caller has this role, or is an adapter in an engine's role, where connections are secured.
 
     Raises:
         Mismatch: the caller has another role.
@@ -369,7 +369,7 @@ class RoleGate:
         self._revoked: frozenset[str] = frozenset() if revoked is None else self._read(revoked)
 
     def admit(self, method: str, context: Any) -> None:
-        """Checks a call, and notes the caller for `caller`.
+        """Check a call, and note the caller for `caller`.
 
         Args:
             method: full name, "/package.Service/Method".
@@ -402,7 +402,7 @@ class RoleGate:
         return RpcCaller(_role(found), name[0].decode(errors="replace"))
 
     def _renew(self) -> None:
-        """Reads the file again if changed. A wrong or missing file leaves the revocations unchanged."""
+        """Read the file again if changed. A wrong or missing file leaves the revocations unchanged."""
         if self._path is None or not self._watched.changed():
             return
         try:

@@ -136,7 +136,7 @@ class ClientCall:
         return message
 
     async def read(self) -> Any:
-        """Returns the next message; END_OF_STREAM after the last; None if the message could not be decoded."""
+        """Return the next message; END_OF_STREAM after the last; None if the message could not be decoded."""
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -144,7 +144,7 @@ class ClientCall:
         return END_OF_STREAM if message is grpc.aio.EOF else message
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns after gRPC has taken the message.
+        """Send a message; return after gRPC has taken the message.
 
         Raises:
             MoonpoolError: The call has failed.
@@ -156,11 +156,11 @@ class ClientCall:
             raise from_rpc_error(error) from error
 
     async def done_writing(self) -> None:
-        """Ends this side of the stream."""
+        """End this side of the stream."""
         await self._call.done_writing()
 
     def cancel(self) -> bool:
-        """Cancels the call; returns False if the call has ended already."""
+        """Cancel the call; return False if the call has ended already."""
         return bool(self._call.cancel())
 
 
@@ -212,7 +212,7 @@ class Channels:
         return channel
 
     def _renew(self) -> None:
-        """Puts channels aside that were made with certificates that have changed since."""
+        """Put channels aside that were made with certificates that have changed since."""
         if self._tls is None:
             return
         self._tls.renew()
@@ -337,30 +337,30 @@ class ConnectionMonitor:
 
     def begin(self, give_up: Callable[[], object]) -> MonitoredCall:
         """A call waits from now on, until `end`."""
-        one = MonitoredCall(give_up)
+        call = MonitoredCall(give_up)
         if not self._waiting:
             self.heard()  # no call waited: the silence begins now
-        self._waiting[one] = None
+        self._waiting[call] = None
         if self._silence_s and (self._watching is None or self._watching.done()):
             self._watching = asyncio.get_running_loop().create_task(self._watch())
-        return one
+        return call
 
-    def end(self, one: MonitoredCall) -> None:
+    def end(self, call: MonitoredCall) -> None:
         """A call waits no more; may be called again."""
-        self._waiting.pop(one, None)
+        self._waiting.pop(call, None)
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[MonitoredCall]:
         """While the body runs, a call waits; a body that ends without an error counts as news from the peer."""
-        one = self.begin(give_up)
+        call = self.begin(give_up)
         try:
-            yield one
+            yield call
             self.heard()
         finally:
-            self.end(one)
+            self.end(call)
 
     async def aclose(self) -> None:
-        """Ends watching; may be called again."""
+        """End watching; may be called again."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -401,13 +401,13 @@ class ConnectionMonitor:
 
     def _give_up(self) -> None:
         lost, self._waiting = self._waiting, {}
-        for one in lost:
-            one.lost = True
-            one.give_up()
+        for call in lost:
+            call.lost = True
+            call.give_up()
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Asks the service behind a channel for a sign of life, for `ConnectionMonitor`.
+    """Ask the service behind a channel for a sign of life, for `ConnectionMonitor`.
 
     Raises:
         TimeoutError: no answer came. Any other error is an answer; calls notice a broken connection themselves.

@@ -82,7 +82,7 @@ class _MessageBudget:
 
 
 def check_message(cls: type[Message], data: bytes) -> None:
-    """Refuses an encoded message that would cost too much to parse and to read.
+    """Refuse an encoded message that would cost too much to parse and to read.
 
     Raises:
         InvalidRequest: The message has too many fields, numbers or characters, or a group.

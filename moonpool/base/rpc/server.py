@@ -63,12 +63,11 @@ class PeerCalls:
 
     @property
     def open(self) -> int:
-        """All peers' open calls."""
         return self._calls.total()
 
     @contextmanager
     def call(self, peer: str, *, stream: bool) -> Iterator[None]:
-        """Counts a call from `peer` ("ipv4:host:port", as gRPC names the peer) while the body runs.
+        """Count a call from `peer` ("ipv4:host:port", as gRPC names the peer) while the body runs.
 
         Raises:
             Overloaded: The peer has too many open calls already.
@@ -220,7 +219,7 @@ async def serving(
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Listens; returns the port."""
+    """Listen; return the port."""
     if credentials is not None:
         return _add_services(lambda: server.add_secure_port(listen, credentials), "listen", listen)
     if not is_loopback(parse_address(listen)[0]):
@@ -229,7 +228,7 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
 
 
 def _bind_clients(server: grpc.aio.Server, security: Security | None) -> str:
-    """Listens for clients without certificates, if that is wanted; returns the address."""
+    """Listen for clients without certificates, if that is wanted; return the address."""
     if security is None or not security.client_listen:
         return ""
     credentials = security.tls.server_credentials(client_certificates=False)
@@ -357,7 +356,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, stall_s: float | None = None) -> None:
-    """Writes a message; if the task is cancelled, the write is finished first if the peer takes the message soon.
+    """Write a message; if the task is cancelled, the write is finished first if the peer takes the message soon.
 
     Raises:
         TimeoutError: The write took longer than `stall_s`.
@@ -39,7 +39,7 @@ async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, sta
 
 
 def _retrieve_failure(writing: asyncio.Future[None]) -> None:
-    """Retrieves a task's failure, which asyncio would report as never retrieved."""
+    """Retrieve a task's failure, which asyncio would report as never retrieved."""
     if not writing.cancelled():
         writing.exception()
 
@@ -53,7 +53,7 @@ def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
 async def write_each(
     write: Callable[[T], Awaitable[None]], take: Callable[[], Awaitable[T | None]], stall_s: float | None = None
 ) -> None:
-    """Writes what `take` gives until None; as `write_whole` for each message, but one task for all messages.
+    """Write what `take` gives until None; as `write_whole` for each message, but one task for all messages.
 
     Raises:
         TimeoutError: A write took longer than `stall_s`.

@@ -52,7 +52,7 @@ GC_OBJECTS = 20_000
 
 
 def tune_grpc() -> None:
-    """Chooses gRPC's ways of reading, unless the environment has chosen. To be called before gRPC is first used."""
+    """Choose gRPC's ways of reading, unless the environment has chosen. To be called before gRPC is first used."""
     os.environ.setdefault(GRPC_EXPERIMENTS, ",".join(_EXPERIMENTS))
     quiet_grpc()
 
@@ -66,7 +66,7 @@ def quiet_grpc() -> None:
 
 
 def tune_gc() -> None:
-    """Makes the garbage collector look less often, and never at imported objects. To be called after the imports.
+    """Make the garbage collector look less often, and never at imported objects. To be called after the imports.
 
     Frames and messages are freed by their reference counts; with the default thresholds the collector still took 6 %
     of a sender's time.
@@ -97,7 +97,7 @@ def tune_malloc() -> bool:
 
 
 def raise_open_files_limit() -> None:
-    """Lets this process have as many open files as the system permits."""
+    """Let this process have as many open files as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # some systems do not permit what they name

@@ -20,13 +20,12 @@ Prefill and decode share the rules here for deleting KV from the pool and for le
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.blocks import KeyChanges
-from moonpool.base.kv.delete_kv import KVSelection, ttl_of
 from moonpool.base.kv.keys import BlockKey, window_key
 from moonpool.base.kv.layout import NO_SLOT
 from moonpool.base.scheduling.state_machine import digest_of
@@ -120,6 +119,7 @@ class BlockManager:
         The blocks are not acquired: call `acquire` before any other method.
         """
         found = self.find(keys)
+        # The next token reads the windows of the last blocks: a chain goes on behind whole blocks only (ADR 65).
         del found[self.continuable(found) :]
         return found
 
@@ -169,7 +169,7 @@ class BlockManager:
         return block in self._passed_slots or block in self._cached_slots
 
     def give_slots(self, blocks: Iterable[int]) -> None:
-        """Gives each used block without key a window slot if the block lacks a slot; takes slots not needed.
+        """Give each used block without key a window slot if the block lacks a slot; take slots not needed.
 
         Raises:
             OutOfBlocks: Too few slots are available; the pool is unchanged.
@@ -185,7 +185,7 @@ class BlockManager:
             self._put_slot(block, self._take_slot())
 
     def pass_windows(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
-        """Notes that a request is past the blocks' window: the request reads no windowed slices there any more.
+        """Note that a request is past the blocks' window: the request reads no windowed slices there any more.
 
         `kept`: blocks at places where others may continue; their slots are taken as those of cached blocks.
         """
@@ -198,7 +198,7 @@ class BlockManager:
                 self._spare_slot(block, self._cached_slots if block in kept else self._passed_slots)
 
     def need_windows(self, blocks: Iterable[int]) -> None:
-        """Takes `pass_windows` back, where blocks have not lost their slots."""
+        """Take `pass_windows` back, where blocks have not lost their slots."""
         if not self._window_blocks:
             return
         for block in blocks:
@@ -220,6 +220,7 @@ class BlockManager:
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
+        # Passed slots first: behind a cached block, another request may continue (ADR 65).
         block = next(iter(self._passed_slots or self._cached_slots))
         key = self._key_of[block]
         assert key is not None, "a block without key keeps no slot that nobody needs"
@@ -228,7 +229,7 @@ class BlockManager:
         return self._free_slots.pop()
 
     def _drop_slot(self, block: int) -> None:
-        """Frees the block's slot, if any. The caller has noted what the block is called without the slot."""
+        """Free the block's slot, if any. The caller has noted what the block is called without the slot."""
         if self._window_blocks and not self.is_partial(block):
             self._passed_slots.pop(block, None)
             self._cached_slots.pop(block, None)
@@ -236,7 +237,7 @@ class BlockManager:
             self._put_slot(block, NO_SLOT)
 
     def _spare_slot(self, block: int, queue: OrderedDict[int, None]) -> None:
-        """Notes that no request needs the block's windowed slices; without a key, no request ever will."""
+        """Note that no request needs the block's windowed slices; without a key, no request ever will."""
         if self._key_of[block] is None:
             self._drop_slot(block)
         elif not self.is_partial(block) and not self.is_spare(block):
@@ -259,15 +260,13 @@ class BlockManager:
         return block in self._cached
 
     def key_of(self, block: int) -> BlockKey | None:
-        """The block's key, or None."""
         return self._key_of[block]
 
     def ref_count(self, block: int) -> int:
-        """References to the block."""
         return self._refs[block]
 
     def acquire(self, blocks: Sequence[int], past: int = 0) -> None:
-        """Adds a reference to blocks that are cached or used (`match` finds such blocks).
+        """Add a reference to blocks that are cached or used (`match` finds such blocks).
 
         `past`: leading blocks whose window the new reference has passed (`pass_windows`).
         """
@@ -286,11 +285,10 @@ class BlockManager:
                 self._cached_slots.pop(block, None)
 
     def can_allocate(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed."""
         return n <= self.num_available
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n blocks without key, each with one reference; without window slots.
+        """Take n blocks without key, each with one reference; without window slots.
 
         Evicts cached blocks if too few are free.
 
@@ -308,7 +306,7 @@ class BlockManager:
         return taken
 
     def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
-        """Gives a used block a key; the block's KV must be complete, but for windowed slices of a partial block.
+        """Give a used block a key; the block's KV must be complete, but for windowed slices of a partial block.
 
         If another block has this key already, that block keeps the key and this block gets none: `match` needs a single
         block, and others may reference the older block. But a whole block takes the key from a partial block. A block
@@ -320,10 +318,12 @@ class BlockManager:
         assert self._refs[block] > 0, f"block {block} is not used"
         own = self._key_of[block]
         assert own is None or own == key, f"block {block} has another key"
+        # The KV was deleted while the request was on the way: nobody may find it again.
         if owner.transient:
             return False
         held = self._block_of.get(key, block)
         if held != block:
+            # A whole block serves all that a partial block serves, and not the other way round.
             if not self.is_partial(held) or self.is_partial(block):
                 return False
             self.forget([key])
@@ -335,7 +335,7 @@ class BlockManager:
         return True
 
     def release(self, blocks: Sequence[int], past: int = 0) -> None:
-        """Drops a reference to blocks, given in the order of their chain.
+        """Drop a reference to blocks, given in the order of their chain.
 
         Blocks without further references become cached if they have a key, else free. The tail of the chain is evicted
         before the head: a chain without head is useless. `past`: as the reference was acquired, or passed them since.
@@ -363,13 +363,13 @@ class BlockManager:
                 self._spare_slot(block, self._cached_slots)
 
     def note_copies(self, blocks: Sequence[int]) -> None:
-        """Marks blocks, in the order of their chain, as replicas that no request has used yet."""
+        """Mark blocks, in the order of their chain, as replicas that no request has used yet."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._copies[block] = self.now
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Takes the keys from blocks that are damaged or deleted, so `match` does not find them any more."""
+        """Take the keys from blocks that are damaged or deleted, so `match` does not find them any more."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is None:
@@ -437,7 +437,6 @@ class BlockManager:
             now[name] = None
 
     def digest(self) -> bytes:
-        """Hash of the whole state."""
         owned = [self._owned[block] for block in self._block_of.values()]
         slots: list[object] = []
         if self._window_blocks:
@@ -446,7 +445,7 @@ class BlockManager:
         return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Assert what must hold between any two calls."""
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached, "a block is free and cached"
@@ -487,151 +486,3 @@ class MoveSlots:
     """
 
     moves: tuple[tuple[int, int], ...]
-
-
-@frozen
-class DeleteKV:
-    """Deletes KV from the pool. Answered by `KVDeleted`.
-
-    Requests that compute or hold such KV continue, but the pool keeps none of their blocks, neither now nor later.
-
-    Attributes:
-        number: names the answer.
-        everything: the selection names the pool's own namespace.
-        ttl_s: also deletes blocks older than their tenant's TTL: tenant, seconds.
-    """
-
-    number: int
-    selection: KVSelection
-    everything: bool = False
-    ttl_s: tuple[tuple[str, float], ...] = ()
-
-
-@frozen
-class KVDeleted:
-    """The pool does not find the KV any more. `blocks`: number of deleted blocks."""
-
-    number: int
-    blocks: int
-
-
-def delete_kv(
-    manager: BlockManager, event: DeleteKV, requests: Iterable[tuple[KVOwner, Iterable[BlockKey]]]
-) -> KVDeleted:
-    """Deletes KV from a pool; `requests`: owner and block keys for each request at the instance."""
-    chosen, ttl_s = event.selection, dict(event.ttl_s)
-
-    def takes(key: BlockKey, tenant: str, age_s: float) -> bool:
-        return event.everything or chosen.matches(key, tenant, b"") or age_s > ttl_of(ttl_s, tenant)
-
-    for owner, keys in requests:
-        if event.everything or chosen.touches(keys, owner.tenant, b""):
-            owner.transient = True
-    keys = manager.held(takes)
-    manager.forget(keys)
-    return KVDeleted(event.number, len(keys))
-
-
-WRITTEN_PART = 4
-"""Writes to kvstores may hold 1 / this number of all window slots; further blocks are written without windows."""
-LENDABLE_PART = 4
-"""At most 1 / this number of the blocks are lent at once: readers take no more from requests computed here."""
-
-
-@frozen
-class LendBlocks:
-    """Another instance reads blocks. Answered by `BlocksLent`; the blocks stay referenced until `ReturnBlocks`.
-
-    Attributes:
-        number: names the answer.
-        keys: the blocks' keys.
-        windows_from: if all blocks are lent, blocks before this index may lack the slices of layers with a window.
-    """
-
-    number: int
-    keys: tuple[BlockKey, ...]
-    windows_from: int = 0
-
-
-@frozen
-class ReturnBlocks:
-    """A reader has finished; ignored if no block was lent.
-
-    Attributes:
-        number: the `LendBlocks` number.
-        damaged: keys whose blocks do not match their hashes; the pool does not find these keys any more.
-    """
-
-    number: int
-    damaged: tuple[BlockKey, ...] = ()
-
-
-@frozen
-class BlocksLent:
-    """Blocks for the leading keys that may be read; fewer than asked for if blocks are missing or needed here."""
-
-    number: int
-    blocks: tuple[int, ...]
-
-
-class BlockLending:
-    """Lends one pool's blocks to other instances for reading.
-
-    A block with a key is full and does not change, so lending adds a reference. A lent block is not available, even if
-    only cached, so the number of lent blocks is limited.
-    """
-
-    def __init__(self, manager: BlockManager) -> None:
-        self._manager = manager
-        self._lent: dict[int, tuple[int, ...]] = {}
-        self._past: dict[int, int] = {}  # leading blocks of a loan whose windowed slices are not read
-        self._loans: dict[int, int] = {}  # by block
-        self._most = max(1, manager.num_blocks // LENDABLE_PART)
-
-    def __iter__(self) -> Iterator[int]:
-        """All lent blocks; a block lent twice appears twice."""
-        return (block for blocks in self._lent.values() for block in blocks)
-
-    def handle(self, event: LendBlocks | ReturnBlocks, spare: int, promised_slots: int = 0) -> list[BlocksLent]:
-        """Lends blocks or takes them back. `spare`: free and cached blocks that may be lent.
-
-        `promised_slots`: available window slots that loans leave.
-        """
-        if isinstance(event, LendBlocks):
-            return [self._lend(event, spare, self._manager.num_slots_available - promised_slots)]
-        self._take_back(self._lent.pop(event.number, ()), self._past.pop(event.number, 0))
-        self._manager.forget(event.damaged)
-        return []
-
-    def _take_back(self, blocks: Sequence[int], past: int) -> None:
-        self._manager.release(blocks, past)
-        for block in blocks:
-            self._loans[block] -= 1
-            if not self._loans[block]:
-                del self._loans[block]
-
-    def _lend(self, event: LendBlocks, spare: int, spare_slots: int) -> BlocksLent:
-        blocks = []
-        left = self._most - len(self._loans)
-        for block in self._manager.find(event.keys):
-            left -= block not in self._loans
-            spare -= self._manager.is_cached(block)
-            spare_slots -= self._manager.is_spare(block)
-            if min(left, spare, spare_slots) < 0:
-                break
-            blocks.append(block)
-        lacking = event.windows_from if len(blocks) == len(event.keys) else 0
-        if self._manager.is_lacking(blocks, lacking):
-            del blocks[next(index for index, block in enumerate(blocks) if self._manager.is_partial(block)) :]
-            lacking = 0
-        if blocks:
-            self._manager.acquire(blocks, lacking)
-            self._past[event.number] = lacking
-            for block in blocks:
-                self._loans[block] = self._loans.get(block, 0) + 1
-            self._lent[event.number] = tuple(blocks)
-        return BlocksLent(event.number, tuple(blocks))
-
-    def digest(self) -> bytes:
-        """Hash of the loans."""
-        return digest_of(self._lent)

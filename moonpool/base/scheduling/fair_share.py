@@ -83,19 +83,21 @@ class FairShares:
         return max(self._times.get(tenant, 0.0), self._least)
 
     def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
-        """Charges a tenant for work of this cost."""
+        """Charge a tenant for work of this cost."""
         time = self.time(tenant)
+        # A tenant that was away is behind by the credit at most: its return does not stop the others (ADR 17).
         self._least = max(self._least, time - self._credit)
         self._times[tenant] = time + cost / weight
         if len(self._times) > MAX_TENANTS:
             self._forget()
 
     def forgive_idle(self, cost: float) -> None:
-        """Forgives all tenants this cost, for work that the idle server could have done."""
+        """Forgive all tenants this cost, for work that the idle server could have done."""
+        # Idle time counts against nobody: a tenant that was served alone keeps its share (ADR 17).
         self._least += cost
 
     def forgive_idle_until(self, now: float, rate: float) -> None:
-        """Forgives the time since the last call; `rate`: cost per second of work that could have been done."""
+        """Forgive the time since the last call; `rate`: cost per second of work that could have been done."""
         self.forgive_idle((now - self._idle_at) * rate)
         self._idle_at = now
 
@@ -125,10 +127,10 @@ class FairShares:
                 heappop(heap)
 
     def digest(self) -> bytes:
-        """Hash of the state."""
         return digest_of(self._times, self._least, self._idle_at)
 
     def _forget(self) -> None:
+        # Those furthest ahead stay: to forget them would forgive the most work.
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_TENANTS // 2]
         self._times = {tenant: self._times[tenant] for tenant in kept if self._times[tenant] > self._least}
 
@@ -152,13 +154,13 @@ class FairQueue:
         return (entry.key.number for entry in self._shares.order(self._queues.values()))
 
     def add(self, key: QueueKey, cost: float = 0.0) -> None:
-        """Adds an item; the cost matters for the order behind this item."""
+        """Add an item; the cost matters for the order behind this item."""
         assert key.number not in self._entries, f"{key.number} waits already"
         entry = self._entries[key.number] = QueueEntry(key, cost)
         insort(self._queues.setdefault(key.tenant, []), entry, key=_order_in_tenant)
 
     def remove(self, number: int) -> None:
-        """Removes an item; unknown numbers are ignored."""
+        """Remove an item; unknown numbers are ignored."""
         entry = self._entries.pop(number, None)
         if entry is None:
             return
@@ -180,7 +182,7 @@ class FairQueue:
         return {tenant: len(queue) for tenant, queue in self._queues.items()}
 
     def check_invariants(self) -> None:
-        """Asserts that the tenants' queues are in order and hold all items."""
+        """Assert that the tenants' queues are in order and hold all items."""
         found = [entry for queue in self._queues.values() for entry in queue]
         assert {entry.key.number: entry for entry in found} == self._entries
         assert len(found) == len(self._entries)
@@ -189,7 +191,6 @@ class FairQueue:
             assert {entry.key.tenant for entry in queue} == {tenant}
 
     def digest(self) -> bytes:
-        """Hash of the items."""
         return digest_of(self._queues)
 
 
@@ -212,5 +213,5 @@ def may_admit(there: Counter[str], tenant: str, limit: int, weight_of: Callable[
     total = there.total()
     if total < limit:
         return True
-    weights = sum([weight_of(it) for it in {*there, tenant}])
+    weights = sum([weight_of(name) for name in {*there, tenant}])
     return total < 2 * limit and there[tenant] + 1 <= limit * weight_of(tenant) / weights

@@ -108,11 +108,11 @@ K = TypeVar("K", bound=Hashable)
 _MIN_TIMERS_TO_SWEEP = 64
 
 
-def earliest(one: float | None, other: float | None) -> float | None:
+def earliest(first: float | None, other: float | None) -> float | None:
     """The earlier of two deadlines; None = no deadline."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
+    if first is None or other is None:
+        return other if first is None else first
+    return min(first, other)
 
 
 class Timers(Generic[K]):
@@ -127,7 +127,7 @@ class Timers(Generic[K]):
         return len(self._valid)
 
     def set(self, key: K, at: float) -> None:
-        """Sets or moves the deadline of `key`."""
+        """Set or moves the deadline of `key`."""
         self._count += 1
         entry = self._valid[key] = at, self._count, key
         heappush(self._heap, entry)
@@ -135,7 +135,7 @@ class Timers(Generic[K]):
             self._sweep()
 
     def clear(self, key: K) -> None:
-        """Removes the deadline of `key`, if any."""
+        """Remove the deadline of `key`, if any."""
         self._valid.pop(key, None)
 
     def at(self, key: K) -> float | None:
@@ -154,7 +154,7 @@ class Timers(Generic[K]):
         return None
 
     def pop_due(self, now: float) -> K | None:
-        """Takes the key of the earliest deadline if that is not after `now`; else None."""
+        """Take the key of the earliest deadline if that is not after `now`; else None."""
         if not self._heap or self._heap[0][0] > now:
             return None
         at = self.next()
@@ -165,7 +165,6 @@ class Timers(Generic[K]):
         return key
 
     def digest(self) -> bytes:
-        """Hash of all deadlines."""
         return digest_of({key: (at, count) for key, (at, count, _) in self._valid.items()})
 
     def _sweep(self) -> None:
@@ -206,7 +205,7 @@ class Core(Protocol[E_contra, A]):
     """A state machine without I/O. The state consists of what journals take (`moonpool.base.runtime.core_codec`)."""
 
     def handle(self, now: float, event: E_contra | Tick, out: list[A]) -> None:
-        """Takes an event and appends actions.
+        """Take an event and append actions.
 
         Args:
             now: seconds of any clock that never goes back.
@@ -218,7 +217,7 @@ class Core(Protocol[E_contra, A]):
         """When the core needs a `Tick` if no event comes; None = never."""
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
 
     def digest(self) -> bytes:
         """Hash of the whole state; equal for equal states in any process."""
@@ -241,7 +240,7 @@ class PendingIo(Generic[T]):
         return iter(list(self._open.items()))
 
     def begin(self, pinned: T) -> int:
-        """Adds I/O; returns the I/O's number."""
+        """Add I/O; return the I/O's number."""
         io, self._next = self._next, self._next + 1
         self._open[io] = pinned
         return io
@@ -255,7 +254,7 @@ class PendingIo(Generic[T]):
         return digest_of(self._next, self._open)
 
     def end(self, io: int) -> T:
-        """Removes I/O that has ended; returns the value.
+        """Remove I/O that has ended; return the value.
 
         Raises:
             KeyError: the I/O has ended before, or never began: a defect of the driver.

@@ -70,7 +70,7 @@ class LineLimit(logging.Filter):
 
 
 def cut_fields(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Cuts long texts."""
+    """Cut long texts."""
     for name, value in event.items():
         if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in ("exception", "stack"):
             event[name] = f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"

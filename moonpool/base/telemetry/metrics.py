@@ -79,7 +79,7 @@ class MetricSet:
         self._readers: dict[str, tuple[Metric[object], Mapping[str, str], Callable[[], float]]] = {}
 
     def add(self, metrics: Iterable[Metric[S]], source: S, **labels: str) -> MetricSet:
-        """Adds a table of metrics that are read from `source`; returns the set.
+        """Add a table of metrics that are read from `source`; return the set.
 
         Args:
             metrics: the table.

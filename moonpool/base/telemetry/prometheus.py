@@ -52,12 +52,12 @@ class PrometheusMetrics:
         return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
 
     def watch(self, metrics: MetricSet) -> None:
-        """Exports `metrics`, which each scrape reads on the event loop that runs now."""
+        """Export `metrics`, which each scrape reads on the event loop that runs now."""
         self.registry.register(_SetCollector(self._prefix, metrics, asyncio.get_running_loop()))
 
     @asynccontextmanager
     async def served(self, listen: str) -> AsyncIterator[str]:
-        """Serves `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" = no server.
+        """Serve `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" = no server.
 
         Yields:
             The served address, "" for none.
@@ -109,7 +109,9 @@ def keeping_colons(accept: str) -> str:
     prometheus_client replaces the colons in vLLM's names in OpenMetrics text if a client asks for names with
     underscores, or does not say. Colons are allowed in names of every exposition format.
     """
-    ranges = [[part for part in one.split(";") if not part.strip().startswith("escaping")] for one in accept.split(",")]
+    ranges = [
+        [part for part in choice.split(";") if not part.strip().startswith("escaping")] for choice in accept.split(",")
+    ]
     return ",".join(";".join([*parts, "escaping=allow-utf-8"]) for parts in ranges)
 
 
@@ -123,7 +125,7 @@ class _ServerV6(_Server):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Logs no request."""
+        """Log no request."""
 
 
 class _SetCollector(Collector):
@@ -135,11 +137,10 @@ class _SetCollector(Collector):
         self._loop = loop
 
     def describe(self) -> Iterable[MetricFamily]:
-        """Returns no metric, so that registering reads none."""
+        """Return no metric, so that registering reads none."""
         return []
 
     def collect(self) -> Iterable[MetricFamily]:
-        """All metrics now."""
 
         async def read() -> list[MetricSample]:
             return list(self._metrics.samples())

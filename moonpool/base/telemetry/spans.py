@@ -65,7 +65,6 @@ class Recorder:
         self._emit(event | {"pid": self._pid, "tid": threading.get_native_id(), "args": attrs}, end_ns)
 
     def instant(self, name: str, /, **attrs: object) -> None:
-        """Record that something happened now."""
         if self._file is None:
             return
         now_ns = world.monotonic_ns()

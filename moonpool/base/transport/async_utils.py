@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 async def wait_within(seconds: float, event: asyncio.Event) -> bool:
-    """Waits for an event; False when that takes longer than `seconds`, which may be infinite."""
+    """Wait for an event; False when that takes longer than `seconds`, which may be infinite."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             return await event.wait()
@@ -56,7 +56,6 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Waits under way."""
         return len(self._open)
 
     def within(self, seconds: float) -> Deadline:
@@ -75,7 +74,7 @@ class Deadlines:
         self._open.pop(deadline, None)
 
     def close(self) -> None:
-        """Takes the timer down; none may be under way."""
+        """Take the timer down; none may be under way."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -117,7 +116,7 @@ class OneTimeEvent:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns after the event; raises the error if the event failed. The caller sets the deadline."""
+        """Return after the event; raise the error if the event failed. The caller sets the deadline."""
         if not self.is_done:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -161,14 +160,13 @@ class WaiterQueue(Generic[Wanted, Result]):
         self._closed: Exception | None = None
 
     def __len__(self) -> int:
-        """Number of tasks that wait."""
         return sum(map(len, self._queues.values()))
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
     async def get(self, wanted: Wanted, *, priority: int = 0) -> Result:
-        """Returns the attempt's result, waiting behind all others. The caller sets the deadline.
+        """Return the attempt's result, waiting behind all others. The caller sets the deadline.
 
         A cancelled call has taken no item.
 
@@ -191,7 +189,7 @@ class WaiterQueue(Generic[Wanted, Result]):
             raise
 
     def notify(self) -> None:
-        """Serves waiting tasks from the front until a task still has to wait."""
+        """Serve waiting tasks from the front until a task still has to wait."""
         while self._queues:
             priority = min(self._queues)
             future, wanted = next(iter(self._queues[priority].items()))
@@ -200,7 +198,7 @@ class WaiterQueue(Generic[Wanted, Result]):
             self._remove(future, priority)
 
     def close(self, error: Exception) -> None:
-        """Ends all waiting and later calls of `get` with `error`. Idempotent."""
+        """End all waiting and later calls of `get` with `error`. Idempotent."""
         if self._closed is not None:
             return
         self._closed = error

@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import Any
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
-from moonpool.base.kv.pool import BytesLike, Iovec
+from moonpool.base.kv.iovec import BytesLike, Iovec
 from moonpool.base.rpc.channels import StreamCall
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.base import ConnectionEnd
+from moonpool.base.transport.client_stream import ClientStream, Req, Res
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framed_socket import BUFFER_BYTES, MAX_PARTS, remaining_parts
 from moonpool.base.transport.framing import (
     LENGTH_PREFIX,
@@ -32,10 +34,8 @@ from moonpool.base.transport.framing import (
     PayloadExtent,
     decode_one_shot,
 )
-from moonpool.base.transport.handshake import TransportDialer
 from moonpool.base.transport.regions import RemoteRegion, SharedRegion
 from moonpool.base.transport.registry import transport_name
-from moonpool.base.transport.streams import ClientStream, Req, Res
 from moonpool.v1 import kv_pb2
 
 SPIN_S = 200e-6
@@ -59,7 +59,7 @@ class BlockingConnection:
     """
 
     def __init__(self, end: ConnectionEnd, *, spin_s: float | None = None) -> None:
-        """Takes over a connection with only the handshake done."""
+        """Take over a connection with only the handshake done."""
         self.name = end.name
         self.own = end.own
         self.error: Exception | None = None
@@ -74,7 +74,7 @@ class BlockingConnection:
         self._deadline = 0.0
 
     def begin(self, timeout_s: float) -> bool:
-        """Begins an exchange; use the connection in `with` then. False if the connection has ended, or is in use."""
+        """Begin an exchange; use the connection in `with` then. False if the connection has ended, or is in use."""
         if self.error is not None or not self._used.acquire(blocking=False):
             return False
         if self.error is not None:  # since a moment ago; the ending thread may have left the rest to this thread
@@ -97,14 +97,14 @@ class BlockingConnection:
             self._release()
 
     def retire(self) -> bool:
-        """Ends the connection unless in use; returns whether the connection has ended."""
+        """End the connection unless in use; return whether the connection has ended."""
         if self.begin(0.0):
             with self:
                 self.error = StreamBroken("it was needed no longer")
         return self.error is not None
 
     def close(self, error: Exception) -> None:
-        """Ends the connection, from any thread: an exchange that is under way fails. Idempotent."""
+        """End the connection, from any thread: an exchange that is under way fails. Idempotent."""
         if self.error is None:
             self.error = error
         with contextlib.suppress(OSError):  # closed, or the peer is gone
@@ -112,7 +112,7 @@ class BlockingConnection:
         self._release()
 
     def _release(self) -> None:
-        """Closes everything; if an exchange is under way, the exchange's end closes."""
+        """Close everything; if an exchange is under way, the exchange's end closes."""
         if not self._used.acquire(blocking=False):
             return
         self._sock.close()
@@ -131,7 +131,7 @@ class BlockingConnection:
         payload: Iterable[Sequence[memoryview]] = (),
         follow: int = 0,
     ) -> int:
-        """Sends a message with a new number, which is returned; `follow` bytes of payload follow.
+        """Send a message with a new number, which is returned; `follow` bytes of payload follow.
 
         Each payload piece is sent as soon as given.
         """
@@ -202,11 +202,11 @@ class BlockingConnection:
         return parts[0] if len(parts) == 1 else Iovec(parts)
 
     def pulled(self) -> None:
-        """Notes that a payload has been read out of a region; the next message tells the store."""
+        """Note that a payload has been read out of a region; the next message tells the store."""
         self._pulled += 1
 
     def fill(self, target: memoryview) -> None:
-        """Receives the next payload bytes behind the message. Raises as `answer`."""
+        """Receive the next payload bytes behind the message. Raises as `answer`."""
         count = min(self._end - self._begin, target.nbytes)
         target[:count] = self._buffer[self._begin : self._begin + count]
         self._begin += count
@@ -214,7 +214,7 @@ class BlockingConnection:
             count += self._receive(target[count:])
 
     def _await(self, nbytes: int) -> None:
-        """Receives until `nbytes` untaken bytes are there; at most `BUFFER_BYTES`."""
+        """Receive until `nbytes` untaken bytes are there; at most `BUFFER_BYTES`."""
         if self._begin == self._end:
             self._begin = self._end = 0
         elif self._begin + nbytes > BUFFER_BYTES:
@@ -225,7 +225,7 @@ class BlockingConnection:
             self._end += self._receive(self._buffer[self._end :] if self._end else self._buffer)
 
     def _receive(self, room: memoryview) -> int:
-        """Receives something; returns how many bytes."""
+        """Receive something; return how many bytes."""
         receive, now = self._sock.recv_into, time.monotonic
         begin = now()
         if begin > self._deadline:  # something may always be there
@@ -299,7 +299,7 @@ class BlockingStream(ClientStream[Req, Res]):
         self._welcome: kv_pb2.StreamWelcome | None = None
 
     async def open(self) -> BlockingConnection | None:
-        """Opens call and connection; None where that is not to be had."""
+        """Open call and connection; None where that is not to be had."""
         try:
             await self.start()
             self.direct = await self._join()

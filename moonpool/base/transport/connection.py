@@ -1,607 +1,117 @@
-"""A transport's open connection: a stream's messages with payloads, over a socket and shared regions.
+"""The contract for connections: one stream's messages, in order, with or without payload.
 
-Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into separate memory before
-reading the payload (`MessageReceiver`): in one pass with the hash at the destination. If the payload is borrowed, the
-stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
+Credits, channels and reconnection stand above, once for all transports.
 """
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from moonpool.base.errors import FrameError, InvalidRequest, MoonpoolError, StreamBroken
-from moonpool.base.kv.pool import BytesLike, Iovec, new_bytes
-from moonpool.base.rpc.messages import MESSAGE_BYTES, check_message, plain_deserializer
-from moonpool.base.transport.base import (
-    BorrowedBuffer,
-    ConnectionEnd,
-    FilledBuffer,
-    M,
-    OutgoingItem,
-    PendingPayload,
-    ReceiveBuffer,
-    ReceiveCallbacks,
-    ReceivedPayload,
-    Transport,
-    UnsentRest,
-    ZeroCopyConnection,
-)
-from moonpool.base.transport.fault_injection import CONNECTION_BROKEN, ConnectionBreaker, breaker
-from moonpool.base.transport.framed_socket import BUFFER_BYTES, FramedSocket
-from moonpool.base.transport.framing import (
-    LENGTH_PREFIX,
-    ONE_SHOT_FLAG,
-    OneShotAnswer,
-    OneShotMessage,
-    decode_one_shot,
-)
-from moonpool.base.transport.region_payloads import PlacedPayloads, RegionReader
-from moonpool.base.transport.regions import (
-    FetchedParts,
-    RemoteRegion,
-    unmap_regions,
-)
-from moonpool.v1 import kv_pb2
+from moonpool.base.kv.iovec import BytesLike
+from moonpool.base.transport.framing import OneShotAnswer, OneShotMessage
+from moonpool.base.transport.payloads import PendingPayload, ReceiveBuffer, ReceivedPayload, own_memory
+
+M = TypeVar("M", bound=Message)
 
 
-class MessageSender:
-    """A connection's sending half."""
-
-    def __init__(
-        self,
-        sock: FramedSocket,
-        placed: PlacedPayloads,
-        take_reads: Callable[[], int],
-        breaks: ConnectionBreaker | None,
-    ) -> None:
-        """Takes the socket; payloads in regions; reads to report; injected faults."""
-        self._sock = sock
-        self._placed = placed
-        self._take_reads = take_reads
-        self._breaks = breaks
-        self._unsent: list[PendingPayload] = []  # their sending failed; they fail when the connection is closed
-
-    def start(self, item: OutgoingItem) -> UnsentRest | None:
-        """Sends what the system takes at once; the rest must be given to `finish` before anything else."""
-        held = item if isinstance(item, PendingPayload) else None
-        try:
-            if isinstance(item, OneShotAnswer):
-                return self._start_answer(item)
-            if isinstance(item, kv_pb2.TransportFrame):
-                return self._send(item, [], None)
-            if held is None:
-                data = item if isinstance(item, bytes) else item.SerializeToString()  # type: ignore[union-attr]
-                return self._send(self._frame(data), [], None)
-            self._break_if_injected()
-            return self._start_held(held)
-        except Exception as error:  # the next writer meets the error
-            if held is not None:
-                self._unsent.append(held)
-            return UnsentRest([], held, error)
-
-    async def finish(self, unsent: UnsentRest) -> None:
-        """Sends what was left. Not to be cancelled.
-
-        Raises:
-            StreamBroken: The connection has ended.
-        """
-        if unsent.error is not None:
-            raise unsent.error
-        try:
-            await self._sock.send(unsent.parts)
-        except BaseException:
-            if unsent.held is not None:
-                self._unsent.append(unsent.held)
-            raise
-        if unsent.held is not None:
-            unsent.held.finish()
-
-    def fail(self, error: Exception) -> None:
-        """Payloads that are still held fail with `error`."""
-        self._placed.fail(error)
-        for held in self._unsent:
-            held.fail(error)
-        self._unsent.clear()
-
-    def _frame(self, data: bytes) -> kv_pb2.TransportFrame:
-        """Around a message; reports what was read on the way."""
-        reads = self._take_reads()
-        return kv_pb2.TransportFrame(message=data, pulled=reads) if reads else kv_pb2.TransportFrame(message=data)
-
-    def _start_held(self, item: PendingPayload) -> UnsentRest | None:
-        frame = self._frame(item.message.SerializeToString())
-        place = self._placed.copy(item.parts, item.nbytes)
-        if place is not None:
-            frame.extents.add(**place._asdict())
-            unsent = self._send(frame, [], None)
-            item.finish()  # the mailbox holds a copy
-            return unsent
-        rest = self._placed.point_to(item, frame)
-        if rest is not None:
-            return self._send(frame, rest, None)
-        unsent = self._send(frame, item.parts, item)
-        if unsent is None:
-            item.finish()
-        return unsent
-
-    def _send(
-        self, frame: kv_pb2.TransportFrame, parts: list[memoryview], held: PendingPayload | None
-    ) -> UnsentRest | None:
-        data = frame.SerializeToString()
-        left = self._sock.send_now([LENGTH_PREFIX.pack(len(data), sum(part.nbytes for part in parts)) + data, *parts])
-        return UnsentRest(left, held) if left else None
-
-    def _break_if_injected(self) -> None:
-        if self._breaks is not None and self._breaks():
-            self._sock.close(StreamBroken(CONNECTION_BROKEN))
-
-    def _start_answer(self, item: OneShotAnswer) -> UnsentRest | None:
-        message, pieces = item
-        nbytes = sum([piece.nbytes for piece in pieces])
-        self._break_if_injected()
-        place = self._placed.copy(pieces, nbytes)
-        follow = nbytes if place is None else 0
-        left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
-        return UnsentRest(left) if left else None
-
-
-READS_PER_REPORT = 2
-"""Payloads that are read before their sender gets a report, while there are more."""
-RECEIVE_TURN_BYTES = 1 << 20
-"""After so many bytes that were there at once, others get a turn of the event loop."""
-MESSAGE_COST = 4 << 10
-"""What a message counts for in a turn besides the bytes: small messages take time too."""
-_NO_PAYLOAD = memoryview(b"")
-
-
-class _Incoming(NamedTuple):
-    """What is being received.
+class Connection(ABC, Generic[M]):
+    """An open connection: one stream's messages, in order, with or without payload.
 
     Attributes:
-        left: where the next bytes go, one after the other.
-        then: called when all bytes are there; the argument says whether all are in the intended place.
-        is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
+        name: Name of the transport.
     """
 
-    left: list[memoryview]
-    then: Callable[[bool], None]
-    is_live: Callable[[], bool] | None = None
+    name: str
 
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once the connection has ended."""
 
-class MessageReceiver(Generic[M]):
-    """A connection's receiving half."""
-
-    def __init__(
-        self,
-        sock: FramedSocket,
-        cls: type[M],
-        regions: RegionReader,
-        on_reads: Callable[[int], None],
-        report: Callable[[int], None],
-    ) -> None:
-        """Does not read yet.
-
-        Args:
-            sock: Of the connection.
-            cls: Messages that come.
-            regions: Finds payloads that lie in regions.
-            on_reads: Called with the number of payloads that the peer has read.
-            report: Sends the waiting peer the number of the peer's payloads that were read.
-        """
-        self._sock = sock
-        self._parse = plain_deserializer(cls)
-        self._regions = regions
-        self._on_reads = on_reads
-        self._report = report
-        self._work = 0  # so far, besides received bytes: bytes out of regions and answers, and message costs
-        self._callbacks: ReceiveCallbacks | None = None
-        self._over: asyncio.Future[Exception] | None = None
-        self._paused = False
-        self._continues = False  # with the next turn of the event loop
-        self._filling = False  # a thread fills a buffer, or a payload is fetched
-        self._fetching: asyncio.Task[None] | None = None
-        self._incoming: _Incoming | None = None
-
+    @abstractmethod
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        """Hands over what comes, in order, until the connection ends; returns the cause.
+        """Hand over what comes, in order, until the connection ends; return the cause.
+
+        To be called once at a time.
 
         Raises:
             Exception: What a callback raised.
         """
-        self._callbacks = callbacks
-        self._over = asyncio.get_running_loop().create_future()
-        try:
-            self._go_on()
-            return await self._over
-        finally:
-            self._callbacks = None
-            self._sock.unwatch()
 
+    @abstractmethod
     def pause(self) -> None:
-        """Takes no more until `resume`."""
-        self._paused = True
-        self._sock.unwatch()
+        """Stop handing over until `resume`: new messages stay with the system, and the peer is slowed down."""
 
+    @abstractmethod
     def resume(self) -> None:
-        """Goes on after `pause`."""
-        self._paused = False
-        self._go_on()
+        """Go on after `pause`."""
 
-    def end(self, error: Exception) -> None:
-        """The connection has ended with `error`."""
-        if self._over is not None and not self._over.done():
-            self._over.set_result(error)
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the messages are wanted."""
-        return not self._paused and not self._filling and self._is_read
-
-    @property
-    def _is_read(self) -> bool:
-        return self._callbacks is not None and self._over is not None and not self._over.done()
-
-    def _go_on(self) -> None:
-        if self._goes_on:
-            self._sock.watch(self._receive)
-            self._receive()
-
-    def _receive(self) -> None:
-        """Takes all that is there, or as much as a turn of the event loop may take."""
-        if self._continues or not self._goes_on:
-            return
-        end = self._work_done + RECEIVE_TURN_BYTES
-        try:
-            while self._next() if self._incoming is None else self._receive_more(self._incoming):
-                if not self._goes_on:
-                    return
-                if self._work_done >= end:
-                    if self._sock.has_more:  # what is still in the socket has the event loop call again
-                        self._continues = True
-                        asyncio.get_running_loop().call_soon(self._continue)
-                    return
-        except MoonpoolError as error:
-            self._sock.unwatch()
-            self.end(error)
-        except Exception as error:
-            self._fail(error)
-
-    def _continue(self) -> None:
-        self._continues = False
-        self._receive()
-
-    def _fail(self, error: Exception) -> None:
-        """Whoever runs this gets an error that is not the connection's."""
-        self._sock.unwatch()
-        if self._over is not None and not self._over.done():
-            self._over.set_exception(error)
-
-    @property
-    def _work_done(self) -> int:
-        return self._sock.received_bytes + self._work
-
-    def _next(self) -> bool:
-        """Takes the next message; False if the message is not complete yet."""
-        sock = self._sock
-        lengths = sock.peek(LENGTH_PREFIX.size)
-        if lengths is None:
-            return False
-        size, follow = LENGTH_PREFIX.unpack(lengths)
-        one_shot, size = size & ONE_SHOT_FLAG, size & ~ONE_SHOT_FLAG
-        if size + follow > MESSAGE_BYTES or (one_shot and LENGTH_PREFIX.size + size > BUFFER_BYTES):
-            raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
-        if LENGTH_PREFIX.size + size > BUFFER_BYTES:
-            sock.skip(LENGTH_PREFIX.size)
-            memory = new_bytes(size)
-            self._expect([memory], lambda _: self._message(bytes(memory), follow))
-            return True
-        data = sock.peek(LENGTH_PREFIX.size + size)
-        if data is None:
-            return False
-        sock.skip(data.nbytes)
-        (self._one_shot if one_shot else self._message)(bytes(data[LENGTH_PREFIX.size :]), follow)
-        return True
-
-    def _receive_more(self, incoming: _Incoming) -> bool:
-        """Takes more of what is being received; False if none is there."""
-        if incoming.is_live is not None and not incoming.is_live():
-            then = incoming.then
-            rest = new_bytes(sum(target.nbytes for target in incoming.left))
-            self._incoming = incoming = _Incoming([rest], lambda _: then(False))
-        left = self._sock.fill(incoming.left)
-        if left is None:
-            return False
-        self._incoming = incoming._replace(left=left) if left else None
-        if not left:
-            incoming.then(True)
-        return True
-
-    def _expect(
-        self, targets: list[memoryview], then: Callable[[bool], None], is_live: Callable[[], bool] | None = None
-    ) -> None:
-        """Receives the next bytes into targets."""
-        left = [target for target in targets if target.nbytes]
-        if left:
-            self._incoming = _Incoming(left, then, is_live)
-        else:
-            then(True)
-
-    def _message(self, text: bytes, follow: int) -> None:
-        """A message is there; the payload follows, or lies somewhere."""
-        self._work += MESSAGE_COST
-        frame = _parse_frame(text)
-        if frame.pulled:
-            self._on_reads(frame.pulled)
-        if not frame.message:
-            if follow or frame.extents:
-                raise FrameError("a payload without a message")
-            self._report_reads()
-            return
-        message = self._parsed(frame.message)
-        if frame.extents:
-            if follow:
-                memory = new_bytes(follow)
-                self._expect([memory], lambda _: self._read_payload(frame, message, memory))
-            else:
-                self._read_payload(frame, message, _NO_PAYLOAD)
-        elif follow:
-            self._receive_payload(message, follow)
-        else:
-            self._deliver(message, _NO_PAYLOAD)
-
-    def _one_shot(self, text: bytes, follow: int) -> None:
-        """Takes a one-shot message; the payload follows, or lies in a region."""
-        self._work += MESSAGE_COST
-        message = decode_one_shot(text)
-        if message.pulled:
-            self._on_reads(message.pulled)
-        if not follow:
-            self._deliver_one_shot(message, _NO_PAYLOAD)
-            return
-        memory = new_bytes(follow)
-        self._expect([memory], lambda _: self._deliver_one_shot(message, memory))
-
-    def _deliver_one_shot(self, message: OneShotMessage, payload: BytesLike) -> None:
-        if message.extents:
-            assert isinstance(payload, memoryview), "what follows a message is in one piece"
-            parts = self._regions.parts(message.extents, payload)
-            payload = parts[0] if len(parts) == 1 else Iovec(parts)
-            self._work += payload.nbytes
-        if self._callbacks is None or self._callbacks.on_one_shot is None:
-            raise FrameError("one-shot messages are not taken here")
-        try:
-            self._work += self._callbacks.on_one_shot(message, payload)
-        except Exception as error:
-            self._fail(error)
-
-    def _receive_payload(self, message: M, nbytes: int) -> None:
-        buffer = self._receive_into(message, nbytes)
-        if buffer is None:
-            memory = new_bytes(nbytes)
-            self._expect([memory], lambda _: self._deliver(message, memory))
-            return
-
-        def received(whole: bool) -> None:
-            assert buffer is not None
-            if whole:
-                self._fill(message, buffer, None)
-            else:
-                self._deliver(message, FilledBuffer(buffer, 0))
-
-        self._expect(buffer.targets, received, buffer.is_live)
-
-    def _read_payload(self, frame: kv_pb2.TransportFrame, message: M, follow: memoryview) -> None:
-        """Takes a payload from its place; a payload in a remote region is fetched first."""
-        places = self._regions.remote_places(frame.extents)
-        if places:
-            self._regions.check_size(frame.extents)
-            self._filling = True
-            self._sock.unwatch()
-            self._fetching = asyncio.get_running_loop().create_task(self._fetch(places, frame, message, follow))
-            return
-        awaited = self._regions.is_awaited(frame.extents)
-        parts = self._regions.parts(frame.extents, follow)
-        self._use(message, parts, lambda: self._regions.count_read(awaited=awaited))
-
-    async def _fetch(
-        self,
-        places: Mapping[int, Sequence[tuple[int, int]]],
-        frame: kv_pb2.TransportFrame,
-        message: M,
-        follow: memoryview,
-    ) -> None:
-        """Fetches a payload's remote parts, by region, then takes the payload. Nothing else is received meanwhile."""
-        found: list[FetchedParts] = []
-        try:
-            fetched: dict[int, Iterator[memoryview]] = {}
-            for number, wanted in places.items():
-                found.append(await self._regions.fetch(number, wanted))
-                fetched[number] = iter(found[-1].parts)
-            parts = self._regions.parts(frame.extents, follow, fetched)
-        except Exception as error:
-            for part in found:
-                part.release()
-            self._filling = False
-            if isinstance(error, MoonpoolError):
-                self.end(error)
-            else:
-                self._fail(error)
-            return
-
-        def read() -> None:
-            for part in found:
-                part.release()
-            self._regions.count_read(awaited=True)
-
-        self._filling = False
-        if self._is_read:
-            self._use(message, parts, read)
-        else:
-            read()
-        self._go_on()
-
-    def _use(self, message: M, parts: list[memoryview], on_read: Callable[[], None]) -> None:
-        """Copies a payload from its place, or hands the payload over as borrowed."""
-        nbytes = sum([part.nbytes for part in parts])
-        self._work += nbytes
-        buffer = self._receive_into(message, nbytes)
-        if buffer is not None:
-            self._fill(message, buffer, Iovec(parts), on_read)
-        elif self._callbacks is not None and self._callbacks.borrow:
-            data = parts[0] if len(parts) == 1 else Iovec(parts)
-            self._deliver(message, BorrowedBuffer(data, on_read))
-        else:
-            payload = memoryview(b"".join(parts))
-            on_read()
-            self._deliver(message, payload)
-
-    def _fill(
-        self, message: M, buffer: ReceiveBuffer, data: BytesLike | None, on_read: Callable[[], None] = lambda: None
-    ) -> None:
-        """Fills a buffer, perhaps on a thread: no more is received until then, so order stays."""
-
-        def over(filled: FilledBuffer) -> None:
-            on_read()
-            was, self._filling = self._filling, False
-            if self._is_read:
-                self._deliver(message, filled)
-            if was:
-                self._go_on()
-
-        if not buffer.take(data, over):
-            self._filling = True
-            self._sock.unwatch()
-
-    def _receive_into(self, message: M, nbytes: int) -> ReceiveBuffer | None:
-        assert self._callbacks is not None, "nothing is read for nobody"
-        return self._callbacks.receive_into(message, nbytes)
-
-    def _deliver(self, message: M, payload: ReceivedPayload) -> None:
-        assert self._callbacks is not None, "nothing is read for nobody"
-        try:
-            self._callbacks.take(message, payload)
-        except Exception as error:
-            self._fail(error)
-            return
-        self._report_reads()
-
-    def _report_reads(self) -> None:
-        """Reports reads that the peer waits for, several at once while more come: each report may wake the peer."""
-        awaited = self._regions.awaited
-        if awaited and (awaited >= READS_PER_REPORT or not self._sock.has_more):
-            self._report(self._regions.take_reads())
-
-    def _parsed(self, data: bytes) -> M:
-        try:
-            message: Any = self._parse(data)
-        except (DecodeError, InvalidRequest) as error:
-            raise FrameError(f"malformed message: {error}") from error
-        parsed: M = message
-        return parsed
-
-
-def _parse_frame(data: bytes) -> kv_pb2.TransportFrame:
-    try:
-        check_message(kv_pb2.TransportFrame, data)
-        return kv_pb2.TransportFrame.FromString(data)
-    except (DecodeError, InvalidRequest) as error:
-        raise FrameError(f"malformed TransportFrame: {error}") from error
-
-
-class SocketConnection(ZeroCopyConnection[M]):
-    """Messages on a stream socket; payloads follow their messages, or lie in regions that both processes map."""
-
-    def __init__(
-        self,
-        end: ConnectionEnd,
-        cls: type[M],
-        acknowledge: Callable[[Message], None],
-        breaks: ConnectionBreaker | None = breaker,
-    ) -> None:
-        """Arguments as of `Transport.open_connection`; `breaks` breaks the connection on purpose."""
-        self.name = end.name
-        self._sock = end.sock
-        self._mapped = [region for region in end.readable.values() if not isinstance(region, RemoteRegion)]
-        self._mapped += [end.borrowed[1]] if end.borrowed else []
-        self._remote = [region for region in end.readable.values() if isinstance(region, RemoteRegion)]
-        placed = PlacedPayloads(end.own, end.borrowed)
-        reader = RegionReader(end.readable, end.mailbox)
-        self._out = MessageSender(end.sock, placed, reader.take_reads, breaks)
-        self._in: MessageReceiver[M] = MessageReceiver(
-            end.sock,
-            cls,
-            reader,
-            placed.on_reads,
-            lambda reads: acknowledge(kv_pb2.TransportFrame(pulled=reads)),
-        )
-        self._error: Exception | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self._error is not None
-
-    async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        if self._error is not None:
-            return self._error
-        return await self._in.run(callbacks)
-
-    def pause(self) -> None:
-        self._in.pause()
-
-    def resume(self) -> None:
-        self._in.resume()
-
-    def start(self, item: OutgoingItem) -> UnsentRest | None:
-        unsent = self._out.start(item)
-        if unsent is not None and unsent.error is not None and self._error is not None:
-            self._out.fail(self._error)
-        return unsent
-
+    @abstractmethod
     async def write(self, item: OutgoingItem | UnsentRest) -> None:
-        unsent = item if isinstance(item, UnsentRest) else self.start(item)
-        if unsent is None:
-            return
-        try:
-            await self._out.finish(unsent)
-        except BaseException:
-            if self._error is not None:
-                self._out.fail(self._error)
-            raise
+        """Send a whole send queue item. Not to be cancelled.
 
+        Raises:
+            MoonpoolError: The connection has ended.
+        """
+
+    @abstractmethod
     def close(self, error: Exception) -> None:
-        if self._error is not None:
-            return
-        self._error = error
-        self._sock.close(error)
-        self._in.end(error)
-        self._out.fail(error)
-        for region in self._remote:
-            region.close()
-        unmap_regions(self._mapped)
+        """End the connection with `error`. Idempotent."""
 
 
-class SocketTransport(Transport):
-    """A transport with `SocketConnection`s as connections."""
+class ZeroCopyConnection(Connection[M]):
+    """A connection that sends payloads from where they lie.
 
-    takes_one_shot = True
+    A payload (`PendingPayload`) stays in the sender's memory until the connection calls `finish` or `fail`.
+    """
 
-    def open_connection(
-        self, end: ConnectionEnd, cls: type[M], acknowledge: Callable[[Message], None]
-    ) -> SocketConnection[M]:
-        return SocketConnection(end, cls, acknowledge)
+    @abstractmethod
+    def start(self, item: OutgoingItem) -> UnsentRest | None:
+        """Send an item of the send queue as far as the system takes bytes at once, without waiting.
+
+        Returns None if all is sent, else the rest, which must be given to `write` before anything else.
+        """
 
 
-async def connect_socket(sock: socket.socket, address: Any) -> socket.socket:
-    """Connects a new stream socket, which is closed if that fails."""
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+class ReceiveCallbacks(NamedTuple):
+    """Functions that take what a connection receives.
+
+    Attributes:
+        take: gets each message with the payload: separate memory, a filled buffer or a borrowed one. Must not wait.
+            An error ends the reading.
+        receive_into: gives the buffer for a message's payload with that many bytes; None for separate memory.
+        borrow: whether payloads that lie in regions are borrowed if `receive_into` gives no buffer.
+        on_one_shot: gets one-shot messages, each with the payload, borrowed until the call returns; returns the bytes
+            of the answers. None if the stream takes no one-shot messages.
+    """
+
+    take: Callable[[Any, ReceivedPayload], None]
+    receive_into: Callable[[Any, int], ReceiveBuffer | None] = own_memory
+    borrow: bool = False
+    on_one_shot: Callable[[OneShotMessage, BytesLike], int] | None = None
+
+
+OutgoingItem = Message | bytes | PendingPayload | OneShotAnswer
+"""Item from a `SendQueue`: a message, an encoded message, a message with a held payload, or a one-shot answer."""
+
+
+class UnsentRest(NamedTuple):
+    """What the system has not taken at once.
+
+    Attributes:
+        parts: bytes that must go out next, in order.
+        held: the message whose payload is among the parts; free once the parts are sent.
+        error: what broke the connection.
+    """
+
+    parts: list[memoryview]
+    held: PendingPayload | None = None
+    error: Exception | None = None
+
+    def kept(self) -> UnsentRest:
+        """The same with a copy of the bytes, for callers that do not wait until the bytes are sent."""
+        return self._replace(parts=[memoryview(b"".join(self.parts))])

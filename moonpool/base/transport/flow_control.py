@@ -63,26 +63,25 @@ class ByteCredits:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting `acquire` calls."""
         return len(self._waiters)
 
     def grant(self, n: int) -> None:
-        """Adds bytes: the peer's credit, or what was acquired and then not sent."""
+        """Add bytes: the peer's credit, or what was acquired and then not sent."""
         self._available += n
         self._window = max(self._window, self._available)
         if self._waiters:
             self._waiters.notify()
 
     def take(self, n: int) -> bool:
-        """Takes `n` bytes if they are there at once and no other call waits."""
+        """Take `n` bytes if they are there at once and no other call waits."""
         return not self._closed and not self._waiters and self._try(n) is not None
 
     def overdraw(self, n: int) -> None:
-        """Takes `n` bytes whether they are there or not; `available` may be negative after that."""
+        """Take `n` bytes whether they are there or not; `available` may be negative after that."""
         self._available -= n
 
     async def acquire(self, n: int, *, timeout_s: float) -> None:
-        """Takes `n` bytes, waiting until they are there. A cancelled wait takes no bytes.
+        """Take `n` bytes, waiting until they are there. A cancelled wait takes no bytes.
 
         Raises:
             TransferFailed: They were not there within `timeout_s`.
@@ -97,7 +96,7 @@ class ByteCredits:
             raise TransferFailed(f"no credit for {n} bytes within {timeout_s:g} s") from None
 
     def close(self, error: Exception) -> None:
-        """Ends all waiting and later `acquire` calls with `error`. Idempotent."""
+        """End all waiting and later `acquire` calls with `error`. Idempotent."""
         self._closed = True
         self._waiters.close(error)
 
@@ -124,7 +123,7 @@ class CreditReturn:
         return self._pending
 
     def consumed(self, n: int, *, idle: bool = False) -> int:
-        """Notes that `n` bytes are dealt with; returns the bytes to hand back now, 0 for none. `idle`: all of them."""
+        """Note that `n` bytes are dealt with; return the bytes to hand back now, 0 for none. `idle`: all of them."""
         self._pending += n
         return self.flush() if idle or self._pending >= self._threshold else 0
 
@@ -172,11 +171,10 @@ class EgressLink:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting `slot` calls."""
         return len(self._waiters)
 
     async def slot(self, nbytes: int, priority: int) -> None:
-        """Returns when `nbytes` may be handed to the network. The caller sets the deadline.
+        """Return when `nbytes` may be handed to the network. The caller sets the deadline.
 
         Args:
             nbytes: Payload bytes.

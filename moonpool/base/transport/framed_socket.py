@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.base.errors import FrameError, StreamBroken
-from moonpool.base.kv.pool import new_bytes
+from moonpool.base.kv.iovec import new_bytes
 from moonpool.base.rpc.messages import MESSAGE_BYTES
 from moonpool.base.transport.framing import LENGTH_PREFIX
 from moonpool.v1 import kv_pb2
@@ -58,7 +58,7 @@ class FramedSocket:
         return self._sock
 
     async def secure(self) -> None:
-        """Makes the connection secure, if the transport is; to be called before any byte is sent or received.
+        """Make the connection secure, if the transport is; to be called before any byte is sent or received.
 
         Raises:
             PermissionDenied: The peer must not use the transport.
@@ -71,7 +71,7 @@ class FramedSocket:
         return self._begin < self._end
 
     def watch(self, readable: Callable[[], None]) -> None:
-        """Calls `readable` whenever there is something to be received, until `unwatch`."""
+        """Call `readable` whenever there is something to be received, until `unwatch`."""
         if self.error is None and self._watcher is None:
             self._watcher = readable
             self._loop.add_reader(self._fd, self._ready)
@@ -96,11 +96,11 @@ class FramedSocket:
         return self._buffer[self._begin : self._begin + nbytes]
 
     def skip(self, nbytes: int) -> None:
-        """Passes over bytes that were peeked at."""
+        """Pass over bytes that were peeked at."""
         self._begin += nbytes
 
     def fill(self, targets: list[memoryview]) -> list[memoryview] | None:
-        """Receives next bytes into targets, one after the other; returns the unfilled rest of the targets.
+        """Receive next bytes into targets, one after the other; return the unfilled rest of the targets.
 
         None: no bytes are there, and new bytes call the watcher. Raises as `peek`.
         """
@@ -112,7 +112,7 @@ class FramedSocket:
         return remaining_parts(targets, count) if count else None
 
     def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
-        """Sends what the system takes at once; returns the rest. Raises as `send`."""
+        """Send what the system takes at once; return the rest. Raises as `send`."""
         if self.error is not None:
             raise self.error
         if len(parts) == 1 and (whole := self._sent_whole(parts[0])) is not None:
@@ -131,7 +131,7 @@ class FramedSocket:
         return left
 
     def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
-        """Sends one part, the usual case; returns the rest, or None if the system took no byte."""
+        """Send one part, the usual case; return the rest, or None if the system took no byte."""
         try:
             sent = self._sock.send(data)
         except OSError:  # the next try raises the error
@@ -139,7 +139,7 @@ class FramedSocket:
         return [] if sent == len(data) else [memoryview(data)[sent:]]
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
+        """Return when the system has taken all parts: their memory is free then. To be called by one task at a time.
 
         Raises:
             StreamBroken: The connection broke.
@@ -196,7 +196,7 @@ class FramedSocket:
         return bytes(data)
 
     def send_message(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a first, short message with descriptors; raises StreamBroken if the system takes only a part."""
+        """Send a first, short message with descriptors; raise StreamBroken if the system takes only a part."""
         text = message.SerializeToString()
         data = LENGTH_PREFIX.pack(len(text), 0) + text
         try:
@@ -210,7 +210,7 @@ class FramedSocket:
         return socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
 
     def taken_over(self) -> socket.socket:
-        """Hands the socket over to a new owner, which closes the socket in the end; do not use this object any more.
+        """Hand the socket over to a new owner, which closes the socket in the end; do not use this object any more.
 
         Raises:
             FrameError: unrequested bytes have come; the socket is closed then.
@@ -222,7 +222,7 @@ class FramedSocket:
         return self._sock
 
     def close(self, error: Exception) -> None:
-        """Closes the socket; waiting callers get `error`. Idempotent."""
+        """Close the socket; waiting callers get `error`. Idempotent."""
         if self.error is not None:
             return
         self.error = error
@@ -243,14 +243,14 @@ class FramedSocket:
             self._watcher()
 
     def _from_buffer(self, data: memoryview) -> int:
-        """Moves bytes that have been received already; returns their number."""
+        """Move bytes that have been received already; return their number."""
         count = min(self._end - self._begin, data.nbytes)
         data[:count] = self._buffer[self._begin : self._begin + count]
         self._begin += count
         return count
 
     def _more(self) -> bool:
-        """Receives something into the buffer; False if no bytes are there."""
+        """Receive something into the buffer; False if no bytes are there."""
         kept = self._end - self._begin
         if self._begin:
             if kept:

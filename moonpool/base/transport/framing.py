@@ -29,8 +29,8 @@ from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_intdigest
 
 from moonpool.base.errors import FrameError
+from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import KEY_BYTES
-from moonpool.base.kv.pool import BytesLike
 from moonpool.v1 import kvstore_pb2
 
 ONE_SHOT_FLAG = 1 << 31
@@ -115,7 +115,7 @@ def decode_one_shot(data: bytes) -> OneShotMessage:
     if not GET <= kind <= OTHERWISE or rest > end:
         raise FrameError(f"a one-shot message of kind {kind} has {end} bytes, needs {rest}")
     numbers = _numbers(count).unpack_from(data, keys_end)
-    found = tuple(PayloadExtent(*one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
+    found = tuple(PayloadExtent(*extent) for extent in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
     return OneShotMessage(
         kind, number, blocks, data[_HEAD.size : keys_end], numbers, found, first, pulled, data[rest:end]
     )

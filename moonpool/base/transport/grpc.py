@@ -16,8 +16,8 @@ from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.rpc import messages
 from moonpool.base.rpc.channels import StreamCall
 from moonpool.base.rpc.messages import END_OF_STREAM, PayloadMessage
-from moonpool.base.transport.base import Connection, M, OutgoingItem, ReceiveCallbacks, UnsentRest
 from moonpool.base.transport.config import GRPC_NAME
+from moonpool.base.transport.connection import Connection, M, OutgoingItem, ReceiveCallbacks, UnsentRest
 
 _NO_PAYLOAD = memoryview(b"")
 

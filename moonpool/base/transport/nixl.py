@@ -89,7 +89,7 @@ class NixlAgent:
         return name
 
     def drop_peer(self, name: str) -> None:
-        """Ends the use of a peer's region: the region is not read any more."""
+        """End the use of a peer's region: the region is not read any more."""
         self._peers[name] -= 1
         if not self._peers[name]:
             del self._peers[name]
@@ -109,7 +109,7 @@ class NixlAgent:
     async def read(
         self, peer: str, places: Sequence[tuple[int, int]], memory: StagingMemory, ended: Callable[[], bool]
     ) -> None:
-        """Reads parts of a peer's memory, each given by address and length, one after the other into `memory`.
+        """Read parts of a peer's memory, each given by address and length, one after the other into `memory`.
 
         Raises:
             StreamBroken: the peer cannot be reached, or `ended`.
@@ -137,7 +137,7 @@ class NixlAgent:
             raise StreamBroken(f"NIXL: {state}")
 
     def _release(self, handle: object, memory: StagingMemory) -> bool:
-        """Ends a read; returns whether the memory is free. If not, NIXL keeps the memory."""
+        """End a read; return whether the memory is free. If not, NIXL keeps the memory."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:
@@ -180,7 +180,6 @@ class NixlRegion(RemoteRegion):
     _closed: bool = False
 
     async def fetch(self, places: Sequence[tuple[int, int]]) -> FetchedParts:
-        """See `RemoteRegion`."""
         for offset, nbytes in places:
             if offset + nbytes > self.nbytes:
                 raise FrameError(f"bytes {offset} to {offset + nbytes} of a region of {self.nbytes}")
@@ -196,7 +195,6 @@ class NixlRegion(RemoteRegion):
         return FetchedParts(parts, lambda: self.agent.give_back(memory))
 
     def close(self) -> None:
-        """See `RemoteRegion`."""
         if not self._closed:
             self._closed = True
             self.agent.drop_peer(self.peer)
@@ -215,11 +213,10 @@ class NixlTransport(TcpTransport):
 
     @classmethod
     def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
-        """Needs NIXL."""
         return cls(NixlAgent.create())
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
-        """Shows `share` if payloads go to the peer."""
+        """Show `share` if payloads go to the peer."""
         if mailbox_bytes or not share:
             return OfferedRegions()
         return OfferedRegions(share, by_address=True, description=self._agent.describe(share))

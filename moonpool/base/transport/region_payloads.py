@@ -13,8 +13,8 @@ from types import MappingProxyType
 from moonpool.base.errors import FrameError
 from moonpool.base.kv.frames import MAX_FRAME_SLICES
 from moonpool.base.rpc.messages import MESSAGE_BYTES
-from moonpool.base.transport.base import PendingPayload
 from moonpool.base.transport.framing import PayloadExtent
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.base.transport.regions import ExportedRegions, FetchedParts, MailboxRing, MappedRegion, RemoteRegion
 from moonpool.v1 import kv_pb2
 
@@ -23,7 +23,7 @@ class PlacedPayloads:
     """The sender's payloads in own regions, or in the mailbox that the receiver lends, until they have been read."""
 
     def __init__(self, own: ExportedRegions, borrowed: tuple[int, MappedRegion] | None) -> None:
-        """Takes the sender's regions; number and memory of the mailbox, if the receiver lends a mailbox."""
+        """Take the sender's regions; number and memory of the mailbox, if the receiver lends a mailbox."""
         self._own = own
         self._borrowed = borrowed
         self._ring = MailboxRing(borrowed[1].nbytes) if borrowed else None
@@ -91,7 +91,7 @@ class RegionReader:
     """
 
     def __init__(self, readable: Mapping[int, MappedRegion | RemoteRegion], mailbox: int | None) -> None:
-        """Takes the regions by number; the number of the lent region, None for no mailbox."""
+        """Take the regions by number; the number of the lent region, None for no mailbox."""
         self._readable = readable
         self._remote = {number: region for number, region in readable.items() if isinstance(region, RemoteRegion)}
         self._mailbox = mailbox

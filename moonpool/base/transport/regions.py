@@ -38,11 +38,12 @@ class SharedMemory:
     """Zeroed memory in this process that peers may read (`shared`). The last reference frees the memory."""
 
     def __init__(self, nbytes: int) -> None:
-        """Takes address space; memory is taken when touched. Raises OSError if the system has no such memory."""
+        """Take address space; memory is taken when touched. Raises OSError if the system has no such memory."""
         fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, fd)
         os.truncate(fd, nbytes)
         data = memoryview(mmap.mmap(fd, nbytes))
+        # A read-only descriptor could be opened for writing through /proc; a seal holds (ADR 25).
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.shared = SharedRegion(fd, data)
 
@@ -84,7 +85,7 @@ class Mailbox:
             raise
 
     def close(self) -> None:
-        """Closes the descriptor. The mapped region stays until the region is closed."""
+        """Close the descriptor. The mapped region stays until the region is closed."""
         os.close(self.fd)
 
 
@@ -92,7 +93,7 @@ class MappedRegion:
     """A region mapped in this process."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
-        """Maps the whole region; the descriptor can be closed afterwards.
+        """Map the whole region; the descriptor can be closed afterwards.
 
         Raises:
             FrameError: the region has another size, or a size that may change.
@@ -100,6 +101,7 @@ class MappedRegion:
         """
         if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
             raise FrameError(f"a region has {os.fstat(fd).st_size} bytes, not {nbytes}")
+        # A file that is cut under its mapping would end this process with SIGBUS.
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise FrameError("a region may become shorter")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -108,7 +110,6 @@ class MappedRegion:
 
     @property
     def nbytes(self) -> int:
-        """Size of the region."""
         return self._data.nbytes
 
     def part(self, offset: int, length: int) -> memoryview:
@@ -122,7 +123,7 @@ class MappedRegion:
         return self._data[offset : offset + length]
 
     def close(self) -> None:
-        """Unmaps the region. Idempotent."""
+        """Unmap the region. Idempotent."""
         with contextlib.suppress(BufferError):  # still referenced: goes with the last reference
             self._data.release()
             self._map.close()
@@ -140,7 +141,7 @@ class RemoteRegion(ABC):
 
     @abstractmethod
     async def fetch(self, places: Sequence[tuple[int, int]]) -> FetchedParts:
-        """Copies parts, each given by offset and length.
+        """Copy parts, each given by offset and length.
 
         Raises:
             FrameError: a part is not in the region.
@@ -149,11 +150,11 @@ class RemoteRegion(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all fetching. Idempotent."""
+        """End all fetching. Idempotent."""
 
 
 def unmap_regions(regions: Sequence[MappedRegion]) -> None:
-    """Unmaps regions, on a separate thread; returns at once.
+    """Unmap regions, on a separate thread; return at once.
 
     Unmapping a region after the other owners have gone gives the memory back to the system. That takes 0.3 s for each
     GB of a killed instance's pool, for which an event loop would stand still.

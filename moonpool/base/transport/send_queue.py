@@ -19,9 +19,10 @@ from google.protobuf.message import Message
 from moonpool.base.errors import StreamBroken, TransferFailed
 from moonpool.base.rpc.messages import Payload, PayloadMessage, has_payload, payload_bytes, serialize_payload
 from moonpool.base.rpc.stream_writes import CANCEL_GRACE_S, write_each
-from moonpool.base.transport.base import OutgoingItem, PendingPayload, UnsentRest
+from moonpool.base.transport.connection import OutgoingItem, UnsentRest
 from moonpool.base.transport.flow_control import ByteCredits, CreditReturn
 from moonpool.base.transport.framing import OneShotAnswer
+from moonpool.base.transport.payloads import PendingPayload
 
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 256 << 10
@@ -55,11 +56,10 @@ class SendQueue:
         self._closed: Exception | None = None
 
     def __len__(self) -> int:
-        """Messages that wait."""
         return len(self._queue)
 
     def post(self, message: Message) -> None:
-        """Queues a small message without waiting. The message must not be changed afterwards.
+        """Queue a small message without waiting. The message must not be changed afterwards.
 
         Raises:
             StreamBroken: The send_queue is closed, or the peer does not read and too many messages wait.
@@ -67,7 +67,7 @@ class SendQueue:
         self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
     def answer(self, item: OneShotAnswer) -> None:
-        """Queues a one-shot message without waiting. Keep the payload until sent. Raises as `post`."""
+        """Queue a one-shot message without waiting. Keep the payload until sent. Raises as `post`."""
         self._append(item, 0)
 
     def hold(self, stuck: Callable[[Exception], None], start: Callable[[OutgoingItem], UnsentRest | None]) -> None:
@@ -90,7 +90,7 @@ class SendQueue:
     async def begin(
         self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
     ) -> PendingPayload | None:
-        """Queues a message with a payload once there is room.
+        """Queue a message with a payload once there is room.
 
         Returns None when the payload's memory is free. On a connection beside gRPC, returns what must be `done_with`,
         or given to `abandon`, before the memory is free. `unsent` is called if no part of the message has left, or
@@ -113,7 +113,7 @@ class SendQueue:
             raise
 
     def offer(self, message: Message, payload: Payload) -> bool:
-        """Queues a message with a payload if the send_queue is open and there is room at once; returns whether queued.
+        """Queue a message with a payload if the send_queue is open and there is room at once; return whether queued.
 
         Raises:
             StreamBroken: The peer does not read and too many messages wait.
@@ -126,6 +126,7 @@ class SendQueue:
             payload = b"".join(payload)  # no task waits for the connection here
         self._put(message, payload, size)
         if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
+            # The caller's memory is free on return, so the unsent rest is copied.
             self._queue[0] = unsent.kept(), size
         return True
 
@@ -144,7 +145,7 @@ class SendQueue:
             raise
 
     async def done_with(self, held: PendingPayload, timeout_s: float) -> None:
-        """Waits until the connection is done with a payload.
+        """Wait until the connection is done with a payload.
 
         If cancelled, or too late, the connection ends what the connection began.
 
@@ -165,11 +166,12 @@ class SendQueue:
             raise
 
     async def abandon(self, items: Iterable[PendingPayload]) -> None:
-        """Withdraws payloads that the connection has not started, and ends the others. Their memory is free then."""
+        """Withdraw payloads that the connection has not started, and end the others. Their memory is free then."""
         started = []
         for held in items:
             if held.done.done() or held.cancelled:
                 continue
+            # The connection may be reading the memory: only the connection can say when it is free.
             if held.started:
                 started.append(held.done)
                 continue
@@ -187,7 +189,7 @@ class SendQueue:
                 self._stuck(StreamBroken("the peer does not take what it was sent"))
 
     async def at_most(self, messages: int) -> None:
-        """Waits until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
+        """Wait until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
 
         Raises:
             Exception: The error given to `close`.
@@ -199,12 +201,12 @@ class SendQueue:
             raise self._closed
 
     def finish(self) -> None:
-        """Lets `drain` return when everything queued has been written."""
+        """Let `drain` return when everything queued has been written."""
         self._finished = True
         self._wake.set()
 
     def close(self, error: Exception) -> None:
-        """Drops everything queued; present and later senders get `error`. Idempotent."""
+        """Drop everything queued; present and later senders get `error`. Idempotent."""
         if self._closed is None:
             self._closed = error
             for item, _ in self._queue:
@@ -217,7 +219,7 @@ class SendQueue:
             self._taken.set()
 
     async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
-        """Writes queued items, in order, until `finish` or `close`. To be run by one task per stream.
+        """Write queued items, in order, until `finish` or `close`. To be run by one task per stream.
 
         Args:
             write: The stream's write.
@@ -240,7 +242,7 @@ class SendQueue:
             raise
 
     async def _take(self) -> OutgoingItem | UnsentRest | None:
-        """Waits for the next message, after the message before has been written. None after the last."""
+        """Wait for the next message, after the message before has been written. None after the last."""
         self._writing = False
         if self._written:
             self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
@@ -270,6 +272,7 @@ class SendQueue:
     def _append(self, data: OutgoingItem, size: int) -> None:
         if self._closed is not None:
             raise self._closed
+        # Nothing waits: the message goes at once, without waking the writer (ADR 37).
         if self._start is not None and self.is_clear:
             if isinstance(data, PendingPayload):
                 data.started = True

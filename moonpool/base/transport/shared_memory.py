@@ -23,8 +23,8 @@ from moonpool.base.errors import ConfigError, FrameError, PermissionDenied
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.base import AcceptedRegions, ListenOptions, OfferedRegions, TransportUnavailableError
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketTransport, connect_socket
 from moonpool.base.transport.regions import Mailbox, MappedRegion, SharedRegion
+from moonpool.base.transport.socket_connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107
@@ -54,7 +54,7 @@ class SharedMemoryTransport(SocketTransport):
 
     @classmethod
     def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
-        """Makes the socket folder if there is none."""
+        """Make the socket folder if there is none."""
         try:
             return cls(_socket_folder(config.kv_transports_dir))
         except (OSError, ValueError) as error:
@@ -63,7 +63,7 @@ class SharedMemoryTransport(SocketTransport):
             raise TransportUnavailableError(str(error)) from error
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
-        """Listens at a socket in the folder, named after the process' epoch."""
+        """Listen at a socket in the folder, named after the process' epoch."""
         remove_stale(self.folder)
         path = socket_path(self.folder, options.epoch)
         try:
@@ -76,20 +76,19 @@ class SharedMemoryTransport(SocketTransport):
         return listener, os.fspath(path)
 
     async def connect(self, address: str) -> socket.socket:
-        """Connects to a socket in the folder."""
+        """Connect to a socket in the folder."""
         return await connect_socket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address)
 
     def check_peer(self, sock: socket.socket) -> None:
-        """Accepts processes that run as the same user."""
+        """Accept processes that run as the same user."""
         if peer_uid(sock) != self._uid:
             raise PermissionDenied("the peer is another user's")
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
-        """Shows `share`, or a mailbox: payloads go one way on a stream."""
+        """Show `share`, or a mailbox: payloads go one way on a stream."""
         return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
 
     def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
-        """Maps all regions."""
         return AcceptedRegions(*map_regions(fds, opening.regions))
 
 
@@ -115,7 +114,7 @@ def map_regions(
 
 
 def machine_id(folder: Path) -> str:
-    """Names this machine (until the next boot), user and folder; processes with the same name share memory."""
+    """Name this machine (until the next boot), user and folder; processes with the same name share memory."""
     found = folder.stat()
     text = f"{_BOOT.read_text().strip()}:{os.getuid()}:{found.st_dev}:{found.st_ino}"
     return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()

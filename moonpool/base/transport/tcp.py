@@ -14,7 +14,7 @@ from moonpool.base.rpc.tls import Tls
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.base import ListenOptions
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketTransport, connect_socket
+from moonpool.base.transport.socket_connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
@@ -29,11 +29,10 @@ class TcpTransport(SocketTransport):
 
     @classmethod
     def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
-        """Needs no settings."""
         return cls()
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
-        """Listens at a free port on the host where the service listens."""
+        """Listen at a free port on the host where the service listens."""
         config = options.config
         host, _ = parse_address(config.listen)
         try:
@@ -52,14 +51,14 @@ class TcpTransport(SocketTransport):
         )
 
     async def connect(self, address: str) -> socket.socket:
-        """Connects to "host:port"."""
+        """Connect to "host:port"."""
         loop = asyncio.get_running_loop()
         host, port = parse_address(address)
         family, _, _, _, target = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         return await connect_socket(socket.socket(family, socket.SOCK_STREAM), target)
 
     def check_peer(self, sock: socket.socket) -> None:
-        """Accepts every peer, and sets up the socket."""
+        """Accept every peer, and set up the socket."""
         tune_tcp(sock)
 
 
@@ -68,7 +67,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Sets up a connected TCP socket, as each end does for sending.
+    """Set up a connected TCP socket, as each end does for sending.
 
     No bytes wait for more bytes to be sent together. Between processes on one machine, the oldest congestion control is
     used, which every Linux has and allows for all users. A control that paces by the shortest round trip (BBR) would

@@ -33,7 +33,7 @@ class TlsSocket(ssl.SSLSocket):
     """A non-blocking TLS socket that behaves as a plain one: raises BlockingIOError, and takes several buffers."""
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Sends as much as the system takes. After BlockingIOError, the same bytes must come again first."""
+        """Send as much as the system takes. After BlockingIOError, the same bytes must come again first."""
         return self.sendmsg([data])
 
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:  # type: ignore[override]  # no ancillary data
@@ -52,7 +52,7 @@ class TlsSocket(ssl.SSLSocket):
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Fills a buffer as far as bytes are there; less than full means that no more are."""
+        """Fill a buffer as far as bytes are there; less than full means that no more are."""
         view, count = memoryview(buffer), 0
         while count < view.nbytes:
             try:
@@ -67,7 +67,7 @@ class TlsSocket(ssl.SSLSocket):
         return count
 
     def recvmsg_into(self, buffers: Iterable[Any], *rest: Any) -> Any:  # type: ignore[override]
-        """Fills buffers, one after the other, up to `TURN_BYTES`; returns the number of bytes first."""
+        """Fill buffers, one after the other, up to `TURN_BYTES`; return the number of bytes first."""
         count = 0
         for buffer in buffers:
             room = memoryview(buffer)[: TURN_BYTES - count]
@@ -90,7 +90,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection. The base class would let another thread send in plaintext meanwhile."""
+        """End the connection. The base class would let another thread send in plaintext meanwhile."""
         socket.socket.shutdown(self, how)
 
 
@@ -147,7 +147,7 @@ class TlsFramedSocket(FramedSocket):
                 raise PermissionDenied(f"no TLS with the peer: {error.reason or error}") from error
 
     async def _expect_tls(self) -> None:
-        """Peeks at the first byte, so that a plain client gets an answer in plaintext."""
+        """Peek at the first byte, so that a plain client gets an answer in plaintext."""
         await self._wait(self._loop.add_reader, self._loop.remove_reader)
         try:
             first = socket.socket.recv(self._tls, 1, socket.MSG_PEEK)
@@ -186,8 +186,7 @@ class TlsTransport(TcpTransport):
         return cls(tls)
 
     def on_exposed(self, host: str) -> None:
-        """Returns no address for plain clients: only peers with certificates get in."""
+        """Return no address for plain clients: only peers with certificates get in."""
 
     def frame(self, sock: socket.socket, *, server: bool) -> FramedSocket:
-        """Within TLS."""
         return TlsFramedSocket(sock, self._tls.socket_context(server=server), server=server)

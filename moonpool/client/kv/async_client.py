@@ -20,7 +20,7 @@ from moonpool.base.kv.values import ValueSource, layout_of, value_key, value_nam
 from moonpool.base.kv_transfer.store_writer import BlocksToPut
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.regions import SharedMemory
 from moonpool.base.transport.registry import open_transports
 from moonpool.client.kv.connection import MAX_KEYS_PER_CALL, KVConnection, StoreAddress

@@ -19,8 +19,8 @@ from moonpool.base.kv_transfer.store_writer import BlocksToPut, PutOutcome, Stor
 from moonpool.base.rpc.channels import Channels, Metadata
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.blocking import BlockingStream
-from moonpool.base.transport.handshake import TransportDialer
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.dialer import TransportDialer
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 

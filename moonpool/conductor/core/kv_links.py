@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonpool.base.scheduling.latency import learnt_rate
+from moonpool.base.scheduling.speed_tracker import learnt_rate
 from moonpool.conductor.placement.base import PrefillChoice
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moonpool.base.scheduling.latency import PrefillWork, Regression, Speeds, work_seconds
+from moonpool.base.scheduling.latency import PrefillWork, Speeds, work_seconds
+from moonpool.base.scheduling.regression import Regression
 
 CHANGE_SAMPLES = 16
 """Prompts in a row beyond the gate that are taken for a change."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moonpool.base.scheduling.latency import Regression
+from moonpool.base.scheduling.regression import Regression
 from moonpool.conductor.core.prefill_corrections import CHANGE_SAMPLES, LEARNING_DRIFT, MIN_ERROR_S
 
 LOAD_BUCKETS = 5

@@ -10,7 +10,9 @@ from moonpool.base.frozen import frozen
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.runtime.driver import Driver
-from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.base.scheduling.block_lending import BlocksLent
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.kv_deletion import KVDeleted
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.decode.core.actions import (
     Action,

@@ -14,7 +14,7 @@ from moonpool.base.kv_transfer.read_server import FrameReceiver
 from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.base.transport.base import ReceiveBuffer
+from moonpool.base.transport.payloads import ReceiveBuffer
 from moonpool.base.transport.send_queue import SendQueue
 from moonpool.engine.decode.executor import DecodeExecutor
 from moonpool.engine.decode.live_requests import LiveRequest

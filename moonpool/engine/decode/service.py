@@ -23,8 +23,8 @@ from moonpool.base.rpc.server import Service
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
-from moonpool.base.transport.base import ReceiveBuffer
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.payloads import ReceiveBuffer
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import COPYING, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
@@ -33,20 +33,19 @@ from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
 from moonpool.engine.decode.receiver import TransferReceiver
+from moonpool.engine.executor import start_engine
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
-    EngineSetup,
     ExecutorParts,
     InstanceContext,
     StartEngine,
-    engine_setup,
     run_instance,
     run_together,
-    start_engine,
 )
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
+from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 

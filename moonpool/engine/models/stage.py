@@ -21,9 +21,10 @@ from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.families.spec import AttentionSpec, LayerSpec
 from moonpool.engine.kernels import choice, ops
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight
-from moonpool.engine.kernels.attention import AttentionKind, paged_attention, write_kv
+from moonpool.engine.kernels.attention import paged_attention, write_kv
 from moonpool.engine.kernels.deterministic import elementwise, in_tiles
 from moonpool.engine.kernels.int8_head import Int8Head
+from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.experts import DenseAndExperts

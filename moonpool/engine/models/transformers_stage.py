@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from moonpool.base.checkpoint.config import ModelConfig
 from moonpool.base.errors import CheckpointError, UnsupportedModel
-from moonpool.engine.kernels.attention import AttentionKind, make_plan, paged_attention, write_kv
+from moonpool.engine.kernels.attention import paged_attention, write_kv
 from moonpool.engine.kernels.choice import prepare
+from moonpool.engine.kernels.kind import AttentionKind
+from moonpool.engine.kernels.plan import make_plan
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.native_step import NativeLoop, Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo

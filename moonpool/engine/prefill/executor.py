@@ -12,7 +12,9 @@ from moonpool.base.errors import Internal, InvalidRequest, MoonpoolError, Overlo
 from moonpool.base.kv.keys import tokens_to_bytes
 from moonpool.base.kv_transfer.sender import DamagedInTransfer
 from moonpool.base.runtime.driver import Driver
-from moonpool.base.scheduling.block_manager import BlocksLent, DeleteKV, KVDeleted, LendBlocks, MoveSlots
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger

@@ -26,7 +26,7 @@ from moonpool.base.kv_transfer.stored_parts import PrefixReader, WindowLost
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClients
+from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.engine.interface import Engine
 from moonpool.engine.prefill.core.actions import LayerBlocks, LoadBlocks, ReadReplica
 from moonpool.engine.prefill.core.events import IoDone, LoadEnded, ReplicateBlocks, SlicesSent, StopReplicating

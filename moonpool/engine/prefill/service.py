@@ -20,6 +20,7 @@ from moonpool.base.rpc.server import Service
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.engine.emulated.engine import EmulatedEngine
+from moonpool.engine.executor import start_engine
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
     ExecutorParts,
@@ -27,7 +28,6 @@ from moonpool.engine.instance import (
     StartEngine,
     run_instance,
     run_together,
-    start_engine,
 )
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras

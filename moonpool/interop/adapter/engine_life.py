@@ -26,7 +26,8 @@ from moonpool.base.errors import CheckpointError, InvalidRequest, Overloaded, Un
 from moonpool.base.kv.keys import BlockKey, chain_root, namespace
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import LORA
-from moonpool.base.scheduling.latency import SpeedTracker, prefill_seconds
+from moonpool.base.scheduling.latency import prefill_seconds
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import conductor_identity

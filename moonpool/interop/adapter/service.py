@@ -13,7 +13,7 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import serving
 from moonpool.base.rpc.tls import Security
-from moonpool.base.scheduling.latency import SpeedTracker
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.transport.async_utils import ThreadOffload

@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.logprobs import Logprobs
-from moonpool.interop.adapter.base import (    EngineClient,    EngineFacts,    EngineLoad,    EngineOutput,    EnginePrompt,    refused_options,)from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
+from moonpool.interop.adapter.base import (
+    EngineClient,
+    EngineFacts,
+    EngineLoad,
+    EngineOutput,
+    EnginePrompt,
+    refused_options,
+)
+from moonpool.interop.adapter.engine_http import EngineHttp, endpoint_for
 from moonpool.interop.kv_events.stream import EventSource
 
 GENERATE = "/inference/v1/generate"

@@ -180,7 +180,7 @@ class Arena:
             self.on_excess()
 
     def _populate(self, thread: Executor, each: _SizeClass, buffers: list[Buffer]) -> None:
-        """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
+        """Bring memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
         most = max(1, min(AHEAD_BYTES // each.size, AHEAD_SLOTS))
         left = sum(len(slab.free) for slab in itertools.islice(each.warm, most))
         if left > most // 2 or (self._populating is not None and not self._populating.done()):
@@ -191,7 +191,7 @@ class Arena:
             self._populating = thread.submit(_populate, buffers)
 
     def collect(self) -> None:
-        """Takes back slots whose views are gone. Done by `allocate` too."""
+        """Take back slots whose views are gone. Done by `allocate` too."""
         self._told = False
         while self._ended:
             each, slab, slot = self._ended.popleft()
@@ -201,7 +201,7 @@ class Arena:
         self._trim()
 
     def _trim(self) -> None:
-        """Gives memory in free slots back while all slots together take more than the limit."""
+        """Give memory in free slots back while all slots together take more than the limit."""
         if self.resident_bytes <= self.limit:
             return
         for each in list(self.classes.values()):
@@ -213,7 +213,7 @@ class Arena:
                 del self.classes[each.size]
 
     def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
-        """Takes memory from one slab's free slots, the longest free first; removes a slab without live slots."""
+        """Take memory from one slab's free slots, the longest free first; remove a slab without live slots."""
         count = 0
         if not slab.live:
             count = slab.resident
@@ -236,7 +236,7 @@ class Arena:
 
 
 def _populate(buffers: list[Buffer]) -> None:
-    """Takes memory for slots, in portions and from their start on; what has been written to them stays."""
+    """Take memory for slots, in portions and from their start on; what has been written to them stays."""
     while buffers:
         buffer = buffers.pop(0)  # an unshared slot is free from the next slot on
         for at in range(0, len(buffer), _PORTION):

@@ -46,7 +46,7 @@ class DramTier(PartTable[DramBlock]):
         self.evictions = 0  # blocks, since the start
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Counts those of `chain` (head first) that are here as used now."""
+        """Count those of `chain` (head first) that are here as used now."""
         self.policy.touched(self._ordered(chain))
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
@@ -66,7 +66,7 @@ class DramTier(PartTable[DramBlock]):
         return self.capacity_bytes - self.block_bytes - self.reserved.total_bytes
 
     def check_possible(self, nbytes: int, tenant: str, now: float) -> None:
-        """Checks that `reserve` can succeed once holds and reservations have ended.
+        """Check that `reserve` can succeed once holds and reservations have ended.
 
         Raises:
             InvalidRequest: `reserve` can never succeed.
@@ -90,7 +90,7 @@ class DramTier(PartTable[DramBlock]):
             raise Overloaded(message, reason="kvstore_pinned", retry_after_s=retry_after_s)
 
     def reserve(self, nbytes: int, tenant: str = "") -> list[BlockKey] | None:
-        """Reserves bytes for a tenant's blocks, evicting others; a tenant over its quota evicts its own blocks first.
+        """Reserve bytes for a tenant's blocks, evicting others; a tenant over its quota evicts its own blocks first.
 
         Returns:
             The evicted keys, or None when too little can be evicted; then nothing has changed.
@@ -110,7 +110,7 @@ class DramTier(PartTable[DramBlock]):
         return nbytes <= self.free_bytes and not self.account.over_quota(tenant, incoming)
 
     def can_reserve(self, nbytes: int, tenant: str) -> bool:
-        """Whether `reserve` would succeed now; evicts no block."""
+        """Whether `reserve` would succeed now; evict no block."""
         return self.has_room(nbytes, tenant) or self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
@@ -148,7 +148,7 @@ class DramTier(PartTable[DramBlock]):
         self.reserved.add(tenant, -nbytes)
 
     def insert(self, blocks: Sequence[DramBlock]) -> None:
-        """Takes whole blocks in, in the place of as many bytes that were reserved for their tenants."""
+        """Take whole blocks in, in the place of as many bytes that were reserved for their tenants."""
         for tenant, nbytes in _by_tenant(blocks).items():
             self.reserved.add(tenant, -nbytes)
             self.account.used.add(tenant, nbytes)
@@ -162,7 +162,7 @@ class DramTier(PartTable[DramBlock]):
                 self._set_pinned(block, True)
 
     def drop(self, block: DramBlock) -> None:
-        """Removes a block, pinned or not. The bytes go with the last hold; pins stay."""
+        """Remove a block, pinned or not. The bytes go with the last hold; pins stay."""
         if block.pinned:
             self._set_pinned(block, False)
         if not block.holds:
@@ -182,7 +182,7 @@ class DramTier(PartTable[DramBlock]):
             self.account.used.add(tenant, -nbytes)
 
     def hold(self, block: DramBlock) -> None:
-        """Keeps a block in DRAM until each hold is released."""
+        """Keep a block in DRAM until each hold is released."""
         block.holds += 1
         if block.holds == 1:
             self._count_held(block, block.info.nbytes)
@@ -202,7 +202,7 @@ class DramTier(PartTable[DramBlock]):
             self.fixed.add(block.info.tenant, nbytes)
 
     def pins_changed(self, keys: Iterable[BlockKey]) -> None:
-        """Applies what may have changed about the pins of `keys`, which need not be here."""
+        """Apply what may have changed about the pins of `keys`, which need not be here."""
         for block in filter(None, map(self.get, keys)):
             pinned = block.info.key in self.pins
             if block.pinned != pinned:

@@ -107,7 +107,7 @@ class KVAware(EvictionPolicy):
         self._learn()
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Sets the class for a chain's new blocks, once the chain's growth is known."""
+        """Set the class for a chain's new blocks, once the chain's growth is known."""
         if not chain:
             return
         for key in reversed(chain):
@@ -128,7 +128,7 @@ class KVAware(EvictionPolicy):
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
-        """Keeps the block's place in the tree while blocks behind are held."""
+        """Keep the block's place in the tree while blocks behind are held."""
         node = self.nodes[key]
         assert node.held
         node.growth, node.queued = None, 0
@@ -175,7 +175,7 @@ class KVAware(EvictionPolicy):
         return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))
 
     def _attach(self, node: Node, parent: Node) -> None:
-        """Makes `parent` the parent unless that makes a circle: a writer may name any parent."""
+        """Make `parent` the parent unless that makes a circle: a writer may name any parent."""
         if parent is node or (node.children and node in _ancestors(parent)):
             return
         node.parent = parent
@@ -183,7 +183,7 @@ class KVAware(EvictionPolicy):
         parent.queued = 0
 
     def _queue(self, node: Node) -> None:
-        """Queues a leaf in the leaf's class; an earlier entry of the leaf becomes invalid."""
+        """Queue a leaf in the leaf's class; an earlier entry of the leaf becomes invalid."""
         if node.children or not node.held:
             return
         self._number += 1

@@ -75,7 +75,7 @@ class LFU(EvictionPolicy):
             yield from self.queues[rank]
 
     def _position(self, info: BlockInfo) -> int:
-        """Breaks ties of blocks used equally often; the greatest leaves first."""
+        """Break ties of blocks used equally often; the greatest leaves first."""
         return 0
 
     def _enter(self, key: BlockKey, rank: _Rank) -> None:

@@ -174,7 +174,7 @@ class _Walk:
             raise DamagedDatabaseError("a tree has other pages than it says")
 
     def used(self, main: _Tree) -> Iterator[tuple[bytes, bytes]]:
-        """Checks the tree with all values, and the named trees inside; keys and values outside of named trees."""
+        """Check the tree with all values, and the named trees inside; keys and values outside of named trees."""
         for node, value in self.tree(main, 0):
             if node.flags == _TREE and len(value) == _TREE_ROW.size:
                 for below, _ in self.tree(_Tree(*_TREE_ROW.unpack(value)), 0):
@@ -186,7 +186,7 @@ class _Walk:
                 yield node.key, value
 
     def free(self, free: _Tree) -> None:
-        """Checks the free pages: LMDB writes over them."""
+        """Check the free pages: LMDB writes over them."""
         for node, value in self.tree(free, _INTEGER_KEYS):
             if node.flags & ~_BIG or len(value) < 8 or len(value) % 8 or len(node.key) != 8:
                 raise DamagedDatabaseError("the free pages are of an impossible kind")
@@ -194,7 +194,7 @@ class _Walk:
             if count * 8 + 8 > len(value) or not 0 < transaction <= self.transaction:
                 raise DamagedDatabaseError("the free pages are of an impossible kind")
             numbers = struct.unpack_from(f"<{count}Q", value, 8)
-            if any(one <= two for one, two in itertools.pairwise(numbers)):
+            if any(first <= two for first, two in itertools.pairwise(numbers)):
                 raise DamagedDatabaseError("the free pages are out of order")
             for number in numbers:
                 self.claim(number)
@@ -235,7 +235,7 @@ def _newest_meta(fd: int) -> tuple[int, int, _Tree, _Tree]:
 
 
 def check_database(folder: Path) -> None:
-    """Checks the structure of the database in a folder. A folder without one is fine, as is an empty file.
+    """Check the structure of the database in a folder. A folder without one is fine, as is an empty file.
 
     Raises:
         DamagedDatabaseError: LMDB must not open the file.
@@ -245,7 +245,7 @@ def check_database(folder: Path) -> None:
 
 
 def read_database(folder: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Checks a database as `check_database` does and reads it, but for named trees; keys ascend. Maps no memory."""
+    """Check a database as `check_database` does and read it, but for named trees; keys ascend. Maps no memory."""
     try:
         file = (folder / "data.mdb").open("rb", buffering=0)
     except FileNotFoundError:

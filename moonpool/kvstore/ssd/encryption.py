@@ -78,7 +78,7 @@ class Keyring:
     """The keys in a file. Any thread may ask for a key."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = world.monotonic) -> None:
-        """Reads the file; `clock` says when to look again.
+        """Read the file; `clock` says when to look again.
 
         Raises:
             ConfigError: the file cannot be read, others may read it, or it is wrong; names `encryption_keys`.
@@ -93,11 +93,10 @@ class Keyring:
         return (self._rows.get(tenant) or self._rows[EVERY_OTHER])[0]
 
     def find(self, key_id: str) -> EncryptionKey | None:
-        """The key with an id."""
         return self._by_id.get(key_id)
 
     def renew(self) -> KeysGone | None:
-        """Reads the file again if changed; returns what has gone, if anything.
+        """Read the file again if changed; return what has gone, if anything.
 
         A wrong or missing file leaves the keys as they were.
         """
@@ -170,7 +169,7 @@ def _parse_key(tenant: str, number: int, key: object) -> EncryptionKey:
 
 
 def add_key(path: Path, tenant: str) -> str:
-    """Puts a new key before a tenant's others; makes the file if there is none. Returns the key's id.
+    """Put a new key before a tenant's others; make the file if there is none. Returns the key's id.
 
     Raises:
         ConfigError: as `Keyring`, or the file cannot be written.
@@ -183,7 +182,7 @@ def add_key(path: Path, tenant: str) -> str:
 
 
 def drop_keys(path: Path, tenant: str) -> list[str]:
-    """Removes a tenant's keys: what is encrypted with them can never be read again. Returns their ids.
+    """Remove a tenant's keys: what is encrypted with them can never be read again. Returns their ids.
 
     Raises:
         ConfigError: as `add_key`; or the tenant has no keys, or is "*".
@@ -202,7 +201,7 @@ def _new_key() -> EncryptionKey:
 
 
 def _write(path: Path, rows: _Rows) -> None:
-    """Replaces the file at once, so that a store never reads half of it."""
+    """Replace the file at once, so that a store never reads half of it."""
     told = {
         tenant: [{"id": key.id, "key": base64.b64encode(key.secret).decode()} for key in keys]
         for tenant, keys in rows.items()
@@ -251,11 +250,10 @@ class RecordCipher:
 
     @classmethod
     def new(cls, key: EncryptionKey, info: BlockInfo) -> "RecordCipher":
-        """For a new record."""
         return cls(key, info, world.random_bytes(SALT_BYTES))
 
     def seal(self, slices: Iterable[memoryview], hashes: Sequence[int]) -> tuple[Seal, list[memoryview]]:
-        """Encrypts a block's slices and the hashes of their plaintext, once; returns the slices' ciphertext."""
+        """Encrypt a block's slices and the hashes of their plaintext, once; return the slices' ciphertext."""
         tags, sealed = bytearray(), list[memoryview]()
         for layer, data in enumerate(slices):
             out = memoryview(bytearray(data.nbytes + TAG_BYTES))
@@ -274,7 +272,7 @@ class RecordCipher:
         return struct.unpack(f"<{len(packed) // _HASH_BYTES}Q", packed)
 
     def open_slice(self, layer: int, data: memoryview, tag: bytes) -> None:
-        """Decrypts a slice in place. Raises BrokenSealError; what is in place then is undefined."""
+        """Decrypt a slice in place. Raises BrokenSealError; what is in place then is undefined."""
         try:
             self._aead.decrypt_into(_NONCE.pack(layer), b"".join((data, tag)), None, data)
         except InvalidTag as error:
@@ -298,7 +296,7 @@ def _cipher_of(key: EncryptionKey, salt: bytes, identity: bytes) -> AESGCM:
 
 
 def seal_value(key: EncryptionKey, identity: bytes, value: bytes) -> bytes:
-    """Encrypts a small value; `identity` is everything by which the value is found."""
+    """Encrypt a small value; `identity` is everything by which the value is found."""
     salt = world.random_bytes(SALT_BYTES)
     text = _cipher_of(key, salt, _VALUE_PURPOSE + identity).encrypt(_ONLY_NONCE, value, None)
     return b"".join((_VALUE_MAGIC, key.id.encode().ljust(KEY_ID_BYTES, b"\0"), salt, text))

@@ -91,7 +91,7 @@ class FileLayer:
         return file
 
     def read(self, path: Path, spans: Sequence[FileSpan]) -> ReadOutcome:
-        """Reads spans of a file and hashes them, as far as they come; OSError where the file cannot be opened."""
+        """Read spans of a file and hash them, as far as they come; OSError where the file cannot be opened."""
         if self._reads_direct:
             try:
                 file = self._file(path, _DIRECT)
@@ -112,7 +112,7 @@ class FileLayer:
         return os.pread(file.fd, nbytes, offset)
 
     def write(self, path: Path, parts: Sequence[Buffer], offset: int) -> None:
-        """Writes parts one after the other from `offset` on; makes the file if need be."""
+        """Write parts one after the other from `offset` on; make the file if need be."""
         if self._writes_direct:
             try:
                 file = self._file(path, _WRITE_DIRECT)
@@ -126,7 +126,7 @@ class FileLayer:
         write_all(file.fd, parts, offset)
 
     def sync(self, path: Path) -> None:
-        """Returns once everything written to the file is on the device; the name need not be."""
+        """Return once everything written to the file is on the device; the name need not be."""
         file = self._file(path, _WRITE)
         self.flush(file.fd, path)
 
@@ -134,7 +134,7 @@ class FileLayer:
         os.truncate(path, size)
 
     def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
-        """Removes a name, also on the device if `durable`; an absent one is fine. `readable`: until closed."""
+        """Remove a name, also on the device if `durable`; an absent one is fine. `readable`: until closed."""
         if readable:
             self._kept.add(path)  # before opening: another may close what is not kept
             self._file(path, _DIRECT if self._reads_direct else _CACHED)
@@ -145,25 +145,25 @@ class FileLayer:
             self.sync_folder(path.parent)
 
     def rename(self, path: Path, new: Path) -> None:
-        """Gives a file that has no readers another name."""
+        """Give a file that has no readers another name."""
         self.close(path)
         path.rename(new)
 
     def close(self, path: Path) -> None:
-        """Closes a file that has no readers. Slow for a large file without a name."""
+        """Close a file that has no readers. Slow for a large file without a name."""
         with self._lock:
             self._kept.discard(path)
             closed = [self._open.pop((path, flags), None) for flags in _ALL_FLAGS]
         del closed  # with the lock released
 
     def forget_open(self) -> None:
-        """Closes files that have a name: their descriptors may be of a file system that is gone. Readers go on."""
+        """Close files that have a name: their descriptors may be of a file system that is gone. Readers go on."""
         with self._lock:
             closed = [self._open.pop(key) for key in list(self._open) if key[0] not in self._kept]
         del closed  # with the lock released
 
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
-        """Closes or deletes a file in a thread, which does one after the other."""
+        """Close or deletes a file in a thread, which does one after the other."""
         return self._closer.submit(change, path)
 
     def close_all(self) -> None:
@@ -173,7 +173,7 @@ class FileLayer:
             self.close(path)
 
     def write_note(self, path: Path, text: str) -> None:
-        """Writes a small file; syncs content and name."""
+        """Write a small file; sync content and name."""
         with path.open("w") as file:
             file.write(text)
             file.flush()
@@ -181,7 +181,7 @@ class FileLayer:
         self.sync_folder(path.parent)
 
     def probe(self, folder: Path, nbytes: int) -> None:
-        """Writes a file with `nbytes` bytes and deletes the file: finds a full device or a read-only folder."""
+        """Write a file with `nbytes` bytes and delete the file: finds a full device or a read-only folder."""
         path = folder / "probe"
         try:
             path.write_bytes(bytes(nbytes))
@@ -189,14 +189,14 @@ class FileLayer:
             path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and parents, and syncs the new folders' names."""
+        """Make a folder and parents, and sync the new folders' names."""
         if not path.is_dir():
             self.make_folder(path.parent)
             path.mkdir(exist_ok=True)
             self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
-        """Deletes a folder with all contents, and syncs the deletion; an absent one is fine."""
+        """Delete a folder with all contents, and sync the deletion; an absent one is fine."""
         if path.exists():
             shutil.rmtree(path)
             self.sync_folder(path.parent)
@@ -210,15 +210,15 @@ class FileLayer:
         (os.fsync if path.is_dir() else os.fdatasync)(fd)
 
     def sync_all(self) -> None:
-        """Returns once everything that any process has written is on the device."""
+        """Return once everything that any process has written is on the device."""
         os.sync()
 
     def boot_id(self) -> str:
-        """Names this run of the machine; "" without a name."""
+        """Name this run of the machine; "" without a name."""
         return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
-        """Opens an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced."""
+        """Open an LMDB database in a folder, both made if need be; with `sync`, each transaction is synced."""
         self.make_folder(path)
         is_new = not (path / "data.mdb").exists()
         with self.lmdb_errors(path):
@@ -238,7 +238,7 @@ class FileLayer:
 
     @contextlib.contextmanager
     def lmdb_errors(self, folder: Path) -> Iterator[None]:
-        """Turns an error without a class into DiskError if the device is full: LMDB has such errors."""
+        """Turn an error without a class into DiskError if the device is full: LMDB has such errors."""
         try:
             yield
         except lmdb.Error as error:
@@ -252,7 +252,7 @@ class FileLayer:
 
 
 def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
-    """Opens an LMDB database as the index needs, with more settings for `lmdb.open`."""
+    """Open an LMDB database as the index needs, with more settings for `lmdb.open`."""
     # lock=False: the data folder has a separate lock, and a device may be too full to map a lock file.
     return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
 

@@ -1,309 +1,52 @@
-"""The SSD tier's index: which record in which segment is which block, in memory and durably in LMDB.
+"""The SSD tier's durable index: the rows of all segments, in LMDB.
 
-In memory a block is one dict entry: the key, an integer and 21 bytes in arrays. A block's *location* is the segment's
-id and the *slot*, the record's index within that segment. A slot is dead if the slot's key has another location, or
-none.
-
-The durable index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records
-that one commit appended to one segment, so a commit touches a page or two. Each value begins with a checksum over
-table, key and content, and a segment's own value tells how many others belong to the segment: if a segment's values do
-not agree, the segment's records are read instead.
+The index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records that one
+commit appended to one segment, so a commit touches a page or two. Each value begins with a checksum over table, key and
+content, and a segment's own value tells how many others belong to the segment: if a segment's values do not agree, the
+segment's records are read instead.
 """
 
 import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 import operator
 import struct
-import sys
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import lmdb
 import xxhash
 from google.protobuf.message import DecodeError
 
-from moonpool.base import world
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.kv.blocks import BlockFormat, PartTable
-from moonpool.base.kv.delete_kv import KVSelection, ttl_of
-from moonpool.base.kv.keys import KEY_BYTES, BlockKey, with_window_keys
+from moonpool.base.kv.blocks import BlockFormat
+from moonpool.base.kv.keys import KEY_BYTES
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.telemetry.logs import get_logger
-from moonpool.kvstore.eviction.tenants import TenantAccount, TenantBytes
 from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database
-from moonpool.kvstore.ssd.files import ALIGN, FileLayer, lacks_memory, open_lmdb
+from moonpool.kvstore.ssd.files import ALIGN, FileLayer, open_lmdb
+from moonpool.kvstore.ssd.segment import (
+    ENTRY,
+    MAX_SEGMENT_BYTES,
+    NUMBER_BITS,
+    ROW_MASK,
+    RecordKind,
+    RowId,
+    unpack_columns,
+)
 from moonpool.v1 import kv_pb2
-
-T = TypeVar("T")
-log = get_logger(__name__)
-
-
-class RecordKind(NamedTuple):
-    """What many blocks have in common."""
-
-    format: BlockFormat
-    tenant: str
-    key_id: str = ""  # of the key that encrypts; "" for plaintext
-
-
-ENTRY = struct.Struct("<32sIIII")
-"""One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`.
-"""
-SlotRow = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-Slot = tuple[int, int]  # a segment's number on one disk, and a record's index within
-MAX_SEGMENT_BYTES = ALIGN << 32
-_SLOT_BITS = 24
-_NUMBER_BITS = 32
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
-
-
-def _column() -> "array[int]":
-    return array("I")
-
-
-def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[int], array[int], array[int]]":
-    """Packed entries' keys, starts, lengths, kind numbers and `written_at`."""
-    keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
-    numbers = array("I", packed)
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    starts, lengths, kinds, written = (
-        numbers[word :: ENTRY.size // 4] for word in range(KEY_BYTES // 4, ENTRY.size // 4)
-    )
-    return keys, starts, lengths, kinds, written
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Segment:
-    """One segment on the event loop's side. The columns, from `keys` on, have one item per slot."""
-
-    number: int  # on the disk, ascending: older segments have lower numbers
-    path: Path
-    size: int = 0  # committed bytes
-    disk: int = 0
-    room: int = 0  # the file's bytes, if taken over from an older segment, whose records may still lie behind `size`
-    overwritable: bool = False  # the records name this segment, and no block inside looks like a record
-    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # for records that are their blocks' places
-    readers: int = 0  # readers of records; the segment is not reclaimed while readers are there
-    going: bool = False  # being reclaimed
-    removed: bool = False  # the index has forgotten the segment and the file has no name; the last reader closes it
-    kept_share: float = 0.0  # share that must stay (0 to 1), as found for plan number `asked_at`
-    asked_at: int = -1 << 30
-    keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    starts: "array[int]" = dataclasses.field(default_factory=_column)  # in units of `ALIGN`, as the lengths
-    lengths: "array[int]" = dataclasses.field(default_factory=_column)
-    kinds: "array[int]" = dataclasses.field(default_factory=_column)  # numbers of them
-    written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
-    erased: set[int] = dataclasses.field(default_factory=set)  # slots with overwritten records, now or soon
-    used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since written here
-    named: list[RecordKind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
-    numbers: dict[RecordKind, int] = dataclasses.field(init=False)
-    id: int = dataclasses.field(init=False)  # unique over all disks
-
-    def __post_init__(self) -> None:
-        self.id = self.disk << _NUMBER_BITS | self.number
-        self.numbers = {kind: number for number, kind in enumerate(self.named)}
-
-    def offset(self, slot: int) -> int:
-        return self.starts[slot] * ALIGN
-
-    def nbytes(self, slot: int) -> int:
-        return self.lengths[slot] * ALIGN
-
-    def kind(self, slot: int) -> RecordKind:
-        return self.named[self.kinds[slot]]
-
-    def number_of(self, kind: RecordKind) -> int:
-        """The number of a kind in this segment; a new number for a new kind."""
-        number = self.numbers.setdefault(kind, len(self.named))
-        if number == len(self.named):
-            self.named.append(kind)
-        return number
-
-
-RecordLocation = tuple[Segment, int]  # and a slot there
-RecordFilter = Callable[[Segment, int], bool]
-
-
-class Catalogue(PartTable[int]):
-    """All segments by id, ascending on each disk, and all blocks' places."""
-
-    def __init__(self, account: TenantAccount | None = None) -> None:
-        super().__init__()
-        self.segments: dict[int, Segment] = {}
-        self.account = account or TenantAccount()
-        self.live = self.account.used  # bytes in records that are blocks' places
-        self.incoming = TenantBytes()  # of new blocks in plans under way
-        self.doubles: list[
-            RecordLocation
-        ] = []  # copies that are dead for another one's sake; no index knows that they are
-
-    def kind_of(self, key: BlockKey) -> RecordKind | None:
-        found = self.find(key)
-        return None if found is None else found[0].kind(found[1])
-
-    def find(self, key: BlockKey) -> tuple[Segment, int] | None:
-        place = self.parts[key[0]].get(key)
-        return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
-
-    def is_live(self, segment: Segment, slot: int) -> bool:
-        key = segment.keys[slot]
-        return self.parts[key[0]].get(key) == segment.id << _SLOT_BITS | slot
-
-    def live_slots(self, segment: Segment) -> Iterator[int]:
-        """A segment's slots that are blocks' places, oldest first. Blocks may be forgotten meanwhile."""
-        place = segment.id << _SLOT_BITS
-        parts = self.parts
-        for slot, key in enumerate(segment.keys):
-            if parts[key[0]].get(key) == place | slot:
-                yield slot
-
-    def by_age(self) -> list[Segment]:
-        """All disks' segments in the order of their last blocks' puts; within one second in arrival order."""
-        return sorted(self.segments.values(), key=lambda segment: segment.written[-1] if segment.written else 0)
-
-    def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, the last written first, of at most `step` slots at a time; none that come meanwhile."""
-        for segment in reversed(self.by_age()):
-            if self.segments.get(segment.id) is not segment:
-                continue
-            for end in range(len(segment.keys), 0, -step):
-                slots = range(end - 1, max(end - step, 0) - 1, -1)
-                yield [segment.keys[slot] for slot in slots if self.is_live(segment, slot)]
-
-    def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """A tenant's oldest blocks except those that `stays`: at least `nbytes` of records, or all."""
-        found: list[BlockKey] = []
-        for segment in self.by_age():
-            for slot in self.live_slots(segment) if tenant in segment.live else ():
-                if nbytes <= 0:
-                    return found
-                key = segment.keys[slot]
-                if segment.kind(slot).tenant == tenant and not stays(key):
-                    found.append(key)
-                    nbytes -= segment.nbytes(slot)
-        return found
-
-    def chosen(self, selection: KVSelection) -> RecordFilter:
-        """Tells whether a record is of a chosen block."""
-        of_kind = self._by_kind(
-            lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
-        )
-        keys = frozenset(with_window_keys(selection.keys))
-        return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
-
-    def encrypted_with(self, key_ids: Container[str]) -> RecordFilter:
-        """Tells whether a record is encrypted with one of some keys."""
-        return self._by_kind(lambda kind: bool(kind.key_id) and kind.key_id in key_ids)
-
-    def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
-        """Tells whether a record is here for longer than the tenant's TTL."""
-        oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
-        return lambda segment, slot: segment.written[slot] < oldest(segment, slot)
-
-    def _by_kind(self, judge: Callable[[RecordKind], T]) -> Callable[[Segment, int], T]:
-        """Judges each kind in a segment once, with the kind's first record; segments and kinds may come later."""
-        judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
-
-        def of_kind(segment: Segment, slot: int) -> T:
-            known, number = judged[segment], segment.kinds[slot]
-            if number not in known:
-                known[number] = judge(segment.named[number])
-            return known[number]
-
-        return of_kind
-
-    def places(self, part: int, wanted: RecordFilter) -> list[RecordLocation]:
-        """Places of a part's blocks with wanted records."""
-        found = ((self.segments[place >> _SLOT_BITS], place & _SLOT_MASK) for place in self.parts[part].values())
-        return [(segment, slot) for segment, slot in found if wanted(segment, slot)]
-
-    def dead(self, segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
-        """Dead slots with wanted records that are not to be overwritten already."""
-        return [
-            (segment, slot)
-            for slot in slots
-            if wanted(segment, slot) and slot not in segment.erased and not self.is_live(segment, slot)
-        ]
-
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        for segment, slot in filter(None, map(self.find, keys)):
-            segment.used[slot] = 1
-
-    def add(self, segment: Segment, packed: bytes, dead: Container[int] = ()) -> None:
-        """Entries were appended to a segment; `dead` slots come dead.
-
-        Of a key that is on another disk, that copy stays the block's place; else the later one is. Adds to `doubles`.
-        """
-        self.segments[segment.id] = segment
-        first = len(segment.keys)
-        keys, *columns = unpack_columns(packed)
-        for column, more in zip(
-            (segment.starts, segment.lengths, segment.kinds, segment.written), columns, strict=True
-        ):
-            column.extend(more)
-        segment.keys += keys
-        segment.used += bytes(len(keys))
-        assert len(segment.keys) <= _SLOT_MASK
-        sums: collections.Counter[int] = collections.Counter()
-        for kind, length in zip(segment.kinds[first:], segment.lengths[first:], strict=True):
-            sums[kind] += length * ALIGN
-        for kind, nbytes in sums.items():
-            self._count(segment, segment.named[kind].tenant, nbytes)
-        parts = self.parts
-        for place, key in enumerate(keys, segment.id << _SLOT_BITS | first):
-            part, slot = parts[key[0]], place & _SLOT_MASK
-            before = part.setdefault(key, place)
-            if before == place and slot not in dead:
-                continue  # nearly always
-            if slot in dead or before >> _SLOT_BITS + _NUMBER_BITS != segment.disk:
-                self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-                if slot not in dead:
-                    self.doubles.append((segment, slot))
-                elif before == place:
-                    del part[key]
-            elif (found := self.forget(key)) is not None:
-                self.doubles.append(found)
-                part[key] = place
-
-    def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
-        segment.live.add(tenant, nbytes)
-        self.live.add(tenant, nbytes)
-
-    def forget(self, key: BlockKey) -> RecordLocation | None:
-        """A block has no place any more; returns the last place."""
-        found = self.find(key)
-        if found is None:
-            return None
-        segment, slot = found
-        del self[key]
-        self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-        return found
-
-    def remove(self, segment: Segment) -> None:
-        """A segment is removed, with all blocks that still have their place there; once for each."""
-        for slot in list(self.live_slots(segment)):
-            self.forget(segment.keys[slot])
-        self.segments.pop(segment.id, None)
-
 
 _VERSION = b"5"
 _PLAIN_VERSION = b"4"  # values without checksums, and segments without counts
 _VERSION_KEY = b"version"
 _TABLES = (b"meta", b"segments", b"entries", b"dropped", b"kinds")
 _SEGMENT_KEY = struct.Struct(">Q")
-_SLOT_KEY = struct.Struct(">QI")
+_ROW_KEY = struct.Struct(">QI")
 _SEGMENT_ROW = struct.Struct("<QII")  # committed bytes, records, kinds
 _PLAIN_SEGMENT_ROW = struct.Struct("<Q")
 _SUM_BYTES = 8
 _MAX_MAP_BYTES = 1 << 44
 MAP_BYTES = 64 << 20
-_RETRY_S = 60.0
 _FAILURES = (lmdb.MapFullError, lmdb.DiskError, lmdb.MemoryError, lmdb.ReadonlyError)
 _BAD_VALUE = (struct.error, DecodeError, UnicodeDecodeError, IndexError, MoonpoolError)
 
@@ -318,8 +61,8 @@ class IndexImage:
 
     Attributes:
         segments: committed bytes by number.
-        entries: packed entries of all slots by number.
-        dropped: dead slots by number.
+        entries: packed entries of all rows by number.
+        dropped: dead rows by number.
         kinds: kinds by number.
         damage: what is wrong with the index; "" if nothing is wrong.
         plain: the values have no checksums, as in an older version.
@@ -338,7 +81,7 @@ class IndexImage:
         return self.plain or bool(self.damage)
 
     def drop(self, number: int, why: str) -> None:
-        """Leaves out a segment; the segment's records have to be read."""
+        """Leave out a segment; the segment's records have to be read."""
         self.damage = self.damage or f"segment {number}: {why}"
         for table in (self.segments, self.entries, self.dropped, self.kinds):
             table.pop(number, None)
@@ -349,8 +92,8 @@ class IndexChange:
     """What one transaction does; removals come first."""
 
     removed_segments: Iterable[int] = ()
-    dropped: Iterable[Slot] = ()  # dead from now on; of segments that stay
-    entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's slot
+    dropped: Iterable[RowId] = ()  # dead from now on; of segments that stay
+    entries: Mapping[RowId, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's row
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
     kinds: Mapping[int, Sequence[RecordKind]] = dataclasses.field(
         default_factory=dict
@@ -385,14 +128,14 @@ class Index:
             on_error.pop_all()
 
     def check(self) -> None:
-        """Checks the structure of the file. Raises IndexLostError if LMDB must not read the file."""
+        """Check the structure of the file. Raises IndexLostError if LMDB must not read the file."""
         try:
             check_database(self._path)
         except (DamagedDatabaseError, OSError) as error:
             raise IndexLostError(f"the index is damaged: {error}") from error
 
     def load(self) -> IndexImage:
-        """Reads everything. Segments with damaged or disagreeing values are left out.
+        """Read everything. Segments with damaged or disagreeing values are left out.
 
         Raises:
             IndexLostError: no commit was ever made, or the database is not readable.
@@ -431,22 +174,22 @@ class Index:
                 cursor = txn.cursor(self._tables[table])
                 while cursor.set_range(key) and bytes(cursor.key()).startswith(key):
                     cursor.delete()
-        for slot in change.dropped:
-            self._put(txn, b"dropped", _SLOT_KEY.pack(*slot), b"")
+        for row in change.dropped:
+            self._put(txn, b"dropped", _ROW_KEY.pack(*row), b"")
         for segment, kinds in change.kinds.items():
             for number in reversed(range(len(kinds))):  # those before one that is there are there too
-                if not self._put(txn, b"kinds", _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number])):
+                if not self._put(txn, b"kinds", _ROW_KEY.pack(segment, number), _pack_kind(kinds[number])):
                     break
         counts: dict[int, int] = {}
         for (segment, first), packed in change.entries.items():
             counts[segment] = first + len(packed) // ENTRY.size
-            self._put(txn, b"entries", _SLOT_KEY.pack(segment, first), packed, overwrite=True)
+            self._put(txn, b"entries", _ROW_KEY.pack(segment, first), packed, overwrite=True)
         for segment, size in change.segments.items():
             key = _SEGMENT_KEY.pack(segment)
             before = txn.get(key, db=self._tables[b"segments"])
             records, kinds_before = (0, 0) if before is None else _SEGMENT_ROW.unpack_from(before, _SUM_BYTES)[1:]
-            row = size, counts.get(segment, records), len(change.kinds.get(segment, ())) or kinds_before
-            self._put(txn, b"segments", key, _SEGMENT_ROW.pack(*row), overwrite=True)
+            totals = size, counts.get(segment, records), len(change.kinds.get(segment, ())) or kinds_before
+            self._put(txn, b"segments", key, _SEGMENT_ROW.pack(*totals), overwrite=True)
 
     def _put(self, txn: lmdb.Transaction, table: bytes, key: bytes, content: bytes, *, overwrite: bool = False) -> bool:
         return bool(txn.put(key, _sum(table, key, content) + content, overwrite=overwrite, db=self._tables[table]))
@@ -459,167 +202,9 @@ class Index:
         self._env.close()
 
 
-@dataclasses.dataclass(eq=False)
-class DiskIndex:
-    """One disk's durable index; a lost index is written anew from the catalogue. Blocking.
-
-    Used by one thread at a time: at the start, and then by the disk's writer between a plan's begin and end.
-
-    Attributes:
-        folder: the data folder, which messages name.
-        path: the folder of the LMDB database.
-        disk: the number of the disk.
-    """
-
-    files: FileLayer
-    folder: Path
-    catalogue: "Catalogue"
-    disk: int
-    sync: bool
-    map_bytes: int = MAP_BYTES
-    clock: Callable[[], float] = world.monotonic
-    rebuilt: int = 0  # times since the start
-    _index: Index | None = None
-    _tried_at: float = -math.inf
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "index"
-
-    @property
-    def usable(self) -> bool:
-        """Whether there is an index on disk.
-
-        Without an index blocks are durable too, and a start reads all segments.
-        """
-        return self._index is not None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is too early to write a missing index."""
-        return self.clock() < self._tried_at + _RETRY_S
-
-    def open(self) -> None:
-        """Opens the index, made if need be; as of `Index`."""
-        self._index = Index(self.files, self.path, self.map_bytes, sync=self.sync)
-
-    def load(self) -> IndexImage:
-        assert self._index is not None
-        return self._index.load()
-
-    def commit(self, change: IndexChange, earlier: Sequence[IndexChange] = ()) -> None:
-        """Does a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
-
-        Without memory for the index's map, the index is given up: the next one is written a minute later.
-
-        `earlier`: changes that were done and that the catalogue does not know yet, for an index that is written anew.
-
-        Raises:
-            OSError: the device does not take the change to an index that is whole.
-            lmdb.Error: as above.
-        """
-        if self._index is None and self.waits:
-            return
-        try:
-            if self._index is not None:
-                self._index.commit(change)
-                return
-        except IndexLostError as error:
-            self._report(error)
-        except lmdb.MemoryError as error:
-            self.do_without(error)
-            return
-        self._renew((*earlier, change))
-
-    def _renew(self, changes: Iterable[IndexChange]) -> None:
-        try:
-            self.write_anew()
-            assert self._index is not None
-            for change in changes:
-                self._index.commit(change)
-        except (OSError, lmdb.Error, IndexLostError) as error:
-            if lacks_memory(error):
-                self.do_without(error)
-                return
-            self.discard()
-            log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
-
-    def check(self) -> None:
-        """Reads the index and checks the index; writes a damaged one anew."""
-        try:
-            if self._index is not None:
-                self._index.check()
-                if damage := self._index.load().damage:
-                    raise IndexLostError(damage)
-                return
-        except IndexLostError as error:
-            self._report(error)
-            self._renew(())
-
-    def _report(self, error: Exception) -> None:
-        log.error(
-            "the index is damaged; rebuilding the index while serving",
-            error=str(error),
-            command=f"moonpool kvstore verify --repair {self.folder}",
-        )
-        self.close()
-
-    def write_anew(self) -> None:
-        """Deletes the index, and writes all that the catalogue has of this disk; raises as `commit` does."""
-        self._tried_at = self.clock()
-        self.discard()
-        self.open()
-        assert self._index is not None
-        everything = self._everything()
-        self._index.commit(everything)
-        self.rebuilt += bool(everything.segments)
-
-    def _everything(self) -> IndexChange:
-        segments = [one for one in list(self.catalogue.segments.values()) if one.disk == self.disk and one.size]
-        entries, dropped = dict[Slot, bytes](), list[Slot]()
-        for segment in segments:
-            columns = segment.keys, segment.starts, segment.lengths, segment.kinds, segment.written
-            entries[segment.number, 0] = b"".join(itertools.starmap(ENTRY.pack, zip(*columns, strict=True)))
-            live = set(self.catalogue.live_slots(segment))
-            dropped += [(segment.number, slot) for slot in range(len(segment.keys)) if slot not in live]
-        sizes = {segment.number: segment.size for segment in segments}
-        return IndexChange((), dropped, entries, sizes, {segment.number: segment.named for segment in segments})
-
-    def do_without(self, error: Exception) -> None:
-        """There is no memory for the index; the segments hold all that it says. Deletes the index, which gets old."""
-        self._tried_at = self.clock()
-        self.discard()
-        log.error(
-            "no memory for the index: blocks are durable all the same; the index is written again once there is memory",
-            path=str(self.path),
-            error=str(error),
-        )
-
-    def lose(self) -> None:
-        """The disk was away: with the next change the index is written anew."""
-        self.close()
-        self._tried_at = -math.inf
-
-    def discard(self) -> None:
-        """Closes and deletes the index, as far as the device lets us."""
-        self.close()
-        with contextlib.suppress(OSError):
-            self.files.remove_folder(self.path)
-
-    def synced(self) -> None:
-        """Returns once the index is on the device."""
-        if self._index is not None:
-            self._index.sync()
-
-    def close(self) -> None:
-        if self._index is not None:
-            self._index.close()
-            self._index = None
-
-
 @contextlib.contextmanager
 def _lost_if_damaged() -> Iterator[None]:
-    """Turns LMDB errors about a damaged file into IndexLostError; errors of the device stay."""
+    """Turn LMDB errors about a damaged file into IndexLostError; errors of the device stay."""
     try:
         yield
     except _FAILURES:
@@ -644,26 +229,26 @@ class _Loading:
         rows = {number: self._unpack_row(row) for (number,), row in self._values(b"segments", _SEGMENT_KEY)}
         image.segments = {number: row[0] for number, row in rows.items()}
         entries = collections.defaultdict[int, bytearray](bytearray)
-        for (number, first), packed in self._values(b"entries", _SLOT_KEY):
+        for (number, first), packed in self._values(b"entries", _ROW_KEY):
             if first * ENTRY.size != len(entries[number]) or len(packed) % ENTRY.size:
                 self._bad[number] = "the index has a gap"
             entries[number] += packed
         image.entries = {number: bytes(packed) for number, packed in entries.items()}
-        for (number, slot), _ in self._values(b"dropped", _SLOT_KEY):
-            image.dropped.setdefault(number, set()).add(slot)
-        for (number, _), packed in self._values(b"kinds", _SLOT_KEY):
+        for (number, row), _ in self._values(b"dropped", _ROW_KEY):
+            image.dropped.setdefault(number, set()).add(row)
+        for (number, _), packed in self._values(b"kinds", _ROW_KEY):
             try:
                 image.kinds.setdefault(number, []).append(_unpack_kind(packed))
             except _BAD_VALUE as error:
                 self._bad[number] = f"the index holds an impossible format: {error}"
         for number in {*image.entries, *image.kinds} - image.segments.keys():
             self._bad[number] = "the index does not know the segment's size"
-        image.dropped = {number: slots for number, slots in image.dropped.items() if number in image.segments}
+        image.dropped = {number: rows for number, rows in image.dropped.items() if number in image.segments}
         for number, (size, records, kinds) in rows.items():
             counts = len(image.entries.get(number, b"")) // ENTRY.size, len(image.kinds.get(number, ()))
             if not plain and counts != (records, kinds):
                 self._bad.setdefault(number, "the index has other values than it should")
-            elif number >= 1 << _NUMBER_BITS or not _fit(image, number, size):
+            elif number >= 1 << NUMBER_BITS or not _fit(image, number, size):
                 self._bad.setdefault(number, "the index names impossible records")
         for number, why in self._bad.items():
             image.drop(number, why)
@@ -701,10 +286,10 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
     if not starts:
         return size == 0 and not dropped
     ends = list(map(operator.add, starts, lengths))
-    cut_off = itertools.takewhile(lambda slot: ends[slot] * ALIGN > size, reversed(range(len(ends))))
+    cut_off = itertools.takewhile(lambda row: ends[row] * ALIGN > size, reversed(range(len(ends))))
     smallest = [ALIGN + -(-kind.format.layout.block_bytes // ALIGN) * ALIGN for kind in kinds]
     return (
-        len(starts) <= _SLOT_MASK
+        len(starts) <= ROW_MASK
         and size <= MAX_SEGMENT_BYTES
         and all(map(operator.le, ends, starts[1:]))
         and dropped.issuperset(cut_off)  # the file lost the end, and an earlier start noticed

@@ -1,4 +1,4 @@
-"""The segment files' record format, and verified reads: only intact blocks and layers are returned.
+"""The segment files' record format.
 
 All integers are little-endian.
 
@@ -34,19 +34,15 @@ the layer, made by the writing store.
 
 import dataclasses
 import functools
-import itertools
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import xxhash
 from google.protobuf.message import DecodeError
 
 from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
-from moonpool.base.kv.file_io import FileSpan, aligned_memory
 from moonpool.base.kv.keys import BlockKey, key_bindings, layer_binding, slice_hash
 from moonpool.base.kv.layout import UNIFORM_VERSION, KVLayout
 from moonpool.kvstore.ssd.encryption import (
@@ -58,8 +54,8 @@ from moonpool.kvstore.ssd.encryption import (
     RecordCipher,
     Seal,
 )
-from moonpool.kvstore.ssd.files import ALIGN, FileLayer
-from moonpool.kvstore.ssd.index import RecordKind, Segment
+from moonpool.kvstore.ssd.files import ALIGN
+from moonpool.kvstore.ssd.segment import RecordKind
 from moonpool.v1 import kv_pb2
 
 MAGIC = b"MPKVREC2"
@@ -95,7 +91,7 @@ class RecordHeader:
         return RecordKind(self.info.format, self.info.tenant, self.seal.key_id if self.seal else "")
 
     def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
-        """Verifies the bytes of consecutive layers, as they are on disk; returns their hashes, bound to the block.
+        """Verify the bytes of consecutive layers, as they are on disk; return their hashes, bound to the block.
 
         `hashes` are those of the bytes, if they were made already.
 
@@ -109,7 +105,7 @@ class RecordHeader:
         bound = [value ^ of_key ^ layer_binding(layer) for layer, value in zip(layers, made, strict=True)]
         found = bound
         if self.seeded:
-            found = [slice_hash(one, of_key ^ layer) for layer, one in zip(layers, slices, strict=True)]
+            found = [slice_hash(data, of_key ^ layer) for layer, data in zip(layers, slices, strict=True)]
         for layer, value in zip(layers, found, strict=True):
             if value != self.hashes[layer]:
                 raise BadRecordError(f"hash of layer {layer} is wrong")
@@ -182,7 +178,7 @@ def resembles_records(data: memoryview) -> bool:
 
 
 def rewrite_record(record: bytearray, segment: int) -> None:
-    """Turns an intact record into another segment's record; an older one may have no room to say so."""
+    """Turn an intact record into another segment's record; an older one may have no room to say so."""
     size, (layers, *_, tenant_len) = header_bytes_of(record), _FIXED.unpack_from(record)[3:]
     at = _FIXED.size + tenant_len + 8 * layers + 8
     if at + 8 <= size:
@@ -225,7 +221,7 @@ def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes,
 
 
 def unpack_header(data: bytes | bytearray) -> RecordHeader:
-    """Reads the header that `data` begins with. Raises BadRecordError if the header is damaged."""
+    """Read the header that `data` begins with. Raises BadRecordError if the header is damaged."""
     size = header_bytes_of(data)
     if len(data) < size:
         raise BadRecordError("the header is cut off")
@@ -268,7 +264,7 @@ class OpenedRecord:
     """
 
     def __init__(self, header: RecordHeader, keyring: Keyring | None) -> None:
-        """Finds the key. Raises BadRecordError if it lacks, or is not the record's."""
+        """Find the key. Raises BadRecordError if it lacks, or is not the record's."""
         assert header.seal is not None
         self._layout, self._seal = header.info.format.layout, header.seal
         key = None if keyring is None else keyring.find(header.seal.key_id)
@@ -281,7 +277,7 @@ class OpenedRecord:
             raise BadRecordError(str(error)) from error
 
     def decrypt(self, first: int, data: memoryview) -> list[int]:
-        """Decrypts consecutive layers in place; returns their hashes, bound to the block. Raises BadRecordError."""
+        """Decrypt consecutive layers in place; return their hashes, bound to the block. Raises BadRecordError."""
         layers = self._layout.layers_in(first, len(data))
         try:
             for layer in layers:
@@ -290,220 +286,3 @@ class OpenedRecord:
         except BrokenSealError as error:
             raise BadRecordError(str(error)) from error
         return list(self.hashes[layers.start : layers.stop])
-
-
-class SsdReader:
-    """Reads one block's record, the header together with the first slices; the segment stays until `release`."""
-
-    def __init__(self, files: FileLayer, segment: Segment, slot: int, keyring: Keyring | None = None) -> None:
-        self._keyring = keyring
-        self.key: BlockKey = segment.keys[slot]
-        self.format = segment.kind(slot).format
-        self.segment = segment
-        self.slot = slot
-        self.files = files
-        self._offset = segment.offset(slot)
-        self._header_bytes = segment.nbytes(slot) - data_size(self.format)
-        self._header: RecordHeader | None = None
-        self._opened: OpenedRecord | None = None
-        self.hashes: dict[int, int] = {}  # of layers that were read, bound to the block
-        self._released = False
-        segment.readers += 1
-
-    @property
-    def deleted(self) -> bool:
-        """Whether the block was deleted since the reading began."""
-        return self.slot in self.segment.erased
-
-    @property
-    def info(self) -> BlockInfo | None:
-        return self._header.info if self._header is not None else None
-
-    def read_layers(self, first: int, out: memoryview) -> None:
-        """As `read_bands`, for one block; raises the error that prevents reading."""
-        failure = read_bands(first, [(self, out)])
-        if failure is not None:
-            raise failure[1]
-
-    def spans(self, first: int, out: memoryview, start: memoryview) -> list[FileSpan]:
-        """Places of the layers from `first` on, and of an unread header; `start` is memory for the header."""
-        layout, data = self.format.layout, self._offset + self._header_bytes
-        found = [FileSpan(self._offset, start)] if start else []
-        for layers, size in layout.equal_slices(layout.layers_in(first, len(out))):
-            begin = layout.place(layers.start, first).start
-            span = out[begin : begin + len(layers) * size]
-            found.append(FileSpan(data + layout.place(layers.start).start, span, size))
-        return found
-
-    @property
-    def unread_bytes(self) -> int:
-        """Of the header."""
-        return max(0, self._header_bytes) if self._header is None else 0
-
-    def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
-        """Verifies read bytes with their hashes, and decrypts them in place; raises BadRecordError."""
-        if self._header is None:  # several threads may read the header at once; they find the same
-            self._header = self._check(start)
-        if self.deleted:
-            raise BadRecordError("the block was deleted")
-        bound = self._header.check_slices(first, out, hashes)
-        if self._header.seal is not None:
-            if self._opened is None:
-                self._opened = OpenedRecord(self._header, self._keyring)
-            bound = self._opened.decrypt(first, out)
-        self.hashes.update(enumerate(bound, first))
-
-    def _check(self, start: memoryview) -> RecordHeader:
-        header = unpack_header(bytes(start))
-        if header.info.key != self.key or header.info.format != self.format:
-            raise BadRecordError("the record is another block's")
-        if header.header_bytes != self._header_bytes:
-            raise BadRecordError("the record's header has another size")
-        return header
-
-    def release(self) -> None:
-        """Event loop. Ends the reading; once."""
-        assert not self._released
-        self._released = True
-        self.segment.readers -= 1
-        if self.segment.removed and not self.segment.readers:
-            self.files.later(self.files.close, self.segment.path)
-
-
-Band = tuple[SsdReader, memoryview]
-"""A block, and memory for some consecutive layers."""
-
-
-def read_bands(first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
-    """Blocking.
-
-    Reads verified layers from blocks, equally many from each, from `first` on, up to the first failing block.
-
-    Returns which that is and why, if any. BadRecordError: the bytes read are not what was written, or were deleted;
-    they never will be. OSError: reading failed, which tells nothing about the record.
-    """
-    done = 0
-    for segment, group in itertools.groupby(bands, lambda band: band[0].segment):
-        together = list(group)
-        try:
-            failure = _read_together(segment.path, first, together)
-        except Exception as error:  # of whatever kind, these blocks were not read
-            failure = 0, error
-        if failure is not None:
-            return done + failure[0], failure[1]
-        done += len(together)
-    return None
-
-
-def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
-    """As `read_bands`, for blocks in one segment: in one call, so that adjacent blocks are one read."""
-    memory = aligned_memory(sum(reader.unread_bytes for reader, _ in bands))
-    starts, spans = list[memoryview](), list[FileSpan]()
-    for reader, out in bands:
-        starts.append(memory[: reader.unread_bytes])
-        memory = memory[len(starts[-1]) :]
-        spans += reader.spans(first, out, starts[-1])
-    outcome = reader.files.read(path, spans)
-    layers = len(reader.format.layout.layers_in(first, len(bands[0][1])))
-    for number, ((reader, out), start) in enumerate(zip(bands, starts, strict=True)):
-        values = outcome.hashes[number * layers : (number + 1) * layers]
-        if len(values) < layers:
-            return number, outcome.error or BadRecordError("the segment ends inside the record")
-        try:
-            reader.check(first, out, values, start)
-        except BadRecordError as error:
-            return number, error
-    return None
-
-
-def read_whole(files: FileLayer, path: Path, out: memoryview, offset: int) -> None:
-    """Blocking. Fills `out` from `offset` on. BadRecordError when the file ends before, OSError when the read fails."""
-    outcome = files.read(path, [FileSpan(offset, out)])
-    if not outcome.spans:
-        raise outcome.error or BadRecordError("the segment ends inside the record")
-
-
-def read_record(files: FileLayer, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. Reads the whole record with block `key` from the record's file.
-
-    Raises:
-        BadRecordError: the record is damaged, or another block's.
-    """
-    record = bytearray(nbytes)
-    view = memoryview(record)
-    read_whole(files, path, view, offset)
-    header = unpack_header(record)
-    if header.info.key != key or header.record_bytes != nbytes:
-        raise BadRecordError("the record is another block's")
-    header.check_slices(0, view[header.header_bytes : header.header_bytes + header.info.nbytes])
-    return record
-
-
-PIECE_BYTES = 1 << 20
-SMALL_BYTES = 32 << 10  # records up to this size are read whole: many at once cost less than each one's header alone
-_NAME = re.compile(r"\d{16}\.seg")
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    """The file of a segment."""
-    return folder / f"{number:016d}.seg"
-
-
-def list_segments(folder: Path) -> dict[int, int]:
-    """Segments in a folder: number -> bytes in the file, ascending by number."""
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
-    return {int(path.stem): path.stat().st_size for path in sorted(found)}
-
-
-class ScannedRecord(NamedTuple):
-    """A record with an intact header, at `offset` bytes into the file and with `nbytes`, padding included."""
-
-    offset: int
-    nbytes: int
-    info: BlockInfo
-    kind: RecordKind
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
-
-@dataclasses.dataclass(slots=True)
-class _Pieces:
-    """A file's bytes, read when they are needed, `size` at a time; `data` begins at `begin`."""
-
-    files: FileLayer
-    path: Path
-    size: int
-    begin: int = 0
-    data: bytes = b""
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
-            self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
-        return self.data[offset - self.begin : offset - self.begin + nbytes]
-
-
-def scan_segment(
-    files: FileLayer, path: Path, size: int, start: int = 0, piece_bytes: int = PIECE_BYTES
-) -> Iterator[ScannedRecord]:
-    """All records with intact headers that lie wholly between `start` and the file's end, `size`.
-
-    Behind a broken header the search goes on at the next possible place. Records from another segment, which had the
-    file before, are skipped. The data are not verified.
-    """
-    pieces, offset, own = _Pieces(files, path, piece_bytes), start, (0, int(path.stem))
-    while offset + ALIGN <= size:
-        try:
-            header = unpack_header(pieces.read(offset, header_bytes_of(pieces.read(offset, ALIGN))))
-        except BadRecordError:
-            offset += ALIGN
-            pieces.size = piece_bytes
-            continue
-        found = ScannedRecord(offset, header.record_bytes, header.info, header.kind)
-        if found.end > size:
-            break
-        if header.segment in own:
-            yield found
-        offset = found.end
-        pieces.size = piece_bytes if found.nbytes <= SMALL_BYTES else header.header_bytes

@@ -1,4 +1,4 @@
-"""Recovers a data folder from index and segments, and checks a folder's blocks.
+"""Recovers a data folder from index and segments.
 
 Records that the index does not name are read and adopted: all records if the index is lost, else records in segments
 and segment ends newer than the index, and in segments with damaged values in the index. All functions block.
@@ -6,137 +6,30 @@ and segment ends newer than the index, and in segments with damaged values in th
 
 import collections
 import contextlib
-import dataclasses
-import fcntl
 import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
 
 import lmdb
 
 from moonpool.base import world
 from moonpool.base.errors import ConfigError
-from moonpool.base.kv.keys import BlockKey
 from moonpool.base.telemetry.logs import get_logger
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.data_folder import DataFolder
+from moonpool.kvstore.ssd.disk_index import DiskIndex
 from moonpool.kvstore.ssd.files import ALIGN, FileLayer, is_full, lacks_memory
-from moonpool.kvstore.ssd.index import (
-    ENTRY,
-    MAP_BYTES,
-    Catalogue,
-    DiskIndex,
-    Index,
-    IndexChange,
-    IndexImage,
-    IndexLostError,
-    Segment,
-    Slot,
-)
-from moonpool.kvstore.ssd.records import (
-    BadRecordError,
-    ScannedRecord,
-    list_segments,
-    read_record,
-    scan_segment,
-    segment_path,
-)
+from moonpool.kvstore.ssd.index import MAP_BYTES, IndexChange, IndexImage, IndexLostError
+from moonpool.kvstore.ssd.reader import read_record
+from moonpool.kvstore.ssd.records import BadRecordError
+from moonpool.kvstore.ssd.segment import ENTRY, RowId, Segment
+from moonpool.kvstore.ssd.segment_files import ScannedRecord, list_segments, scan_segment, segment_path
 
 log = get_logger(__name__)
 _SCAN_THREADS = 8
 _PROGRESS_STEPS = 10
 _SPARE_BYTES = 1 << 20
-Durability = Literal["power", "process"]  # the loss that a committed block survives: power, or this process
-
-
-class DataFolder:
-    """A locked data folder, made if need be, of the disk with that number. `durability`: what commits survive.
-
-    Raises:
-        ConfigError: the folder cannot be made or written, or another process has the folder; names `data_dir`.
-    """
-
-    def __init__(self, path: Path, files: FileLayer, durability: Durability = "power", disk: int = 0) -> None:
-        self.path = path
-        self.files = files
-        self.disk = disk
-        self.segments = path / "segments"
-        self.index = path / "index"
-        self._note = path / "unsynced"
-        self._lock_fd = -1
-        try:
-            files.make_folder(self.segments)
-            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._probe()
-            self.durability = self._settle(durability)
-        except OSError as error:
-            self.close()
-            used = isinstance(error, BlockingIOError)
-            reason = "is used by another process" if used else f"cannot be used: {error.strerror or error}"
-            raise ConfigError("data_dir", f"{path} {reason}") from error
-
-    def _probe(self) -> None:
-        """Finds a read-only folder now rather than at the first write. A full one is good for reading."""
-        try:
-            self.files.probe(self.segments, ALIGN)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            log.warning("the device is full", path=str(self.path))
-
-    def _settle(self, durability: Durability) -> Durability:
-        """Deals with blocks that an earlier process left unsynced, and notes the boot in which this one does so.
-
-        After a machine restart, the index from a process that did not sync is worthless: the index is deleted.
-        """
-        noted = self._note.read_bytes() if self._note.exists() else None
-        boot, now = None if noted is None else noted.decode(errors="replace").strip(), self.files.boot_id()
-        is_same_boot = bool(boot) and boot == now  # "" is a boot that is not known
-        if boot is not None and not is_same_boot:
-            log.warning("the machine restarted before everything was synced; rebuilding the index")
-            self.files.remove_folder(self.index)
-        elif is_same_boot and durability == "power":
-            self.files.sync_all()
-        if durability == "process":
-            try:
-                if not is_same_boot:  # noted already; written anew, the note could be lost, as the device may be full
-                    self.files.write_note(self._note, now)
-                return "process"
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                log.warning("the device is too full to do without syncs; durability is power", error=str(error))
-        self.all_synced()  # half a note would say that something is not synced
-        return "power"
-
-    def relock(self) -> bool:
-        """Locks the folder that is at the path now; returns whether the file system has changed.
-
-        Raises:
-            OSError: no store's folder is there, or another process has the folder.
-        """
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        if os.path.samestat(os.fstat(fd), os.fstat(self._lock_fd)):
-            os.close(fd)
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(self._lock_fd)
-        self._lock_fd = fd
-        return True
-
-    def all_synced(self) -> None:
-        self.files.unlink(self._note)
-
-    def close(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
 
 class Recovery:
@@ -149,7 +42,7 @@ class Recovery:
     def __init__(self, folder: DataFolder, catalogue: Catalogue, map_bytes: int = MAP_BYTES) -> None:
         self.folder = folder
         self.catalogue = catalogue
-        self._lost: list[Slot] = []  # of records that are cut off
+        self._lost: list[RowId] = []  # of records that are cut off
         self._sync = folder.durability == "power"
         self.index = DiskIndex(folder.files, folder.path, catalogue, folder.disk, self._sync, map_bytes)
         try:
@@ -160,7 +53,7 @@ class Recovery:
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted), is_stale=image.stale)
         except BaseException as error:
-            for segment in [one for one in catalogue.segments.values() if one.disk == folder.disk]:
+            for segment in [segment for segment in catalogue.segments.values() if segment.disk == folder.disk]:
                 catalogue.remove(segment)
             self.index.close()
             folder.close()
@@ -198,13 +91,13 @@ class Recovery:
             )
         return image
 
-    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
-        """Fills the catalogue, and makes the files agree; entries of what the index does not name."""
+    def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[RowId, bytes]:
+        """Fill the catalogue, and make the files agree; entries of what the index does not name."""
         folder = self.folder
         named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
         newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
         scanned = self._scan(newer)
-        entries, deleted_bytes = dict[Slot, bytes](), 0
+        entries, deleted_bytes = dict[RowId, bytes](), 0
         for number, size in sizes.items():
             path, kinds = segment_path(folder.segments, number), image.kinds.get(number, [])
             segment = Segment(number, path, named.get(number, 0), folder.disk, named=kinds)
@@ -213,11 +106,11 @@ class Recovery:
             if records is not None:  # else unreadable: another start may succeed
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
-                adopted = _pack_slots(segment, records or ())
+                adopted = _pack_rows(segment, records or ())
                 dead = image.dropped.get(number, set())
                 rows = enumerate(ENTRY.iter_unpack(known) if size < image.segments.get(number, 0) else ())
-                cut_off = {slot for slot, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
-                self._lost += [(number, slot) for slot in cut_off]
+                cut_off = {row for row, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
+                self._lost += [(number, row) for row in cut_off]
                 self.catalogue.add(segment, known + adopted, dead | cut_off)
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
@@ -254,7 +147,7 @@ class Recovery:
         files = self.folder.files
         try:
             found = scan_segment(files, path, end, start)
-            records = [one for one in found if not self.index.usable or _is_whole(files, path, one)]
+            records = [record for record in found if not self.index.usable or _is_whole(files, path, record)]
             if records and self._sync:
                 files.sync(path)
             return records
@@ -264,19 +157,21 @@ class Recovery:
         finally:
             files.close(path)
 
-    def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
+    def _difference(self, image: IndexImage, adopted: Mapping[RowId, bytes]) -> IndexChange:
         """What the index must learn: also which named blocks the files do not hold any more."""
-        own = {one.number: one for one in self.catalogue.segments.values() if one.disk == self.folder.disk}
-        changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
+        own = {
+            segment.number: segment for segment in self.catalogue.segments.values() if segment.disk == self.folder.disk
+        }
+        changed = [segment for number, segment in own.items() if segment.size != image.segments.get(number)]
         gone = [number for number in image.segments if number not in own]
         if self._lost or gone:
-            blocks = len(self._lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
+            blocks = len(self._lost) + sum(len(image.entries.get(number, b"")) // ENTRY.size for number in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
         sizes = {segment.number: segment.size for segment in changed}
         return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange, *, is_stale: bool) -> None:
-        """Tells the index what to learn, in one transaction; writes a lost or stale one anew.
+        """Tell the index what to learn, in one transaction; write a lost or stale one anew.
 
         A full device is no reason not to start: a new index is given up with the index's room, an old index stays.
         """
@@ -309,7 +204,7 @@ class Recovery:
 
 
 def _trim(files: FileLayer, segment: Segment, size: int, records: Sequence[ScannedRecord]) -> int:
-    """Cuts a file with `size` bytes behind the last record; deletes a file without records. Returns the bytes freed."""
+    """Cut a file with `size` bytes behind the last record; delete a file without records. Returns the bytes freed."""
     segment.size = records[-1].end if records else segment.size
     if not segment.size:
         files.unlink(segment.path)
@@ -324,124 +219,9 @@ def _is_whole(files: FileLayer, path: Path, found: ScannedRecord) -> bool:
     return False
 
 
-def _pack_slots(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
+def _pack_rows(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
     packed = bytearray()
     for at, nbytes, info, of_kind in found:
         kind = segment.number_of(of_kind)
         packed += ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, kind, info.written_at)
     return bytes(packed)
-
-
-_MAX_FAULTS = 1000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FolderFault:
-    """One difference between the folder and a consistent store; `offset` and `key` are None for a whole segment."""
-
-    segment: int
-    offset: int | None
-    key: BlockKey | None
-    what: str
-
-
-@dataclasses.dataclass(slots=True)
-class VerifyReport:
-    """What a check found: segments that were read, whole records in them, and faults."""
-
-    segments: int = 0
-    records: int = 0
-    blocks: int = 0  # intact records that the index names
-    dead: int = 0  # records that the index does not name: replaced, dropped, or never committed
-    bytes_read: int = 0  # for records with computed checksums
-    faults: list[FolderFault] = dataclasses.field(
-        default_factory=list
-    )  # the first thousand: a store would answer a miss
-    fault_count: int = 0
-    index_error: str | None = None  # what is wrong with the index; a store would rebuild the index from the segments
-    records_error: str = ""  # what is wrong with the records of conductors; a store would keep the intact ones
-    damaged: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # segments and offsets of bad records
-    key_ids: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )  # keys that encrypt intact records, and how many each
-
-    @property
-    def ok(self) -> bool:
-        return not (self.fault_count or self.index_error or self.records_error)
-
-    def add(self, fault: FolderFault) -> None:
-        self.fault_count += 1
-        if len(self.faults) < _MAX_FAULTS:
-            self.faults.append(fault)
-
-
-def check_blocks(path: Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
-    """Checks segments and index in an unused data folder; changes nothing.
-
-    `on_segment` is called with the number of checked segments and the total. Raises OSError if the folder cannot be
-    read.
-    """
-    folder, reading, catalogue = path / "segments", FileLayer(direct=True), None
-    files = list_segments(folder)
-    report = VerifyReport()
-    try:
-        with contextlib.closing(Index(None, path / "index")) as index:
-            image = index.load()
-        report.index_error = image.damage or None
-        catalogue = _catalogue(folder, files, image)
-        newer = len(files.keys() - image.segments.keys())  # may have the files of as many named segments
-        for number in sorted(image.segments.keys() - files.keys())[newer:]:
-            report.add(FolderFault(number, None, None, "the index names a segment that is not there"))
-    except (IndexLostError, lmdb.Error) as error:
-        report.index_error = str(error)
-
-    for done, number in enumerate(files, 1):
-        _check_segment(report, reading, segment_path(folder, number), number, files[number], catalogue)
-        on_segment(done, len(files))
-    reading.close_all()
-    return report
-
-
-def _catalogue(folder: Path, files: dict[int, int], image: IndexImage) -> Catalogue:
-    catalogue = Catalogue()
-    for number in files:
-        path, kinds = segment_path(folder, number), image.kinds.get(number, [])
-        segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
-        catalogue.add(segment, image.entries.get(number, b""), image.dropped.get(number, ()))
-    return catalogue
-
-
-def _check_segment(
-    report: VerifyReport, files: FileLayer, path: Path, number: int, size: int, catalogue: Catalogue | None
-) -> None:
-    report.segments += 1
-    named: dict[int, int] = {}
-    segment: Segment | None = None
-    if catalogue is not None:
-        segment = catalogue.segments[number]
-        named = {segment.offset(slot): slot for slot in catalogue.live_slots(segment)}
-        if size < segment.size:
-            report.add(FolderFault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
-    for found in scan_segment(files, path, size):
-        report.records += 1
-        slot = named.pop(found.offset, None)
-        if segment is not None and slot is None:
-            report.dead += 1
-            continue
-        report.bytes_read += found.nbytes
-        try:
-            if segment is not None and slot is not None:
-                if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
-                    raise BadRecordError("the index names another block")
-                if segment.kind(slot) != found.kind:
-                    raise BadRecordError("the index names another format, tenant or key")
-            read_record(files, path, found.info.key, found.offset, found.nbytes)
-            report.blocks += 1
-            if found.kind.key_id:
-                report.key_ids[found.kind.key_id] += 1
-        except (BadRecordError, OSError) as error:
-            report.add(FolderFault(number, found.offset, found.info.key, str(error)))
-            report.damaged.append((number, found.offset))
-    for offset, slot in named.items():
-        assert segment is not None
-        report.add(FolderFault(number, offset, segment.keys[slot], "the index names a record that is not there"))

@@ -7,65 +7,31 @@ reclaimed segment stays readable until the plan is done: until then, carried blo
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.kv.blocks import BlockInfo, DramBlock
+from moonpool.base.kv.blocks import DramBlock
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.kvstore.eviction.tenants import TenantAccount
+from moonpool.kvstore.ssd.admission import SsdAdmission
+from moonpool.kvstore.ssd.catalogue import Catalogue, RecordLocation
+from moonpool.kvstore.ssd.committer import Committer
+from moonpool.kvstore.ssd.data_folder import DataFolder, Durability
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
-from moonpool.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
-from moonpool.kvstore.ssd.records import SsdReader, list_segments, record_size, resembles_records
-from moonpool.kvstore.ssd.recovery import DataFolder, Durability, Recovery
-from moonpool.kvstore.ssd.segment_log import (
-    Append,
-    Committer,
-    PlanState,
-    SegmentSpace,
-    Victim,
-    WritePlan,
-    pack_entries,
-    segment_ends,
-)
-
-ADMIT_ALL, ADMIT_REUSED = "all", "reused"
-MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
-
-
-class SsdAdmission:
-    """The rule "reused": a block is admitted once used again; the rule "all" admits each on arrival.
-
-    A use is a read, another Put, or a return after eviction: keys of refused blocks are remembered, as in LARC (Huang
-    et al., "Improving flash-based disk cache with lazy adaptive replacement", MSST'13). Blocks in `pins` are admitted
-    always.
-    """
-
-    def __init__(self, rule: str = ADMIT_ALL, pins: Container[BlockKey] = ()) -> None:
-        self.reused = rule == ADMIT_REUSED
-        self.pins = pins
-        self.refused_blocks = self.refused_bytes = 0
-        self.ghosts: collections.OrderedDict[BlockKey, None] = collections.OrderedDict()
-
-    def admits(self, info: BlockInfo, room: int) -> bool:
-        """Judges a block that comes; as many refused keys are remembered as the tier has `room` for such blocks."""
-        if not self.reused or info.key in self.pins:
-            return True
-        if info.key in self.ghosts:
-            del self.ghosts[info.key]
-            return True
-        self.ghosts[info.key] = None
-        if len(self.ghosts) > min(room, MAX_GHOSTS):
-            self.ghosts.popitem(last=False)
-        self.refused_blocks += 1
-        self.refused_bytes += info.nbytes
-        return False
-
+from moonpool.kvstore.ssd.index import MAP_BYTES
+from moonpool.kvstore.ssd.reader import SsdReader
+from moonpool.kvstore.ssd.records import record_size, resembles_records
+from moonpool.kvstore.ssd.recovery import Recovery
+from moonpool.kvstore.ssd.segment import RecordKind, RowId, Segment
+from moonpool.kvstore.ssd.segment_files import list_segments
+from moonpool.kvstore.ssd.segment_space import SegmentSpace
+from moonpool.kvstore.ssd.write_plan import Append, PlanState, Victim, WritePlan, pack_entries, segment_ends
 
 log = get_logger(__name__)
 
@@ -80,7 +46,7 @@ class Disk:
     out: bool = False  # failed: no block is found there, and no block is written
     full: bool = False  # found by the last plan
     unchecked: bool = False  # the next plan checks the index
-    dead: list[Slot] = dataclasses.field(default_factory=list)  # unknown to the index
+    dead: list[RowId] = dataclasses.field(default_factory=list)  # unknown to the index
     doomed: list[RecordLocation] = dataclasses.field(default_factory=list)  # to be overwritten
     dooming: bool = False  # a plan does so, or deletes the files of the next two
     nameless: list[Segment] = dataclasses.field(default_factory=list)  # forgotten by the index; the file is there yet
@@ -177,30 +143,30 @@ class SsdTier:
     def reader(self, key: BlockKey) -> SsdReader:
         found = self.catalogue.find(key)
         assert found is not None
-        segment, slot = found
-        segment.used[slot] = 1
-        return SsdReader(self.disks[segment.disk].folder.files, segment, slot, self.keyring)
+        segment, row = found
+        segment.used[row] = 1
+        return SsdReader(self.disks[segment.disk].folder.files, segment, row, self.keyring)
 
     def drop(self, reader: SsdReader) -> bool:
-        """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
-        if not self.catalogue.is_live(reader.segment, reader.slot):
+        """Mark a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
+        if not self.catalogue.is_live(reader.segment, reader.row):
             return False
         self.forget([reader.key])
         return True
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Blocks are not here any more; the indexes learn this with the next plans."""
-        for segment, slot in filter(None, map(self.catalogue.forget, keys)):
-            self.disks[segment.disk].dead.append((segment.number, slot))
+        for segment, row in filter(None, map(self.catalogue.forget, keys)):
+            self.disks[segment.disk].dead.append((segment.number, row))
 
     def erase(self, places: Iterable[RecordLocation]) -> list[BlockKey]:
         """Blocks are not here any more, and their records are overwritten with the next plans; keys of live records."""
         places = list(places)
-        live = [segment.keys[slot] for segment, slot in places if self.catalogue.is_live(segment, slot)]
+        live = [segment.keys[row] for segment, row in places if self.catalogue.is_live(segment, row)]
         self.forget(live)
-        for segment, slot in places:
-            segment.erased.add(slot)
-            self.disks[segment.disk].doomed.append((segment, slot))
+        for segment, row in places:
+            segment.erased.add(row)
+            self.disks[segment.disk].doomed.append((segment, row))
         return live
 
     def erase_tails(self) -> None:
@@ -215,7 +181,7 @@ class SsdTier:
         return any(disk.has_housekeeping for disk in self.working)
 
     def plan(self, blocks: Sequence[DramBlock], number: int = 0) -> WritePlan:
-        """Places blocks that are not here into segments of a disk; old ones make room for them, and go at once."""
+        """Place blocks that are not here into segments of a disk; old ones make room for them, and go at once."""
         disk, victims = self.disks[number], list[Victim]()
         full, disk.full = disk.full, False
         if full:
@@ -243,7 +209,11 @@ class SsdTier:
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
         carry, store, reuse = _place(disk.space, taken, free, victims, self.keyring)
         sizes = segment_ends((*carry, *store))
-        tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room and not one.going}
+        tails = {
+            segment: end
+            for segment in disk.space.tails
+            if (end := sizes.get(segment, segment.size)) < segment.room and not segment.going
+        }
         disk.hear()
         disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless or tails)
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
@@ -278,7 +248,7 @@ class SsdTier:
                     disk.forgotten.append(self.catalogue.segments.pop(victim.segment.id))
                     continue
                 victim.segment.going = False
-                disk.dead += [(victim.segment.number, slot) for slot in victim.removed]
+                disk.dead += [(victim.segment.number, row) for row in victim.removed]
         plan.move(PlanState.FAILED)
         if plan.unreadable is not None:
             disk.space.pass_over(plan.unreadable)
@@ -293,7 +263,7 @@ class SsdTier:
         disk.space.rewrite(segment for segment, _ in plan.unerased)
         removed = plan.removed_segments
         numbers = {segment.number for segment in removed}
-        disk.dead = [slot for slot in disk.dead if slot[0] not in numbers]
+        disk.dead = [row for row in disk.dead if row[0] not in numbers]
         for append in plan.carry:
             if append.bad and self.catalogue.find(append.key) == append.source:
                 self.catalogue.forget(append.key)
@@ -320,10 +290,10 @@ class SsdTier:
         lacking = collections.Counter[tuple[str, str]]()
         for segment in self.catalogue.segments.values():
             locked = [bool(kind.key_id) and not self._has_key(kind.key_id) for kind in segment.named]
-            for slot in list(self.catalogue.live_slots(segment)) if any(locked) else ():
-                if locked[segment.kinds[slot]]:
-                    lacking[segment.kind(slot).key_id, segment.kind(slot).tenant] += 1
-                    self.catalogue.forget(segment.keys[slot])
+            for row in list(self.catalogue.live_rows(segment)) if any(locked) else ():
+                if locked[segment.kinds[row]]:
+                    lacking[segment.kind(row).key_id, segment.kind(row).tenant] += 1
+                    self.catalogue.forget(segment.keys[row])
         for (key_id, tenant), blocks in lacking.items():
             log.warning(
                 "a key is not in encryption_keys; blocks that it encrypts count as absent",
@@ -340,9 +310,9 @@ class SsdTier:
         """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
         segments, doubles = self.catalogue.segments, self.catalogue.doubles
         self.catalogue.doubles = []
-        doubles = [(segment, slot) for segment, slot in doubles if segments.get(segment.id) is segment]
-        for segment, slot in doubles:
-            self.disks[segment.disk].dead.append((segment.number, slot))
+        doubles = [(segment, row) for segment, row in doubles if segments.get(segment.id) is segment]
+        for segment, row in doubles:
+            self.disks[segment.disk].dead.append((segment.number, row))
         return doubles
 
     def _gone(self, disk: Disk, segments: Sequence[Segment]) -> None:
@@ -358,7 +328,7 @@ class SsdTier:
             segment.size = size
         for segment, packed in pack_entries(appends).items():
             self.catalogue.add(segment, packed)
-        nbytes = sum(append.row[2] * ALIGN for append in appends)
+        nbytes = sum(append.entry[2] * ALIGN for append in appends)
         plan.written_bytes += nbytes
         self.written_bytes += nbytes
 
@@ -384,7 +354,7 @@ class SsdTier:
         disk = self.disks[number]
         disk.out = True
         for segment in disk.space.segments:
-            keys = [segment.keys[slot] for slot in self.catalogue.live_slots(segment)]
+            keys = [segment.keys[row] for row in self.catalogue.live_rows(segment)]
             self.catalogue.remove(segment)
             self._gone(disk, [segment])
             yield keys
@@ -410,9 +380,9 @@ class SsdTier:
         """Segments of a disk are not there any more, between two plans; keys of their blocks, by segment."""
         disk = self.disks[number]
         for segment in segments:
-            keys = [segment.keys[slot] for slot in self.catalogue.live_slots(segment)]
+            keys = [segment.keys[row] for row in self.catalogue.live_rows(segment)]
             self.catalogue.remove(segment)
-            disk.dead = [slot for slot in disk.dead if slot[0] != segment.number]
+            disk.dead = [row for row in disk.dead if row[0] != segment.number]
             disk.doomed = [place for place in disk.doomed if place[0] is not segment]
             disk.space.active = None
             self._gone(disk, [segment])
@@ -451,17 +421,17 @@ def _place(
     victims: Sequence[Victim],
     keyring: Keyring | None,
 ) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
-    """Gives every record a place, and new segments the files of `free` segments, which are told.
+    """Give every record a place, and new segments the files of `free` segments, which are told.
 
     Sizes of segments change only when the plan is done.
     """
     carry, store = [], []
     sizes, reuse = dict[Segment, int](), dict[Segment, Segment]()
-    for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-        segment, start = space.place(old.lengths[slot], sizes, [], reuse)
+    for old, row in ((victim.segment, row) for victim in victims for row in victim.carried):
+        segment, start = space.place(old.lengths[row], sizes, [], reuse)
         segment.overwritable = segment.overwritable and old.overwritable
-        row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
-        carry.append(Append(segment, row, source=(old, slot)))
+        entry = old.keys[row], start, old.lengths[row], segment.number_of(old.kind(row)), old.written[row]
+        carry.append(Append(segment, entry, source=(old, row)))
     for block in blocks:
         info, length = block.info, record_size(block.info) // ALIGN
         segment, start = space.place(length, sizes, free, reuse)
@@ -484,7 +454,7 @@ def open_tier(
     files: Sequence[FileLayer] = (),
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
-    """Opens the SSD tier on data folders: locks the folders, made if need be, and reads what they hold. Blocking.
+    """Open the SSD tier on data folders: lock the folders, made if need be, and read what they hold. Blocking.
 
     If some of several folders cannot be used, the tier leaves them out.
 
@@ -518,7 +488,7 @@ def open_tier(
         space = SegmentSpace(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
         disks.append(Disk(folder, space, committer))
-        blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes
+        blocks, nbytes = sum(len(segment.keys) for segment in space.segments), space.used_bytes
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:
         raise failure

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import BlocksLent
+from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded
 from moonpool.conductor.core.events import ReserveGranted

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import BlocksLent
+from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.latency import prefill_seconds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.conductor.core.instances import LoadFacts
 from moonpool.kvstore.eviction.policies import POLICIES

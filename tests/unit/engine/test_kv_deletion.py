@@ -8,7 +8,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.delete_kv import DEMANDED_S, DeletionLog
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv_transfer.write_back import WriteBack, WriteBackLimits
-from moonpool.base.scheduling.block_manager import DeleteKV
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.engine.kv_service import KVDeletion
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.writer import FakeWriter

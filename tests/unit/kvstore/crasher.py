@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.admission import SsdAdmission
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 
 PR_SET_PDEATHSIG = 1

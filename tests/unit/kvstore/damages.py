@@ -20,7 +20,7 @@ from pathlib import Path
 import lmdb
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.kvstore.core.store import LeasedBlock
+from moonpool.kvstore.core.read_leases import LeasedBlock
 from moonpool.kvstore.record_store import RecordStore
 from moonpool.kvstore.ssd.database_check import DamagedDatabaseError, check_database
 from moonpool.kvstore.ssd.encryption import Keyring, add_key
@@ -185,7 +185,7 @@ def judge(folder: Path, keyring: Keyring | None) -> collections.Counter[str]:
     for start in range(2):
         records = RecordStore([folder / "records"], lambda: NOW, keyring)
         kept = [*records.replicated.of("k")]
-        assert all(one.value == _record(one.id, one.version - 1).value for one in kept)
+        assert all(record.value == _record(record.id, record.version - 1).value for record in kept)
         driven = Driven(open_ssd(folder, CAPACITY, SEGMENT, files=FileLayer(), keyring=keyring))
         ssd = driven.store.tiers.ssd
         assert ssd is not None

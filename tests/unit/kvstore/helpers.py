@@ -14,18 +14,20 @@ from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.reuse_stats import ReuseSample
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.kvstore.core.store import BlockStore, LeasedBlock
+from moonpool.kvstore.core.put_transfer import PutSpec, PutTransfer
+from moonpool.kvstore.core.read_leases import LeasedBlock
+from moonpool.kvstore.core.store import BlockStore
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PutSpec, PutTransfer
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.policies import LRU
 from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
 from moonpool.kvstore.operations import StoreOperations
+from moonpool.kvstore.ssd.admission import SsdAdmission
 from moonpool.kvstore.ssd.encryption import Keyring
 from moonpool.kvstore.ssd.files import FileLayer
 from moonpool.kvstore.ssd.records import BadRecordError
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 
@@ -60,7 +62,7 @@ def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT)
 def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
     layout, data = block_format.layout, bytearray(data_of(key, block_format.layout))
     slices = [memoryview(data)[layout.place(layer)] for layer in range(layout.layers)]
-    hashes = [bind(slice_hash(one), key, layer) for layer, one in enumerate(slices)]
+    hashes = [bind(slice_hash(part), key, layer) for layer, part in enumerate(slices)]
     return DramBlock(info_of(key, tenant, block_format), data, hashes)
 
 

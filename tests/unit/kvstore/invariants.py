@@ -6,16 +6,18 @@ from typing import Any
 
 from moonpool.base.kv.blocks import PARTS
 from moonpool.base.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
-from moonpool.kvstore.core.store import BlockStore, ReadLeases
-from moonpool.kvstore.core.tiered_store import SaveState
-from moonpool.kvstore.core.writes import PutTransfers
+from moonpool.kvstore.core.put_transfers import PutTransfers
+from moonpool.kvstore.core.read_leases import ReadLeases
+from moonpool.kvstore.core.store import BlockStore
+from moonpool.kvstore.core.write_queue import SaveState
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.kv_aware import KVAware, is_current
 from moonpool.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
 from moonpool.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
-from moonpool.kvstore.ssd.index import Catalogue, Segment
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.segment import Segment
 from moonpool.kvstore.ssd.tier import SsdTier
 
 
@@ -68,7 +70,7 @@ def _(dram: DramTier) -> None:
 def _(ssd: SsdTier) -> None:
     _check_catalogue(ssd.catalogue)
     assert not any(disk.space.segments for disk in ssd.disks if disk.out)
-    assert ssd.used_bytes == sum(max(one.size, one.room) for one in ssd.catalogue.segments.values())
+    assert ssd.used_bytes == sum(max(segment.size, segment.room) for segment in ssd.catalogue.segments.values())
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
@@ -90,9 +92,9 @@ def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
     assert segment.size
     assert not segment.going
     assert segment.readers >= 0
-    slots = list(catalogue.live_slots(segment))
-    assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
-    assert segment.live == sum_by_tenant((segment.kind(slot).tenant, segment.nbytes(slot)) for slot in slots)
+    rows = list(catalogue.live_rows(segment))
+    assert all(segment.offset(row) + segment.nbytes(row) <= segment.size for row in rows)
+    assert segment.live == sum_by_tenant((segment.kind(row).tenant, segment.nbytes(row)) for row in rows)
     assert segment.numbers == {kind: number for number, kind in enumerate(segment.named)}
     columns = (segment.starts, segment.lengths, segment.kinds, segment.written, segment.used)
     assert {len(segment.keys)} == set(map(len, columns))

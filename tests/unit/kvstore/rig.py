@@ -18,9 +18,9 @@ from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.messages import END_OF_STREAM, PayloadMessage
 from moonpool.base.rpc.server import serving
 from moonpool.base.telemetry.metrics import restless
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.grpc import payload_stream
-from moonpool.base.transport.handshake import TransportDialer
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.record_store import RecordStore
 from moonpool.kvstore.service import KVStoreService, open_tiers

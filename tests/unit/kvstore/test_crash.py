@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.repair import verify
-from moonpool.kvstore.ssd.recovery import Durability
+from moonpool.kvstore.ssd.data_folder import Durability
 from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import BATCH, CAPACITY, SEGMENT, kept_keys, tenant_of
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, data_of, keys_of, owner_of

@@ -32,7 +32,7 @@ def deletion(name: str, **selection: object) -> kv_pb2.Deletion:
 
 def records_of(count: int) -> list[kv_pb2.Record]:
     values = [deletion(str(number), tenants=["ours"]).SerializeToString() for number in range(count)]
-    return [kv_pb2.Record(kind=DELETION, id=str(n), value=it, expires_at=1e12) for n, it in enumerate(values)]
+    return [kv_pb2.Record(kind=DELETION, id=str(n), value=record, expires_at=1e12) for n, record in enumerate(values)]
 
 
 async def forget(store: Rig, *deletions: kv_pb2.Deletion, **more: object) -> tuple[int, int]:
@@ -75,7 +75,7 @@ async def test_many_deletions_and_many_keys_leave_others_their_turns() -> None:
     """A small message can have many of them."""
     driven = Driven()
     driven.put(OURS, "0")
-    it, turns = DeletionWorker(driven.operations, RecordStore(), None, timeout_s=1.0), 0
+    record, turns = DeletionWorker(driven.operations, RecordStore(), None, timeout_s=1.0), 0
 
     async def others() -> None:
         nonlocal turns
@@ -85,11 +85,11 @@ async def test_many_deletions_and_many_keys_leave_others_their_turns() -> None:
 
     beside = asyncio.create_task(others())
     orders = [deletion(str(number), tenants=[str(number)]) for number in range(5000)]
-    assert await it.forget(orders, {}) == DeletedCount(3, 3 * BLOCK)
-    assert (await it.forget(orders, {}), "4999" in it) == (DeletedCount(3, 3 * BLOCK), True)
+    assert await record.forget(orders, {}) == DeletedCount(3, 3 * BLOCK)
+    assert (await record.forget(orders, {}), "4999" in record) == (DeletedCount(3, 3 * BLOCK), True)
     assert turns >= 2 + 3 + 3 + 2 + 3  # three portions: between them, after each is carried out, after each is noted
     before = turns
-    assert await it.drop(keys_of(9000)) == DeletedCount()
+    assert await record.drop(keys_of(9000)) == DeletedCount()
     assert turns - before >= 3
     before, record_store = turns, RecordStore()
     await record_store.take(records_of(20))
@@ -125,10 +125,10 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
         driven.flush(OURS, "ours")
         record_store = RecordStore()
         async with writing(driven, retry_after_s=()) as writer:
-            it = DeletionWorker(driven.operations, record_store, writer, timeout_s=0.05)
+            worker = DeletionWorker(driven.operations, record_store, writer, timeout_s=0.05)
             files.fail("transaction", OSError(5, "an error"))
             with pytest.raises(Unavailable):
-                await it.forget([order], {})
+                await worker.forget([order], {})
             assert record_store.counts("one") is None
             driven.store.tiers.reserve({"ours": BLOCK})
             driven.store.tiers.insert([block_of(OURS[0], "ours")])
@@ -137,7 +137,7 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
             async with asyncio.timeout(60):
                 while done is None:
                     with contextlib.suppress(Unavailable):
-                        done = await it.forget([order], {})
+                        done = await worker.forget([order], {})
             assert done == DeletedCount(3, 3 * (BLOCK + RECORD))
         record_store.close()
         assert driven.store.tiers.match(OURS) == 1
@@ -227,13 +227,13 @@ async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Pa
     await record_store.applied({"one": (3, 300)})
     record_store.close()
     again = RecordStore([tmp_path / "records"], lambda: now[0])
-    assert sorted((it.id, it.version) for it in again.replicated.of("k", "t")) == [("a", 2), ("b", 1)]
+    assert sorted((record.id, record.version) for record in again.replicated.of("k", "t")) == [("a", 2), ("b", 1)]
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()
     last = RecordStore([tmp_path / "records"], lambda: now[0])
-    assert [it.id for it in last.replicated.of("k")] == []
+    assert [record.id for record in last.replicated.of("k")] == []
     assert last.replicated.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
     last.close()
 
@@ -324,10 +324,10 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
     record_store.close()
     again = RecordStore(folders[::-1], lambda: 100.0)
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
-    assert [it.version for it in again.replicated.of("k", "t")] == [2]
+    assert [record.version for record in again.replicated.of("k", "t")] == [2]
     again.close()
     alone = RecordStore(folders[1:], lambda: 100.0)  # it has learnt what it had missed, but for that
-    assert (alone.counts("two"), [it.version for it in alone.replicated.of("k", "t")]) == (None, [2])
+    assert (alone.counts("two"), [record.version for record in alone.replicated.of("k", "t")]) == (None, [2])
     alone.close()
     with_new = RecordStore([folders[0], tmp_path / "c"], lambda: 100.0)
     assert with_new.counts("one") is None
@@ -342,12 +342,12 @@ async def test_a_folder_whose_records_are_damaged_learns_them_from_the_others(tm
     record_store.close()
     (folders[1] / "data.mdb").write_bytes(b"no database" * 1000)
     some = RecordStore(folders, lambda: 100.0)
-    assert (some.counts("one"), [it.version for it in some.replicated.of("k", "t")]) == (None, [1])
+    assert (some.counts("one"), [record.version for record in some.replicated.of("k", "t")]) == (None, [1])
     await some.applied({"one": (0, 0)})
     assert some.counts("one") == (3, 300)
     some.close()
     alone = RecordStore(folders[1:], lambda: 100.0)
-    assert (alone.counts("one"), [it.version for it in alone.replicated.of("k", "t")]) == ((3, 300), [1])
+    assert (alone.counts("one"), [record.version for record in alone.replicated.of("k", "t")]) == ((3, 300), [1])
     alone.close()
 
 

@@ -40,8 +40,8 @@ async def test_warm_after_a_restart(tmp_path: Path) -> None:
         await store.end(signal.SIGKILL)
     async with running(tmp_path / "log", *flags) as store:
         assert (await gauges(store.address))["dram_blocks"] == 0
-        one = await cli("warm", store.address, "--max-bytes", str(len(data_of(KEYS[0]))), "--json")
-        assert json.loads(one.stdout) == {"blocks": 1, "bytes": len(data_of(KEYS[0]))}
+        answer = await cli("warm", store.address, "--max-bytes", str(len(data_of(KEYS[0]))), "--json")
+        assert json.loads(answer.stdout) == {"blocks": 1, "bytes": len(data_of(KEYS[0]))}
         rest = await cli("warm", store.address)
         assert rest.stdout.startswith("3 blocks"), rest.output
         after = await gauges(store.address)

@@ -41,9 +41,9 @@ async def test_damaged_blocks_are_dropped_and_those_in_dram_written_again(
         ssd = driven.store.tiers.ssd
         assert ssd is not None
         for key in (KEYS[2], KEYS[5]):
-            segment, slot = ssd.catalogue.find(key) or pytest.fail("not on disk")
+            segment, row = ssd.catalogue.find(key) or pytest.fail("not on disk")
             with segment.path.open("r+b") as file:
-                file.seek(segment.offset(slot) + 4096)
+                file.seek(segment.offset(row) + 4096)
                 file.write(b"damaged")
         driven.store.tiers.dram.drop(driven.store.tiers.dram[KEYS[5]])
         assert await scrub(driven, pool) == [1.0] * len(KEYS)

@@ -1,7 +1,9 @@
 """Actions of the decode scheduler. Plain values: counts, keys and reasons, never tokens or bytes."""
 
 from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.base.scheduling.block_lending import BlocksLent
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.kv_deletion import KVDeleted
 
 
 @frozen

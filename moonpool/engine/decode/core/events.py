@@ -2,7 +2,8 @@
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_lending import LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import IoEnded, Tick
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
 from moonpool.engine.decode.core.actions import StartRun, StopRun
 from moonpool.engine.decode.core.batch import RunningBatch

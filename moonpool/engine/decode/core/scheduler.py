@@ -6,7 +6,8 @@ A request that loses the conductor continues for a grace period and is then park
 request over. docs/adr/0012-resuming.md has the rules; docs/states.md draws a request's statuses.
 """
 
-from moonpool.base.scheduling.block_manager import BlockLending, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.base.scheduling.block_lending import BlockLending, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.kv_deletion import DeleteKV, delete_kv
 from moonpool.base.scheduling.state_machine import IoEnded, Tick, Timers, digest_of, earliest
 from moonpool.engine.decode.core.actions import (
     Action,

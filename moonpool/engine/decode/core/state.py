@@ -1,7 +1,7 @@
 """State that the decode scheduler's parts share."""
 
 from moonpool.base.scheduling.block_manager import BlockManager
-from moonpool.base.scheduling.latency import SpeedTracker
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.state_machine import PendingIo
 from moonpool.engine.decode.core.actions import Action
 from moonpool.engine.decode.core.block_budget import BlockBudget

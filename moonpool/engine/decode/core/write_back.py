@@ -1,7 +1,7 @@
 """Write-back: which full blocks of answers go to kvstores, and when their windows go along."""
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import WRITTEN_PART
+from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.engine.decode.core.actions import StoreBlock
 from moonpool.engine.decode.core.events import StoreEnd
 from moonpool.engine.decode.core.in_flight import StorePin

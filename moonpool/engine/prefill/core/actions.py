@@ -6,7 +6,9 @@ Each action with an `io` is answered by exactly one `IoEnded`; other actions are
 from enum import Enum
 
 from moonpool.base.frozen import frozen
-from moonpool.base.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
+from moonpool.base.scheduling.block_lending import BlocksLent
+from moonpool.base.scheduling.block_manager import MoveSlots
+from moonpool.base.scheduling.kv_deletion import KVDeleted
 from moonpool.base.scheduling.state_machine import CancelIo
 
 

@@ -3,8 +3,9 @@
 from collections import Counter
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.base.scheduling.block_lending import LendBlocks, ReturnBlocks
 from moonpool.base.scheduling.fair_share import may_admit
+from moonpool.base.scheduling.kv_deletion import DeleteKV, delete_kv
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import IoEnded, Tick, digest_of, earliest
 from moonpool.engine.prefill.core.actions import (

@@ -1,8 +1,10 @@
 """State that the prefill scheduler's parts share: requests, blocks, and I/O in flight."""
 
-from moonpool.base.scheduling.block_manager import BlockLending, BlockManager
+from moonpool.base.scheduling.block_lending import BlockLending
+from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.fair_share import FairQueue, FairShares
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker
+from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.state_machine import CancelIo, PendingIo
 from moonpool.engine.prefill.core.actions import Action
 from moonpool.engine.prefill.core.in_flight import IoInFlight, ReplicaFlight, StepFlight, requests_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moonpool.base.scheduling.block_manager import WRITTEN_PART
+from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.engine.prefill.core.actions import WriteBackBlocks
 from moonpool.engine.prefill.core.in_flight import WriteBackFlight
 from moonpool.engine.prefill.core.request import PrefillRequest

@@ -48,57 +48,57 @@ def conductor(name: str, start: int) -> kv_pb2.Instance:
 
 
 def test_each_row_is_passed_on_once_to_each_other_conductor() -> None:
-    it = Board()
-    it.tell("a", ann=1, bob=2)
-    assert it.news("a") == {}
-    assert it.news("b") == {("a", 1): {"ann": 1, "bob": 2}}
-    it.tell("a", ann=3)
-    it.tell("b", cid=1)
-    assert it.news("b") == {("a", 1): {"ann": 3}}
-    assert it.news("c") == {("a", 1): {"ann": 3, "bob": 2}, ("b", 1): {"cid": 1}}
-    assert it.news("c") == {("a", 1): {}, ("b", 1): {}}, "that they are there is told all the same"
+    board = Board()
+    board.tell("a", ann=1, bob=2)
+    assert board.news("a") == {}
+    assert board.news("b") == {("a", 1): {"ann": 1, "bob": 2}}
+    board.tell("a", ann=3)
+    board.tell("b", cid=1)
+    assert board.news("b") == {("a", 1): {"ann": 3}}
+    assert board.news("c") == {("a", 1): {"ann": 3, "bob": 2}, ("b", 1): {"cid": 1}}
+    assert board.news("c") == {("a", 1): {}, ("b", 1): {}}, "that they are there is told all the same"
 
 
 def test_a_conductor_that_begins_anew_gets_its_own_rows() -> None:
-    it = Board()
-    it.tell("a", ann=5)
-    assert it.news("a", 2) == {("a", 1): {"ann": 5}}
+    board = Board()
+    board.tell("a", ann=5)
+    assert board.news("a", 2) == {("a", 1): {"ann": 5}}
 
 
 def test_ages_are_of_the_instance() -> None:
-    it = Board()
-    it.tell("a", ann=5)
-    it.now += 2.0
-    it.tell("a")
-    it.now += 1.0
-    [use] = it.uses("b")
+    board = Board()
+    board.tell("a", ann=5)
+    board.now += 2.0
+    board.tell("a")
+    board.now += 1.0
+    [use] = board.uses("b")
     assert (use.age_s, [row.age_s for row in use.tenants]) == (1.0, [3.0])
 
 
 def test_a_late_message_changes_nothing() -> None:
-    it = Board()
-    it.tell("a", ann=5)
+    board = Board()
+    board.tell("a", ann=5)
     old = conductor_pb2.ConductorActivity(number=1, tenants=[conductor_pb2.TenantActivity(tenant="ann", requests=1)])
-    it.board.take(conductor("a", 1), old)
-    assert it.news("b") == {("a", 1): {"ann": 5}}
+    board.board.take(conductor("a", 1), old)
+    assert board.news("b") == {("a", 1): {"ann": 5}}
 
 
 def test_what_is_kept_is_bounded() -> None:
-    it = Board()
+    board = Board()
     for number in range(MAX_STARTS + 5):
-        it.now += 1.0
-        it.tell(f"c{number}", ann=1)
-    assert set(it.news("b")) == {(f"c{number}", 1) for number in range(5, MAX_STARTS + 5)}
-    it.now += KEPT_S + 0.5
-    assert it.news("b") == {}
-    it.tell("a", **{f"t{number}": 1 for number in range(MAX_TENANTS + 3)})
+        board.now += 1.0
+        board.tell(f"c{number}", ann=1)
+    assert set(board.news("b")) == {(f"c{number}", 1) for number in range(5, MAX_STARTS + 5)}
+    board.now += KEPT_S + 0.5
+    assert board.news("b") == {}
+    board.tell("a", **{f"t{number}": 1 for number in range(MAX_TENANTS + 3)})
     found: list[str] = []
     for left in range(MAX_TENANTS // MAX_ROWS, 0, -1):
-        [use] = it.uses("b")
+        [use] = board.uses("b")
         assert (len(use.tenants), use.more) == (MAX_ROWS, left > 1)
         found += [row.tenant for row in use.tenants]
     assert found == [f"t{number}" for number in range(3, MAX_TENANTS + 3)]
-    assert it.news("b") == {("a", 1): {}}
+    assert board.news("b") == {("a", 1): {}}
 
 
 async def test_an_instance_passes_on_what_one_conductor_tells_to_the_other() -> None:
@@ -106,13 +106,13 @@ async def test_an_instance_passes_on_what_one_conductor_tells_to_the_other() -> 
     told = conductor_pb2.JoinResponse(activity=conductor_pb2.ConductorActivity(number=1, tenants=[row]))
     first, second = FakeConductor(name="first", orders=[told]), FakeConductor(name="second")
     async with (
-        serving("127.0.0.1:0", [(SERVICE, first)], grace_s=0.0) as one,
+        serving("127.0.0.1:0", [(SERVICE, first)], grace_s=0.0) as server,
         serving("127.0.0.1:0", [(SERVICE, second)], grace_s=0.0) as other,
         Channels() as channels,
     ):
         hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", epoch=1))
         report = InstanceReport(hello, conductor_pb2.LoadReport, HeldKeys(1, lambda _: []))
-        joining, stopping = ClusterMembership(channels, [one.address, other.address], report), asyncio.Event()
+        joining, stopping = ClusterMembership(channels, [server.address, other.address], report), asyncio.Event()
         running = asyncio.ensure_future(joining.run(stopping))
 
         def heard(conductor: FakeConductor) -> Told:

@@ -21,7 +21,9 @@ def aligned(sectors: int) -> memoryview:
 
 def records(data: list[Buffer]) -> list[Buffer]:
     """Each with a header before it and zeros behind it, as the SSD tier writes them."""
-    return [part for one in data for part in (PATTERN[5 : SECTOR + 5], one, bytes(-len(one) % SECTOR))]
+    return [
+        part for data_part in data for part in (PATTERN[5 : SECTOR + 5], data_part, bytes(-len(data_part) % SECTOR))
+    ]
 
 
 @contextmanager

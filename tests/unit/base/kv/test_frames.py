@@ -245,7 +245,9 @@ def test_heads_with_scales_travel_apart() -> None:
     ((_, offset, bytes_),) = split_run(run, received, layout)
     assert (offset, bytes_.nbytes) == (size, 2 * size)
     pieces = pack([slice_to_send(layout, 0, 0, data)], size, layout)
-    assert [(its.runs[0].head_begin, its.runs[0].head_end) for its, _ in pieces] == [(h, h + 1) for h in range(4)]
+    assert [(header.runs[0].head_begin, header.runs[0].head_end) for header, _ in pieces] == [
+        (h, h + 1) for h in range(4)
+    ]
 
 
 def test_checksum_golden() -> None:

@@ -32,7 +32,7 @@ def test_slices_have_the_sizes_of_their_groups() -> None:
     assert GROUPED.place(2, 1) == slice(2048, 3072)
     assert GROUPED.layers_bytes(range(1, 3)) == 3072
     assert GROUPED.layers_in(1, 3072) == range(1, 3)
-    assert [tuple(it) for it in GROUPED.equal_slices(range(4))] == [
+    assert [tuple(group) for group in GROUPED.equal_slices(range(4))] == [
         (range(layer, layer + 1), size) for layer, size in enumerate((1024, 2048, 1024, 2048))
     ]
 
@@ -222,8 +222,8 @@ def test_a_program_of_version_1_refuses_groups_by_version() -> None:
 
 def test_whatever_a_group_says_changes_the_namespace() -> None:
     changes: list[dict[str, Any]] = [{"window": 32}, {"head_dim": 16}, {"kv_heads": 2}]
-    changed = [dataclasses.replace(WINDOWED, **its) for its in changes]
-    layouts = [GROUPED, *(KVLayout(16, (FULL, it)) for it in changed), uniform_like(UNIFORM, layers=4)]
+    changed = [dataclasses.replace(WINDOWED, **change) for change in changes]
+    layouts = [GROUPED, *(KVLayout(16, (FULL, group)) for group in changed), uniform_like(UNIFORM, layers=4)]
     swapped = (dataclasses.replace(FULL, layers=(1, 3)), dataclasses.replace(WINDOWED, layers=(0, 2)))
     layouts.append(KVLayout(16, swapped))
     assert len({namespace(bytes(32), layout) for layout in layouts}) == len(layouts)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.kv.iovec import Iovec
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.native_copy import IN_TWO_PASSES, CopyFunction, CopyFunctions, SliceCopier, copy_verified
-from moonpool.base.kv.pool import Iovec
 from moonpool.base.native.build import BuildError, compiler
 
 SIZES = (1, 7, 4096, 40_000, 100_001)

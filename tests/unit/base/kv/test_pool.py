@@ -11,7 +11,8 @@ import pytest
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import KVPool, PoolPart, PoolTarget, available_bytes
+from moonpool.base.kv.memory import available_bytes
+from moonpool.base.kv.pool import KVPool, PoolPart, PoolTarget
 
 LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 

@@ -15,7 +15,7 @@ from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.base.transport.base import FilledBuffer
+from moonpool.base.transport.payloads import FilledBuffer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.layouts import uniform_like
 from tests.slices import slice_to_send
@@ -151,7 +151,7 @@ def test_each_slice_that_lands_is_verified(layers: range) -> None:
     whole = range(LAYOUT.head_shares)
     shape = frame_shape(layers, 2, whole, LAYOUT.block_size)
     data = [bytes(content(*cell)) for cell in shape.cells]
-    header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
+    header = shape.header(1, 0, bind_all([slice_hash(part) for part in data], shape.bindings(KEYS[:2])))
     for bad, cell in enumerate(shape.cells):
         memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(2)}
         taken, filled = Taken(), list[FilledBuffer]()
@@ -190,7 +190,7 @@ def test_nothing_lands_once_all_has_come() -> None:
     )
     read.expect()
     shape = frame_shape(range(3), 2, whole, LAYOUT.block_size)
-    header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
+    header = shape.header(1, 0, bind_all([slice_hash(part) for part in data], shape.bindings(KEYS[:2])))
     answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(transfer=1, blocks=2, frame=header))
     buffer = read.receive_into(answer, 6 * SLICE)
     assert buffer is not None

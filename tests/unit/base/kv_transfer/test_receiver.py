@@ -112,12 +112,12 @@ def test_failed_is_final() -> None:
 
 
 def test_of_what_could_not_be_written_nothing_is_whole() -> None:
-    one = transfer(blocks=[4, 5, 6])
-    for layer in range(one.layout.layers):
-        one.accept(run(layer, 1))
-    assert one.leading == 2
-    one.distrust()
-    assert one.leading == 0
+    first = transfer(blocks=[4, 5, 6])
+    for layer in range(first.layout.layers):
+        first.accept(run(layer, 1))
+    assert first.leading == 2
+    first.distrust()
+    assert first.leading == 0
 
 
 def test_impossible_transfers() -> None:

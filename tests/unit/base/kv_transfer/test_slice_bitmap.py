@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import FrameError
 from moonpool.base.kv.frames import SliceRun
-from moonpool.base.kv_transfer.receiver import SliceBitmap
+from moonpool.base.kv_transfer.slice_bitmap import SliceBitmap
 from tests.examples import examples
 
 SMALL = settings(max_examples=examples(100), database=None)
@@ -122,14 +122,14 @@ def test_truncate_may_keep_all_blocks_or_those_held(blocks: int, missing: int) -
 
 
 def test_impossible_ledgers() -> None:
-    one = range(1)
+    single = range(1)
     for layers, blocks, heads, held in (
-        (range(0), 1, one, 0),
-        (range(0, 4, 2), 1, one, 0),
-        (one, 1, range(2, 2), 0),
-        (one, 1, range(0, 4, 2), 0),
-        (one, 1, range(-1, 1), 0),
-        (one, 1, one, 2),
+        (range(0), 1, single, 0),
+        (range(0, 4, 2), 1, single, 0),
+        (single, 1, range(2, 2), 0),
+        (single, 1, range(0, 4, 2), 0),
+        (single, 1, range(-1, 1), 0),
+        (single, 1, single, 2),
     ):
         with pytest.raises(ValueError, match="impossible"):
             SliceBitmap(layers, blocks, heads, held)

@@ -17,7 +17,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.receiver import TransferState
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.transport.flow_control import EgressLink
-from moonpool.base.transport.sessions import DEFAULT_OPTIONS, StreamSettings
+from moonpool.base.transport.stream_spec import DEFAULT_OPTIONS, StreamSettings
 from moonpool.v1 import kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served
@@ -78,7 +78,7 @@ async def test_many_transfers_share_one_stream_and_its_credits() -> None:
     decode = FakeDecode(window=4 * SLICE)
     async with sending(decode, settings=StreamSettings(link=EgressLink())) as sender:
 
-        async def one(number: int) -> None:
+        async def send_one(number: int) -> None:
             async with await sender.open(decode.promise(number, 2)) as transfer:
                 for layer in range(LAYOUT.layers):
                     await transfer.send(slices(range(layer, layer + 1), range(2)))
@@ -87,7 +87,7 @@ async def test_many_transfers_share_one_stream_and_its_credits() -> None:
 
         async with asyncio.TaskGroup() as tasks:
             for number in range(8):
-                tasks.create_task(one(number))
+                tasks.create_task(send_one(number))
         check_credits(sender, 4 * SLICE)
         assert decode.calls == 1
     assert all(transfer.state is TransferState.COMPLETE for transfer in decode.transfers.values())
@@ -328,7 +328,7 @@ async def test_after_a_storm_of_faults_nothing_is_left() -> None:
     async with sending(decode, frame_bytes=2 * SLICE) as sender:
         outcomes: Counter[str] = Counter()
 
-        async def one(number: int, fault: str) -> None:
+        async def send_one(number: int, fault: str) -> None:
             try:
                 async with await sender.open(decode.promise(number, 2)) as transfer:
                     for layer in range(LAYOUT.layers):
@@ -347,7 +347,7 @@ async def test_after_a_storm_of_faults_nothing_is_left() -> None:
                 fault = rng.choice(["none", "none", "cancel", "abort", "corrupt"])
                 if fault == "corrupt":
                     decode.corrupt.add(number)
-                running.append((asyncio.ensure_future(one(number, fault)), fault))
+                running.append((asyncio.ensure_future(send_one(number, fault)), fault))
             for task, fault in running:
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)

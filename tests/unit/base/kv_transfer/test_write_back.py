@@ -28,7 +28,7 @@ class Bench:
         self.stored: list[int] = []
         self.came_back = asyncio.Event()
         self.now = 0.0
-        self.it = WriteBack(
+        self.write_back = WriteBack(
             WriteBackLimits(blocks, workers=1, pause_s=2.0),
             self.open_writer,
             hashed(lambda layer, block: bytes([layer, block])),
@@ -44,37 +44,41 @@ class Bench:
         return self.writers.setdefault(address, FakeWriter())
 
     def submit(self, blocks: Sequence[int], store: kv_pb2.Instance = STORE) -> bool:
-        blocks = blocks[: self.it.room(store, len(blocks))]
+        blocks = blocks[: self.write_back.room(store, len(blocks))]
         if blocks:
-            self.it.submit(
+            self.write_back.submit(
                 store, keys(*blocks), keys(*blocks), "", blocks, lambda stored: self._over(blocks, stored=stored)
             )
         return bool(blocks)
 
     async def settle(self) -> None:
-        assert await self.it.idle(WAIT_S)
+        assert await self.write_back.idle(WAIT_S)
 
 
 @asynccontextmanager
 async def running(bench: Bench) -> AsyncIterator[Bench]:
-    task = asyncio.ensure_future(bench.it.run())
+    task = asyncio.ensure_future(bench.write_back.run())
     try:
         yield bench
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert bench.it.blocks_held == 0
+        assert bench.write_back.blocks_held == 0
 
 
 async def test_stores_and_gives_back() -> None:
     async with running(Bench()) as bench:
         bench.open_writer("a:1").go()
         assert bench.submit([3, 1])
-        assert bench.it.blocks_held == 2
+        assert bench.write_back.blocks_held == 2
         await bench.settle()
         assert bench.released == bench.stored == [3, 1]
         assert bench.writers["a:1"].read == [b"\x00\x03", b"\x00\x01"]
-        assert (bench.it.blocks_stored, bench.it.blocks_present, bench.it.blocks_dropped) == (1, 1, 0)
+        assert (bench.write_back.blocks_stored, bench.write_back.blocks_present, bench.write_back.blocks_dropped) == (
+            1,
+            1,
+            0,
+        )
 
 
 async def test_is_bounded_and_takes_leading_blocks() -> None:
@@ -82,7 +86,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
         assert bench.submit([1, 2])
         assert bench.submit([3, 4])
         assert not bench.submit([5])
-        assert bench.it.blocks_dropped == 2
+        assert bench.write_back.blocks_dropped == 2
         bench.open_writer("a:1").go()
         await bench.settle()
         assert sorted(bench.released) == [1, 2, 3]
@@ -93,10 +97,10 @@ async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
     async with running(Bench(blocks=6)) as bench:
         bench.open_writer("b:1").go()
         assert bench.submit([1, 2])
-        assert bench.it.room(STORE, 9) == 4  # alone, it may have all
+        assert bench.write_back.room(STORE, 9) == 4  # alone, it may have all
         assert bench.submit([1, 2], other)  # the same blocks, a second copy
-        assert bench.it.room(STORE, 9) == 1
-        assert bench.it.room(other, 9) == 1
+        assert bench.write_back.room(STORE, 9) == 1
+        assert bench.write_back.room(other, 9) == 1
         async with asyncio.timeout(WAIT_S):
             await bench.came_back.wait()
         assert bench.writers["b:1"].read == [b"\x00\x01", b"\x00\x02"]
@@ -128,7 +132,7 @@ async def test_a_failing_store_is_left_alone_for_a_while() -> None:
             bench.now += 2.5
         assert bench.released == [1, 2, 1, 2]
         assert not bench.stored
-        assert bench.it.blocks_dropped == 6
+        assert bench.write_back.blocks_dropped == 6
         writer.error = None
         assert bench.submit([4])
         await bench.settle()
@@ -167,7 +171,7 @@ async def test_the_end_drops_what_waits() -> None:
     async with running(Bench()) as bench:
         assert bench.submit([1])
         assert bench.submit([2])
-        assert not await bench.it.idle(0.01)
+        assert not await bench.write_back.idle(0.01)
     assert sorted(bench.released) == [1, 2]
     assert all(writer.closed for writer in bench.writers.values())
     assert not bench.submit([3])
@@ -182,14 +186,14 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
             bench.submit([number])
         await turn()
         assert writer.channels == 1
-        doing = bench.it.forget(selection, namespace)
+        doing = bench.write_back.forget(selection, namespace)
         assert bench.released == [2]
-        assert not await bench.it.ended(doing, 0.0)
-        forgetting = asyncio.ensure_future(bench.it.ended(doing, WAIT_S))
+        assert not await bench.write_back.ended(doing, 0.0)
+        forgetting = asyncio.ensure_future(bench.write_back.ended(doing, WAIT_S))
         await asyncio.sleep(0)
         assert not forgetting.done()
         writer.go()
         assert await forgetting
         await bench.settle()
         assert bench.stored == [1, 3]
-        assert await bench.it.ended(bench.it.forget(selection, namespace), 0.0)
+        assert await bench.write_back.ended(bench.write_back.forget(selection, namespace), 0.0)

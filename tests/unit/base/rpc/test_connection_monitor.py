@@ -43,7 +43,7 @@ async def test_calls_are_given_up_when_it_does_not_answer() -> None:
     asked = Asked(False)
     pulse = ConnectionMonitor(asked, SILENCE_S)
     both = await asyncio.gather(given_up(pulse), given_up(pulse))
-    assert [one.lost for one in both] == [True, True]
+    assert [call.lost for call in both] == [True, True]
     assert asked.times == PROBES
     assert (await given_up(pulse)).lost, "the next call finds out by itself"
     await pulse.aclose()

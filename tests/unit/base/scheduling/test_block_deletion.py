@@ -3,7 +3,8 @@
 import pytest
 
 from moonpool.base.kv.delete_kv import KVSelection
-from moonpool.base.scheduling.block_manager import BlockManager, DeleteKV, KVDeleted, KVOwner, delete_kv
+from moonpool.base.scheduling.block_manager import BlockManager, KVOwner
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted, delete_kv
 from tests.unit.base.scheduling.helpers import key
 
 OURS = KVSelection(tenants=frozenset({"ours"}))

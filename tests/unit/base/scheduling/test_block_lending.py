@@ -1,7 +1,8 @@
 """Blocks that other instances read: who gets them, how many, and that they come back."""
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import BlockLending, BlockManager, BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_lending import BlockLending, BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_manager import BlockManager
 
 
 def key(number: int) -> BlockKey:

@@ -34,31 +34,31 @@ def queue(shares: FairShares, *wanted: tuple[str, float], weights: dict[str, flo
 
 def test_one_tenant_is_served_first_come_first_whatever_it_costs() -> None:
     shares = FairShares()
-    it = queue(shares, ("a", 9.0), ("a", 1.0), ("a", 5.0))
-    assert list(it) == [1, 2, 3]
+    fair = queue(shares, ("a", 9.0), ("a", 1.0), ("a", 5.0))
+    assert list(fair) == [1, 2, 3]
     shares.serve("a", 100.0)
-    assert list(it) == [1, 2, 3]
-    assert it.first().number == 1
+    assert list(fair) == [1, 2, 3]
+    assert fair.first().number == 1
 
 
 def test_tenants_take_turns_by_cost() -> None:
-    it = queue(FairShares(), ("a", 2.0), ("a", 2.0), ("a", 2.0), ("b", 1.0), ("b", 1.0), ("b", 1.0), ("b", 1.0))
-    assert list(it) == [1, 4, 5, 2, 6, 7, 3]
+    fair = queue(FairShares(), ("a", 2.0), ("a", 2.0), ("a", 2.0), ("b", 1.0), ("b", 1.0), ("b", 1.0), ("b", 1.0))
+    assert list(fair) == [1, 4, 5, 2, 6, 7, 3]
 
 
 def test_a_weight_of_two_is_twice_the_share() -> None:
-    it = queue(FairShares(), *[("a", 1.0)] * 3, *[("b", 1.0)] * 6, weights={"b": 2.0})
-    tenants = ["a" if number <= 3 else "b" for number in it]
+    fair = queue(FairShares(), *[("a", 1.0)] * 3, *[("b", 1.0)] * 6, weights={"b": 2.0})
+    tenants = ["a" if number <= 3 else "b" for number in fair]
     assert tenants == ["a", "b", "b", "a", "b", "b", "a", "b", "b"]
 
 
 def test_what_was_served_counts() -> None:
     shares = FairShares()
-    it = queue(shares, ("a", 1.0), ("b", 1.0))
+    fair = queue(shares, ("a", 1.0), ("b", 1.0))
     shares.serve("a", 3.0)
-    assert list(it) == [2, 1]
+    assert list(fair) == [2, 1]
     shares.serve("b", 4.0)
-    assert list(it) == [1, 2]
+    assert list(fair) == [1, 2]
     assert (shares.time("a"), shares.time("b")) == (3.0, 4.0)
 
 
@@ -113,29 +113,29 @@ def test_idling_gives_the_same_credit_only_once_others_were_served() -> None:
 
 
 def test_a_priority_is_a_head_start_in_time() -> None:
-    it = FairQueue(FairShares())
-    it.add(QueueKey("a", priority_rank(0.0, 1), 1))
-    it.add(QueueKey("a", priority_rank(PRIORITY_S - 1.0, 0), 2))
-    it.add(QueueKey("a", priority_rank(PRIORITY_S + 1.0, 0), 3))
-    it.add(QueueKey("a", priority_rank(PRIORITY_S + 2.0, -1), 4))
-    assert list(it) == [4, 2, 1, 3]
-    assert it.last_of("a") == 3
+    fair = FairQueue(FairShares())
+    fair.add(QueueKey("a", priority_rank(0.0, 1), 1))
+    fair.add(QueueKey("a", priority_rank(PRIORITY_S - 1.0, 0), 2))
+    fair.add(QueueKey("a", priority_rank(PRIORITY_S + 1.0, 0), 3))
+    fair.add(QueueKey("a", priority_rank(PRIORITY_S + 2.0, -1), 4))
+    assert list(fair) == [4, 2, 1, 3]
+    assert fair.last_of("a") == 3
 
 
 def test_a_priority_takes_nothing_from_other_tenants() -> None:
-    it = FairQueue(FairShares())
+    fair = FairQueue(FairShares())
     for number in range(1, 5):
-        it.add(QueueKey("urgent", priority_rank(float(number), -100), number), 1.0)
-        it.add(QueueKey("calm", priority_rank(float(number), 0), 10 + number), 1.0)
-    assert list(it) == [1, 11, 2, 12, 3, 13, 4, 14]
+        fair.add(QueueKey("urgent", priority_rank(float(number), -100), number), 1.0)
+        fair.add(QueueKey("calm", priority_rank(float(number), 0), 10 + number), 1.0)
+    assert list(fair) == [1, 11, 2, 12, 3, 13, 4, 14]
 
 
 def test_who_leaves_is_forgotten_and_the_rest_keeps_its_order() -> None:
-    it = queue(FairShares(), ("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 1.0))
+    fair = queue(FairShares(), ("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 1.0))
     for number in (1, 4, 4):
-        it.remove(number)
-    it.check_invariants()
-    assert (list(it), it.count(), 1 in it, len(it)) == ([2, 3], {"a": 1, "b": 1}, False, 2)
+        fair.remove(number)
+    fair.check_invariants()
+    assert (list(fair), fair.count(), 1 in fair, len(fair)) == ([2, 3], {"a": 1, "b": 1}, False, 2)
 
 
 def test_tenants_without_end_are_not_remembered() -> None:
@@ -253,15 +253,15 @@ def test_the_order_of_what_waits_is_that_in_which_it_would_be_served() -> None:
         QueueEntry(QueueKey(drawn.choice("abc"), priority_rank(drawn.random(), 0), n), drawn.random())
         for n in range(50)
     ]
-    it = FairQueue(shares)
-    for one in wanted:
-        it.add(one.key, one.cost)
-    foreseen, served = list(it), []
-    while len(it):
-        place = it.first()
+    fair = FairQueue(shares)
+    for entry in wanted:
+        fair.add(entry.key, entry.cost)
+    foreseen, served = list(fair), []
+    while len(fair):
+        place = fair.first()
         served.append(place.number)
         shares.serve(place.tenant, wanted[place.number].cost)
-        it.remove(place.number)
+        fair.remove(place.number)
     assert served == foreseen
 
 

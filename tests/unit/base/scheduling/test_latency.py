@@ -7,7 +7,6 @@ from moonpool.base.cluster.proto_conversion import speeds_from_proto, speeds_to_
 from moonpool.base.scheduling.latency import (
     DEFAULT_BYTES_PER_S,
     Speeds,
-    SpeedTracker,
     attention_pairs,
     decode_step_seconds,
     load_is_cheaper,
@@ -18,6 +17,7 @@ from moonpool.base.scheduling.latency import (
     prompt_work,
     transfer_seconds,
 )
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.v1 import conductor_pb2
 
 SPEEDS = Speeds(

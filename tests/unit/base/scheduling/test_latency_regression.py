@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.base.scheduling.latency import Regression
+from moonpool.base.scheduling.regression import Regression
 
 TRUE = 0.006, 1.2, 0.6
 """Fixed part, factor of waiting, factor of computing."""
@@ -19,7 +19,7 @@ def sizes(drawn: random.Random) -> tuple[float, float, float]:
 
 
 def seconds(of: tuple[float, float, float]) -> float:
-    return sum(one * size for one, size in zip(TRUE, of, strict=True))
+    return sum(rate * size for rate, size in zip(TRUE, of, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -31,7 +31,10 @@ def test_parts_are_told_apart_in_spite_of_noise_and_outliers(seed: int) -> None:
         now = sizes(drawn)
         outlier = 5.0 if drawn.random() < 0.1 else 1.0
         learnt.observe(now, seconds(now) * drawn.lognormvariate(0.0, 0.15) * outlier)
-    errors = [abs(learnt.seconds(it) / seconds(it) - 1.0) for it in (sizes(drawn) for _ in range(200))]
+    errors = [
+        abs(learnt.seconds(drawn_sizes) / seconds(drawn_sizes) - 1.0)
+        for drawn_sizes in (sizes(drawn) for _ in range(200))
+    ]
     assert max(errors) < 0.25
     assert learnt.coefficients == pytest.approx(TRUE, rel=0.25, abs=0.004)
 

@@ -7,7 +7,8 @@ import pytest
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey, window_key
 from moonpool.base.kv.layout import NO_SLOT
-from moonpool.base.scheduling.block_manager import BlockLending, BlockManager, LendBlocks, MoveSlots, OutOfBlocks
+from moonpool.base.scheduling.block_lending import BlockLending, LendBlocks
+from moonpool.base.scheduling.block_manager import BlockManager, MoveSlots, OutOfBlocks
 from tests.unit.base.scheduling.helpers import key
 
 
@@ -34,10 +35,10 @@ def test_a_match_is_the_longest_that_can_be_continued(seed: int) -> None:
             partial = max(missing - manager.num_slots_available, rng.randint(0, missing)) if window else 0
             manager.give_slots(fresh[partial:])
             for index, block in enumerate(fresh):
-                its = keys[len(held) + index]
-                before = manager.find([its])
-                if manager.register(block, its):
-                    (lacking.add if index < partial else lacking.discard)(its)
+                key = keys[len(held) + index]
+                before = manager.find([key])
+                if manager.register(block, key):
+                    (lacking.add if index < partial else lacking.discard)(key)
                 else:
                     assert before
             passed = rng.randint(past, len(held) + partial)
@@ -51,12 +52,12 @@ def test_a_match_is_the_longest_that_can_be_continued(seed: int) -> None:
         manager.release(held, past)
         manager.check_invariants()
         told = set(manager.keys())
-        lacking |= {its for its in told if window and window_key(its) not in told}
-        there = {its for its in told if manager.find([its])}
-        assert told == there | ({window_key(its) for its in there - lacking} if window else set())
+        lacking |= {key for key in told if window and window_key(key) not in told}
+        there = {key for key in told if manager.find([key])}
+        assert told == there | ({window_key(key) for key in there - lacking} if window else set())
         for number in range(3):
             asked = chain(number, length)
-            found = next((end for end, one in enumerate(asked) if one not in there), length)
+            found = next((end for end, key in enumerate(asked) if key not in there), length)
 
             gone = frozenset(lacking)
 

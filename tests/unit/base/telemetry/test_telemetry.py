@@ -144,7 +144,7 @@ def test_lines_of_one_event_are_bounded() -> None:
         return fields if limit.filter(record) else None
 
     found = [written("refused", 100.0 + number / 100) for number in range(logs.MAX_LINES_S + 7)]
-    assert [it is not None for it in found] == [True] * logs.MAX_LINES_S + [False] * 7
+    assert [line is not None for line in found] == [True] * logs.MAX_LINES_S + [False] * 7
     assert written("another event", 100.9) == {"event": "another event"}
     assert written("refused", 100.9, "another.module") == {"event": "refused"}
     assert limit.filter(logging.makeLogRecord({"msg": "of a library", "created": 100.9}))
@@ -164,6 +164,6 @@ def test_the_handler_of_a_service_bounds_its_lines(capsys: pytest.CaptureFixture
 def test_fields_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("info", "gateway-0", True)
     logs.get_logger("moonpool.test").info("refused", reason="x" * 10_000, count=3)
-    [line] = [json.loads(it) for it in capsys.readouterr().err.splitlines()]
+    [line] = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
     assert line["reason"] == "x" * logs.MAX_FIELD_CHARS + "... (10000 characters)"
     assert line["count"] == 3

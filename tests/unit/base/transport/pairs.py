@@ -21,21 +21,15 @@ import pytest
 from moonpool.base.errors import StreamBroken
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool
-from moonpool.base.transport.base import (
-    ConnectionEnd,
-    PendingPayload,
-    ReceiveBuffer,
-    ReceiveCallbacks,
-    ReceivedPayload,
-    ZeroCopyConnection,
-    own_memory,
-)
+from moonpool.base.transport.base import ConnectionEnd
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketConnection
+from moonpool.base.transport.connection import ReceiveCallbacks, ZeroCopyConnection
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framed_socket import FramedSocket
-from moonpool.base.transport.handshake import TransportDialer
+from moonpool.base.transport.payloads import PendingPayload, ReceiveBuffer, ReceivedPayload, own_memory
 from moonpool.base.transport.regions import ExportedRegions, Mailbox, MappedRegion, SharedRegion
 from moonpool.base.transport.registry import open_transports
+from moonpool.base.transport.socket_connection import SocketConnection
 from moonpool.base.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.rpc.certificates import issue

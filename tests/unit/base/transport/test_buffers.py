@@ -9,7 +9,8 @@ import pytest
 from moonpool.base.errors import StreamBroken
 from moonpool.base.kv.frames import FRAME_BYTES, SliceRun, pack_frames, whole_runs
 from moonpool.base.kv.keys import slice_hash
-from moonpool.base.transport.base import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
+from moonpool.base.transport.connection import ReceiveCallbacks
+from moonpool.base.transport.payloads import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of, read
@@ -78,9 +79,9 @@ async def test_a_payload_in_a_region_is_borrowed_until_it_is_returned() -> None:
         serving = asyncio.ensure_future(connection.server.run(ReceiveCallbacks(take, borrow=True)))
         reading = asyncio.ensure_future(read(connection.client))  # takes the words that they were pulled
         for slices in ([(0, 0)], [(0, 0), (1, 3)]):
-            held = connection.held([pool.slice(*one) for one in slices])
+            held = connection.held([pool.slice(*place) for place in slices])
             await held.done
-            assert seen.pop() == (b"".join(bytes(pool.slice(*one)) for one in slices), False)
+            assert seen.pop() == (b"".join(bytes(pool.slice(*place)) for place in slices), False)
         held = connection.held([memoryview(b"x" * SIZE)])
         await held.done
         await connection.server.write(RESPONSE)

@@ -7,7 +7,7 @@ import gc
 import warnings
 from typing import Any
 
-from moonpool.base.transport.streams import ClientStream
+from moonpool.base.transport.client_stream import ClientStream
 from moonpool.v1 import decode_pb2
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import FrameError, StreamBroken
+from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import slice_hash
-from moonpool.base.kv.pool import BytesLike
-from moonpool.base.transport.base import ConnectionEnd, PendingPayload, ReceiveCallbacks
-from moonpool.base.transport.connection import MESSAGE_COST, RECEIVE_TURN_BYTES
+from moonpool.base.transport.base import ConnectionEnd
+from moonpool.base.transport.connection import ReceiveCallbacks
 from moonpool.base.transport.framing import GET, LENGTH_PREFIX, OneShotMessage
+from moonpool.base.transport.message_receiver import MESSAGE_COST, RECEIVE_TURN_BYTES
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.base.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read

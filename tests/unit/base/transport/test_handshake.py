@@ -16,16 +16,12 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.base.errors import FrameError, MoonpoolError, StreamBroken
-from moonpool.base.transport.base import (
-    AcceptedRegions,
-    ConnectionEnd,
-    OfferedRegions,
-    Transport,
-    ZeroCopyConnection,
-)
+from moonpool.base.transport.base import AcceptedRegions, ConnectionEnd, OfferedRegions, Transport
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.connection import ZeroCopyConnection
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framing import LENGTH_PREFIX
-from moonpool.base.transport.handshake import TransportDialer, TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.shared_memory import SharedMemoryTransport
@@ -87,12 +83,12 @@ async def ends(
     served = transports if uid is None else (SharedMemoryTransport(folder, uid),)
     server = TransportListener(served, EPOCH, handshake_s=options.pop("handshake_s", 5.0))
     pool = pool_of()
-    it = Ends(server, TransportDialer(transports, shared(pool), dial_s=5.0), transports)
+    both = Ends(server, TransportDialer(transports, shared(pool), dial_s=5.0), transports)
     async with server.running(config):
-        yield it
-    for connection in it.connections:
+        yield both
+    for connection in both.connections:
         connection.close(StreamBroken("the test is over"))
-    for opened in it.opened:
+    for opened in both.opened:
         opened.sock.close(StreamBroken("the test is over"))
     assert not os.listdir(folder), "a socket goes with its server"
     assert server.offers == 0
@@ -122,106 +118,106 @@ async def raw(
 
 @pytest.mark.parametrize("name", BOTH)
 async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> None:
-    async with ends(sockets, name) as it:
-        offer = it.offer()
-        connection = await it.dial(offer)
-        assert (connection.name, [opened.name for opened in it.opened]) == (name, [name])
-        [opened] = it.opened
+    async with ends(sockets, name) as both:
+        offer = both.offer()
+        connection = await both.dial(offer)
+        assert (connection.name, [opened.name for opened in both.opened]) == (name, [name])
+        [opened] = both.opened
         expected: dict[str, tuple[list[int], int | None]] = {"local": ([], 1), "tcp": ([], None)}
         assert (list(opened.readable), opened.borrowed and opened.borrowed[0]) == expected[name]
-        far: ZeroCopyConnection[Any] = opened.open(kvstore_pb2.PutRequest, it.acknowledged.append)
+        far: ZeroCopyConnection[Any] = opened.open(kvstore_pb2.PutRequest, both.acknowledged.append)
         await connection.write(REQUEST)
         assert (await read(far))[0] == REQUEST
-        assert it.server.opened == {name: 1}
-        assert counts(it.dialer) == {"local": 0, "tcp": 0, name: 1}
+        assert both.server.opened == {name: 1}
+        assert counts(both.dialer) == {"local": 0, "tcp": 0, name: 1}
         connection.close(StreamBroken("enough"))
-        assert counts(it.dialer) == {"local": 0, "tcp": 0}
+        assert counts(both.dialer) == {"local": 0, "tcp": 0}
 
 
 async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
-    async with ends(sockets, "local") as it:
-        await it.dial(it.offer())
-        await it.dial(it.offer(), mailbox_bytes=0)
-        reading, writing = it.opened
+    async with ends(sockets, "local") as both:
+        await both.dial(both.offer())
+        await both.dial(both.offer(), mailbox_bytes=0)
+        reading, writing = both.opened
         assert (list(reading.readable), reading.borrowed is not None) == ([], True)
         assert (list(writing.readable), writing.borrowed is not None) == ([1], False)
 
 
 async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -> None:
-    async with ends(sockets) as it:
+    async with ends(sockets) as both:
         for connections, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
-            hello = kv_pb2.StreamHello(transport_place=it.transports[0].scope)
+            hello = kv_pb2.StreamHello(transport_place=both.transports[0].scope)
             hello.transports.extend(
                 kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{each.upper()}") for each in connections
             )
-            offer = it.server.offer(hello, it.opened.append)
+            offer = both.server.offer(hello, both.opened.append)
             assert offer is not None
             assert offer.kind == kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{kind}")
-        assert it.server.offer(kv_pb2.StreamHello(transports=[7]), it.opened.append) is None  # type: ignore[list-item]
-    async with ends(sockets, "grpc") as it:
-        assert it.offer(transport_place="anywhere") is None
+        assert both.server.offer(kv_pb2.StreamHello(transports=[7]), both.opened.append) is None  # type: ignore[list-item]
+    async with ends(sockets, "grpc") as both:
+        assert both.offer(transport_place="anywhere") is None
 
 
 async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) -> None:
-    async with ends(sockets, "local") as it:
-        assert it.offer(transport_place="elsewhere") is None
-    async with ends(sockets) as it:
-        offer = it.offer(transport_place="elsewhere")
+    async with ends(sockets, "local") as both:
+        assert both.offer(transport_place="elsewhere") is None
+    async with ends(sockets) as both:
+        offer = both.offer(transport_place="elsewhere")
         assert offer is not None
         assert offer.kind == kv_pb2.TRANSPORT_KIND_TCP
 
 
 @pytest.mark.parametrize("name", BOTH)
 async def test_a_token_opens_one_lane_of_its_kind_at_its_epoch(sockets: Path, name: str) -> None:
-    async with ends(sockets) as it:
+    async with ends(sockets) as both:
         kind = kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{name.upper()}")
-        hello = kv_pb2.StreamHello(transports=[kind], transport_place=it.transports[0].scope)
-        offers = [it.server.offer(hello, it.opened.append) for _ in range(4)]
+        hello = kv_pb2.StreamHello(transports=[kind], transport_place=both.transports[0].scope)
+        offers = [both.server.offer(hello, both.opened.append) for _ in range(4)]
         used, wrong, gone, late = (each for each in offers if each is not None)
-        await it.dial(used)
+        await both.dial(used)
         forged = kv_pb2.TransportOffer(kind=kind, address=wrong.address, token=bytes(32))
-        it.server.withdraw(gone.token)
+        both.server.withdraw(gone.token)
         for offer, epoch in ((used, EPOCH), (forged, EPOCH), (gone, EPOCH), (late, 8)):
             with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
-                await it.dial(offer, epoch)
-        other = next(address for each, address in it.server.addresses.items() if each != name)
+                await both.dial(offer, epoch)
+        other = next(address for each, address in both.server.addresses.items() if each != name)
         swapped = kv_pb2.TransportOffer(kind=OTHER[name], address=other, token=wrong.token)
         with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
-            await it.dial(swapped)
-        assert (len(it.opened), it.server.refused) == (1, 5)
-        await it.dial(wrong)  # it has not been used up by those who did not have it
+            await both.dial(swapped)
+        assert (len(both.opened), both.server.refused) == (1, 5)
+        await both.dial(wrong)  # it has not been used up by those who did not have it
 
 
 async def test_another_user_is_refused(sockets: Path) -> None:
-    async with ends(sockets, "local", uid=os.getuid() + 1) as it:
+    async with ends(sockets, "local", uid=os.getuid() + 1) as both:
         with pytest.raises(MoonpoolError, match="refused: the peer is another user's"):
-            await it.dial(it.offer())
-        assert not it.opened
+            await both.dial(both.offer())
+        assert not both.opened
 
 
 async def test_regions_that_are_not_what_was_told_are_refused(sockets: Path) -> None:
-    async with ends(sockets, "local") as it:
+    async with ends(sockets, "local") as both:
         for size, seals, says in ((4096, 0, "shorter"), (8192, fcntl.F_SEAL_SHRINK, "4096 bytes, not 8192")):
             fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
             os.truncate(fd, 4096)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            offer = it.offer()
+            offer = both.offer()
             assert offer is not None
             opening = kv_pb2.TransportOpen(token=offer.token, epoch=EPOCH)
             opening.regions.add(bytes=size)
             assert says in (await raw(offer, opening, [fd])).refused
             os.close(fd)
-        offer = it.offer()
+        offer = both.offer()
         assert offer is not None
         opening = kv_pb2.TransportOpen(token=offer.token, epoch=EPOCH)
         opening.regions.add(bytes=4096)
         assert "0 descriptors came for 1 regions" in (await raw(offer, opening)).refused
-        assert not it.opened
+        assert not both.opened
 
 
 async def test_one_who_says_nothing_is_not_waited_for(sockets: Path) -> None:
-    async with ends(sockets, "local", handshake_s=0.01) as it:
-        offer = it.offer()
+    async with ends(sockets, "local", handshake_s=0.01) as both:
+        offer = both.offer()
         assert offer is not None
         reader, writer = await asyncio.open_unix_connection(offer.address)
         async with asyncio.timeout(60):
@@ -231,8 +227,8 @@ async def test_one_who_says_nothing_is_not_waited_for(sockets: Path) -> None:
 
 
 async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(sockets: Path) -> None:
-    async with ends(sockets, "local") as it:
-        offer = it.offer()
+    async with ends(sockets, "local") as both:
+        offer = both.offer()
         assert offer is not None
         for sent in (
             b"",
@@ -247,31 +243,33 @@ async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(sockets: P
             await reader.read()  # to its end: the server has closed it
             writer.close()
             await writer.wait_closed()
-        assert it.server.refused == 4  # who said nothing has only looked
-        await it.dial(offer)
-        assert len(it.opened) == 1
+        assert both.server.refused == 4  # who said nothing has only looked
+        await both.dial(offer)
+        assert len(both.opened) == 1
 
 
 async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(sockets: Path) -> None:
-    async with ends(sockets, "local") as it:
+    async with ends(sockets, "local") as both:
         with pytest.raises(FrameError, match="tcp was not asked for"):
-            await it.dial(kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_TCP, address="127.0.0.1:1"))
+            await both.dial(kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_TCP, address="127.0.0.1:1"))
         with pytest.raises(OSError, match="No such file"):
-            await it.dial(kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_LOCAL, address=str(sockets / "nobody.sock")))
+            await both.dial(
+                kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_LOCAL, address=str(sockets / "nobody.sock"))
+            )
         hung = socket.socket(socket.AF_UNIX)
         hung.bind(str(sockets / "hung"))
         hung.listen()
-        dialer = TransportDialer(it.transports, dial_s=0.01)
+        dialer = TransportDialer(both.transports, dial_s=0.01)
         offer = kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_LOCAL, address=str(sockets / "hung"))
         with pytest.raises(TimeoutError):
-            await dialer.dial(offer, EPOCH, kvstore_pb2.GetResponse, 0, it.acknowledged.append)
+            await dialer.dial(offer, EPOCH, kvstore_pb2.GetResponse, 0, both.acknowledged.append)
         hung.close()
         (sockets / "hung").unlink()
 
 
 async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: Path) -> None:
-    async with ends(sockets) as it:
-        dialer = TransportDialer(it.transports, retry_s=60.0)
+    async with ends(sockets) as both:
+        dialer = TransportDialer(both.transports, retry_s=60.0)
         now = asyncio.get_running_loop().time()
         dialer.failed("KV to x", "local", 4, StreamBroken("gone"))
         assert dialer.retry_at(4) >= now + 60.0

@@ -114,8 +114,8 @@ async def test_parts_come_in_order_and_staging_memory_is_used_again() -> None:
         found.release()
     assert len(nixl.registered) == 2  # the pool, and one piece of staging memory
     assert nixl.registered[address_of(pool.shared.data)] == BYTES
-    one, two = await region.fetch([(0, 4)]), await region.fetch([(4, 4)])
-    assert [bytes(found.parts[0]) for found in (one, two)] == [bytes(range(4)), bytes(range(4, 8))]
+    first, second = await region.fetch([(0, 4)]), await region.fetch([(4, 4)])
+    assert [bytes(found.parts[0]) for found in (first, second)] == [bytes(range(4)), bytes(range(4, 8))]
 
 
 async def test_a_pool_is_registered_once_and_a_side_that_reads_shows_nothing() -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from moonpool.base.errors import StreamBroken
-from moonpool.base.transport.base import ConnectionEnd, ReceiveCallbacks
+from moonpool.base.transport.base import ConnectionEnd
+from moonpool.base.transport.connection import ReceiveCallbacks
 from moonpool.base.transport.framed_socket import FramedSocket
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.base.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.fakes import HELLO

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moonpool.base.transport.flow_control import StreamTraffic
-from moonpool.base.transport.sessions import PeerClients
+from moonpool.base.transport.peer_clients import PeerClients
 from moonpool.v1 import kv_pb2
 from tests.unit.base.transport.turns import turn
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import StreamBroken, TransferFailed
-from moonpool.base.transport.base import PendingPayload, UnsentRest
+from moonpool.base.transport.connection import UnsentRest
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.base.transport.send_queue import TURN_BYTES, SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 

@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.base.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.base.rpc.messages import PayloadMessage
-from moonpool.base.transport.streams import ServerStream
+from moonpool.base.transport.server_stream import ServerStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.fakes import HELLO
 from tests.unit.base.transport.turns import turn

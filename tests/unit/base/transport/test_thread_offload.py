@@ -9,7 +9,8 @@ import pytest
 from moonpool.base.errors import StreamBroken
 from moonpool.base.kv.keys import slice_hash
 from moonpool.base.transport.async_utils import ThreadOffload
-from moonpool.base.transport.base import FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
+from moonpool.base.transport.connection import ReceiveCallbacks
+from moonpool.base.transport.payloads import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from tests.unit.base.transport.pairs import LAYOUT, REQUEST, Pair, pair, pool_of
 from tests.unit.fakes.beside import Held
 
@@ -59,21 +60,21 @@ class Serving:
 async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: bool) -> None:
     pool = pool_of()
     async with pair(pool if mapped else None) as connection:
-        it = Serving(connection)
+        serving = Serving(connection)
         held = connection.held([pool.slice(0, 1)])
         await connection.tasks[-1]
         await connection.client.write(REQUEST)
-        await it.threads.came.wait()
+        await serving.threads.came.wait()
         await asyncio.sleep(0)
-        assert (it.seen, it.writing) == ([], [True])
+        assert (serving.seen, serving.writing) == ([], [True])
         if mapped:
             assert not held.done.done()  # its sender's memory is read still
-            assert not any(it.memory)
-        it.threads.release()
-        await it.until("1 None", "a message")
-        assert (it.writing, bytes(it.memory)) == ([True, False], b"\x02" * SIZE)
+            assert not any(serving.memory)
+        serving.threads.release()
+        await serving.until("1 None", "a message")
+        assert (serving.writing, bytes(serving.memory)) == ([True, False], b"\x02" * SIZE)
         connection.server.close(StreamBroken("over"))
-        await it.task
+        await serving.task
     pool.close()
 
 
@@ -81,65 +82,65 @@ async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: boo
 async def test_a_thread_is_waited_for_when_the_lane_has_ended_and_nothing_is_told_then(mapped: bool) -> None:
     pool = pool_of()
     async with pair(pool if mapped else None) as connection:
-        it = Serving(connection)
+        serving = Serving(connection)
         connection.held([pool.slice(0, 1)])
-        await it.threads.came.wait()
+        await serving.threads.came.wait()
         connection.server.close(StreamBroken("cut"))
-        assert str(await it.task) == "cut"
-        assert it.writing == [True]
-        it.threads.release()
+        assert str(await serving.task) == "cut"
+        assert serving.writing == [True]
+        serving.threads.release()
         await asyncio.sleep(0)
-        assert (it.writing, it.seen) == ([True, False], [])
-        assert bytes(it.memory) == b"\x02" * SIZE  # mapped memory is there as long as it is read
+        assert (serving.writing, serving.seen) == ([True, False], [])
+        assert bytes(serving.memory) == b"\x02" * SIZE  # mapped memory is there as long as it is read
     pool.close()
 
 
 async def test_damage_and_defects_are_told_and_the_lane_goes_on() -> None:
     pool = pool_of()
     async with pair(pool) as connection:
-        it = Serving(connection)
-        it.threads.on = False
-        it.value ^= 1
+        serving = Serving(connection)
+        serving.threads.on = False
+        serving.value ^= 1
         connection.held([pool.slice(0, 1)])
-        await it.until("0 None")
-        it.threads.defect = RuntimeError("no more memory")
+        await serving.until("0 None")
+        serving.threads.defect = RuntimeError("no more memory")
         connection.held([pool.slice(0, 1)])
-        await it.until("0 None", "0 no more memory")
-        it.value ^= 1
+        await serving.until("0 None", "0 no more memory")
+        serving.value ^= 1
         connection.held([pool.slice(0, 1)])
-        await it.until("0 None", "0 no more memory", "1 None")
-        assert it.writing == [True, False] * 3
+        await serving.until("0 None", "0 no more memory", "1 None")
+        assert serving.writing == [True, False] * 3
         connection.server.close(StreamBroken("over"))
-        await it.task
+        await serving.task
     pool.close()
 
 
 async def test_small_payloads_land_on_the_loop() -> None:
     pool = pool_of()
     async with pair(pool) as connection:
-        it = Serving(connection, least_bytes=SIZE + 1)
+        serving = Serving(connection, least_bytes=SIZE + 1)
         connection.held([pool.slice(0, 1)])
-        await it.until("1 None")
-        assert (it.writing, list(it.threads.waiting)) == ([], [])
+        await serving.until("1 None")
+        assert (serving.writing, list(serving.threads.waiting)) == ([], [])
         connection.server.close(StreamBroken("over"))
-        await it.task
+        await serving.task
     pool.close()
 
 
 async def test_a_lane_that_was_paused_meanwhile_goes_on_when_both_are_over() -> None:
     pool = pool_of()
     async with pair(pool) as connection:
-        it = Serving(connection)
+        serving = Serving(connection)
         connection.held([pool.slice(0, 1)])
-        await it.threads.came.wait()
+        await serving.threads.came.wait()
         await connection.client.write(REQUEST)
         connection.server.pause()
         connection.server.resume()
         connection.server.pause()
-        it.threads.release()
-        await it.until("1 None")
+        serving.threads.release()
+        await serving.until("1 None")
         connection.server.resume()
-        await it.until("1 None", "a message")
+        await serving.until("1 None", "a message")
         connection.server.close(StreamBroken("over"))
-        await it.task
+        await serving.task
     pool.close()

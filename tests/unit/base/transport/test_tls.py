@@ -18,9 +18,10 @@ from moonpool.base.errors import MoonpoolError, StreamBroken
 from moonpool.base.rpc.tls import NAME, Tls
 from moonpool.base.transport.base import ConnectionEnd
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framed_socket import remaining_parts
 from moonpool.base.transport.framing import LENGTH_PREFIX
-from moonpool.base.transport.handshake import TransportDialer, TransportListener
+from moonpool.base.transport.listener import TransportListener
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.tcp import TcpTransport
 from moonpool.base.transport.tls import RECORD_BYTES, TlsSocket
@@ -67,47 +68,52 @@ def client(files: Tls) -> TransportDialer:
 @asynccontextmanager
 async def served(files: Tls | None = None, *, handshake_s: float = WAIT_S) -> AsyncIterator[Server]:
     config = TransportConfig(**lane_settings("tls", Path("/unused")))
-    it = Server(TransportListener(open_transports(config, files), EPOCH, handshake_s=handshake_s))
-    async with it.listener.running(config):
-        yield it
-    for each in (*it.links, *(end.sock for end in it.opened)):
+    server = Server(TransportListener(open_transports(config, files), EPOCH, handshake_s=handshake_s))
+    async with server.listener.running(config):
+        yield server
+    for each in (*server.links, *(end.sock for end in server.opened)):
         each.close(StreamBroken("the test is over"))
 
 
 async def test_a_message_crosses_the_wire() -> None:
-    async with served() as it:
-        link = await it.dial(client(tls(certificates(), "prefill")))
-        far: Any = it.opened[0].open(kvstore_pb2.PutRequest, lambda message: None)
+    async with served() as server:
+        link = await server.dial(client(tls(certificates(), "prefill")))
+        far: Any = server.opened[0].open(kvstore_pb2.PutRequest, lambda message: None)
         await link.write(REQUEST)
         assert (await read(far))[0] == REQUEST
-        assert (link.name, it.listener.opened) == ("tls", {"tls": 1})
+        assert (link.name, server.listener.opened) == ("tls", {"tls": 1})
 
 
 async def test_a_plain_client_reads_which_settings_it_lacks() -> None:
-    async with served() as it:
-        offer = it.offer()
+    async with served() as server:
+        offer = server.offer()
         offer.kind = kv_pb2.TRANSPORT_KIND_TCP
         with pytest.raises(MoonpoolError, match="takes TLS only: set tls_cert, tls_key and tls_ca"):
-            await it.dial(TransportDialer((TcpTransport(),), dial_s=WAIT_S), offer)
-        assert (it.opened, it.listener.refused) == ([], 1)
-        assert it.listener.offer(kv_pb2.StreamHello(transports=[kv_pb2.TRANSPORT_KIND_TCP]), it.opened.append) is None
+            await server.dial(TransportDialer((TcpTransport(),), dial_s=WAIT_S), offer)
+        assert (server.opened, server.listener.refused) == ([], 1)
+        assert (
+            server.listener.offer(kv_pb2.StreamHello(transports=[kv_pb2.TRANSPORT_KIND_TCP]), server.opened.append)
+            is None
+        )
 
 
 async def test_a_client_of_another_authority_is_refused_and_refuses(tmp_path: Path) -> None:
     other = tls(tmp_path, "prefill")
-    async with served() as it:
-        assert "certificate is not accepted (tls_ca)" in await it.refusal(client(other))
+    async with served() as server:
+        assert "certificate is not accepted (tls_ca)" in await server.refusal(client(other))
         # Of this authority in its own eyes: the server finds out.
         (tmp_path / "ca.pem").write_bytes((certificates() / "ca.pem").read_bytes())
-        assert await it.refusal(client(Tls(tmp_path / "ca.pem", tmp_path / "prefill.pem", tmp_path / "prefill.key")))
-        assert (it.opened, it.listener.refused) == ([], 2)
-        await it.dial(client(tls(certificates(), "prefill")))
-        assert len(it.opened) == 1
+        assert await server.refusal(
+            client(Tls(tmp_path / "ca.pem", tmp_path / "prefill.pem", tmp_path / "prefill.key"))
+        )
+        assert (server.opened, server.listener.refused) == ([], 2)
+        await server.dial(client(tls(certificates(), "prefill")))
+        assert len(server.opened) == 1
 
 
 async def test_who_has_no_certificate_or_no_token_is_refused() -> None:
-    async with served() as it:
-        offer = it.offer()
+    async with served() as server:
+        offer = server.offer()
         host, _, port = offer.address.rpartition(":")
         bare = ssl.create_default_context(cafile=str(certificates() / "ca.pem"))
         reader, writer = await asyncio.open_connection(host, int(port), ssl=bare, server_hostname=NAME)
@@ -118,37 +124,37 @@ async def test_who_has_no_certificate_or_no_token_is_refused() -> None:
         writer.close()
         forged = kv_pb2.TransportOffer(kind=kv_pb2.TRANSPORT_KIND_TLS, address=offer.address, token=bytes(32))
         with pytest.raises(MoonpoolError, match="refused: there is no such offer"):
-            await it.dial(client(tls(certificates(), "prefill")), forged)
-        assert (it.opened, it.listener.refused) == ([], 2)
+            await server.dial(client(tls(certificates(), "prefill")), forged)
+        assert (server.opened, server.listener.refused) == ([], 2)
 
 
 async def test_who_says_nothing_is_not_waited_for_and_who_only_looks_is_not_counted() -> None:
-    async with served(handshake_s=0.05) as it:
-        host, _, port = it.offer().address.rpartition(":")
+    async with served(handshake_s=0.05) as server:
+        host, _, port = server.offer().address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write_eof()
         assert await reader.read() == b""
-        assert it.listener.refused == 0
+        assert server.listener.refused == 0
         writer.close()
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"\x16\x03\x01")
         await reader.read()
-        assert it.listener.refused == 1
+        assert server.listener.refused == 1
         writer.close()
 
 
 async def test_changed_files_count_for_new_connections_and_wrong_ones_do_not(tmp_path: Path) -> None:
     files = tls(tmp_path, "kvstore")
-    async with served(files) as it:
-        await it.dial(client(tls(tmp_path, "prefill")))
+    async with served(files) as server:
+        await server.dial(client(tls(tmp_path, "prefill")))
         (tmp_path / "kvstore.key").write_bytes((tmp_path / "prefill.key").read_bytes())  # half of a change
-        await it.dial(client(tls(tmp_path, "prefill")))
+        await server.dial(client(tls(tmp_path, "prefill")))
         (anew := tmp_path / "anew").mkdir()
         other = tls(anew, "kvstore")
         for name in ("ca.pem", "kvstore.pem", "kvstore.key"):
             (tmp_path / name).write_bytes((anew / name).read_bytes())
-        await it.dial(client(other))
-        assert len(it.opened) == 3
+        await server.dial(client(other))
+        assert len(server.opened) == 3
 
 
 def sockets() -> tuple[TlsSocket, TlsSocket, socket.socket]:
@@ -166,10 +172,10 @@ def sockets() -> tuple[TlsSocket, TlsSocket, socket.socket]:
         for end in ends:
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    one, two = ends
-    assert isinstance(one, TlsSocket)
-    assert isinstance(two, TlsSocket)
-    return one, two, below
+    first, second = ends
+    assert isinstance(first, TlsSocket)
+    assert isinstance(second, TlsSocket)
+    return first, second, below
 
 
 names = {False: NAME, True: None}

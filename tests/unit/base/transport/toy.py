@@ -9,7 +9,7 @@ from typing import Self
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.transport.base import ListenOptions
 from moonpool.base.transport.config import TransportConfig
-from moonpool.base.transport.connection import SocketTransport, connect_socket
+from moonpool.base.transport.socket_connection import SocketTransport, connect_socket
 
 
 class ToyTransport(SocketTransport):

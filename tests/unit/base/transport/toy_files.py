@@ -22,21 +22,11 @@ from google.protobuf.message import Message
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.tls import Tls
-from moonpool.base.transport.base import (
-    AcceptedRegions,
-    ConnectionEnd,
-    ListenOptions,
-    M,
-    OfferedRegions,
-    OutgoingItem,
-    PendingPayload,
-    ReceiveCallbacks,
-    Transport,
-    UnsentRest,
-    ZeroCopyConnection,
-)
+from moonpool.base.transport.base import AcceptedRegions, ConnectionEnd, ListenOptions, OfferedRegions, Transport
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.connection import M, OutgoingItem, ReceiveCallbacks, UnsentRest, ZeroCopyConnection
 from moonpool.base.transport.framing import LENGTH_PREFIX
+from moonpool.base.transport.payloads import PendingPayload
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.v1 import kv_pb2
 from tests.unit.base.transport.toy import ToyTransport

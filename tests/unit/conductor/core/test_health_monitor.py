@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.conductor.core.decode_instance import TYPICAL_BATCH, TYPICAL_CONTEXT
 from moonpool.conductor.core.health_monitor import (
     FIRST_TRIAL_S,

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from moonpool.base.kv.frames import Slice
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.sender import TransferSender
-from moonpool.base.transport.handshake import TransportDialer
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.dialer import TransportDialer
+from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.fakes import HELLO, LAYOUT

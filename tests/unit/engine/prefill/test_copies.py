@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from moonpool.base.kv.delete_kv import KVSelection
-from moonpool.base.scheduling.block_manager import DeleteKV, LendBlocks
+from moonpool.base.scheduling.block_lending import LendBlocks
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.engine.prefill.core.actions import EndReplication, ReadReplica
 from moonpool.engine.prefill.core.events import (

@@ -1,7 +1,7 @@
 """KV that is deleted while prompts are computed: they go on, and leave nothing behind."""
 
 from moonpool.base.kv.delete_kv import KVSelection
-from moonpool.base.scheduling.block_manager import DeleteKV, KVDeleted
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.engine.prefill.core import actions, events
 from tests.unit.engine.prefill.world import BT, World
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonpool.base.scheduling.block_manager import BlocksLent
+from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.engine.prefill.core import actions, events
 from tests.examples import examples
 from tests.unit.engine.prefill.world import BT, LAYERS, World, staged

@@ -2,7 +2,7 @@
 
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import block_keys, pack_keys
-from moonpool.base.scheduling.block_manager import DeleteKV
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from moonpool.v1 import kv_pb2
 from tests.unit.base.transport.fakes import ROOT
 from tests.unit.engine.prefill.calls import assert_arrived, begin, dismiss, promised, source

@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import block_keys
-from moonpool.base.scheduling.block_manager import DeleteKV
+from moonpool.base.scheduling.kv_deletion import DeleteKV
 from tests.unit.base.transport.fakes import LAYOUT, ROOT
 from tests.unit.base.transport.pairs import lane_settings
 from tests.unit.engine.prefill.calls import assert_arrived, begin, dismiss, promised, source

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, attention_pairs
+from moonpool.base.scheduling.latency import Speeds, attention_pairs
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.v1 import prefill_pb2
 from tests.unit.engine.prefill.calls import begin
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import NO_SLOT
-from moonpool.base.scheduling.block_manager import BlocksLent, LendBlocks, MoveSlots, ReturnBlocks
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_manager import MoveSlots
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.kvstore.eviction.tenants import Pins
-from moonpool.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
+from moonpool.kvstore.ssd.admission import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
     BLOCK,

@@ -10,8 +10,9 @@ import pytest
 from moonpool.base.kv.blocks import BlockFormat
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.core.put_transfer import PutSpec
+from moonpool.kvstore.core.put_transfers import DeletedBlocksError
 from moonpool.kvstore.core.store import DeletedCount
-from moonpool.kvstore.core.writes import DeletedBlocksError, PutSpec
 from tests.layouts import uniform_like
 from tests.unit.kvstore.core.test_deletion import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles

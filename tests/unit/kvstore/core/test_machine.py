@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.base.kv.keys import BlockKey
-from moonpool.kvstore.core.store import ReadLease
+from moonpool.kvstore.core.put_transfer import PutTransfer
+from moonpool.kvstore.core.read_leases import ReadLease
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PutTransfer
 from moonpool.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
 from tests.examples import examples
 from tests.unit.kvstore.helpers import (

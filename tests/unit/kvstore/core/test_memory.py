@@ -9,9 +9,10 @@ from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.kv.frames import OpenedRun, SliceRun
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
-from moonpool.kvstore.core.store import PORTION_KEYS, ReadLease
+from moonpool.kvstore.core.put_transfer import PORTION_BLOCKS, split_portions
+from moonpool.kvstore.core.put_transfers import PUTS_AHEAD
+from moonpool.kvstore.core.read_leases import PORTION_KEYS, ReadLease
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.core.writes import PORTION_BLOCKS, PUTS_AHEAD, split_portions
 from moonpool.kvstore.eviction.policies import LFU
 from moonpool.kvstore.eviction.tenants import TenantAccount
 from tests.unit.kvstore.helpers import (

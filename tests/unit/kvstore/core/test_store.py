@@ -4,7 +4,7 @@ import pytest
 
 from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.kv.frames import OpenedRun, SliceRun
-from moonpool.kvstore.core.writes import MAX_TRANSFER_BLOCKS, PutSpec
+from moonpool.kvstore.core.put_transfer import MAX_TRANSFER_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,

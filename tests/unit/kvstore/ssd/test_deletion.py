@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.kvstore.ssd.recovery import Durability
-from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.data_folder import Durability
 from moonpool.kvstore.ssd.tier import open_tier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 from tests.unit.kvstore.ssd.power import PowerFiles
 

@@ -134,8 +134,8 @@ def sealed(file: Path) -> tuple[EncryptionKey, DramBlock, Seal, list[memoryview]
 
 
 def test_the_same_block_is_never_encrypted_alike(file: Path) -> None:
-    (_, block, one, first), (_, _, two, second) = sealed(file), sealed(file)
-    assert one.salt != two.salt
+    (_, block, seal, first), (_, _, other_seal, second) = sealed(file), sealed(file)
+    assert seal.salt != other_seal.salt
     assert len({bytes(data) for data in (*first, *second)}) == 2 * LAYOUT.layers
     assert len({bytes(data) for data in map(block.slice, range(LAYOUT.layers))}) == LAYOUT.layers
 
@@ -252,42 +252,42 @@ async def test_a_tenant_is_deleted_by_its_keys_while_the_store_serves(
 ) -> None:
     monkeypatch.setattr(deletion, "LOOK_S", 0.001)
     monkeypatch.setattr(auth, "CHECK_INTERVAL_S", 0.0)
-    async with rig(data, encryption_keys=file) as it:
-        await it.put(RIG_KEYS[:3], "ours")
-        await it.put(RIG_KEYS[3:5], "theirs")
-        async with AsyncKVClient(it.address, namespace="n", tenant="ours", transports="grpc") as client:
+    async with rig(data, encryption_keys=file) as rigged:
+        await rigged.put(RIG_KEYS[:3], "ours")
+        await rigged.put(RIG_KEYS[3:5], "theirs")
+        async with AsyncKVClient(rigged.address, namespace="n", tenant="ours", transports="grpc") as client:
             await client.put(b"a value", data_of(KEYS[0]) * 8)
-            await it.durable()
+            await rigged.durable()
             assert shows(data, [*RIG_KEYS, KEYS[0]]) == []
             drop_keys(file, "ours")
-            await it.until("ssd_live_bytes", 2 * RECORD)
-            await it.durable()
-            assert await it.read(RIG_KEYS[:3]) == []
+            await rigged.until("ssd_live_bytes", 2 * RECORD)
+            await rigged.durable()
+            assert await rigged.read(RIG_KEYS[:3]) == []
             assert await client.get(b"a value") is None
-        assert await it.read(RIG_KEYS[3:5]) == [data_of(key) for key in RIG_KEYS[3:5]]
-        assert await it.put(RIG_KEYS[:1], "ours") == (0, 1)
-        assert await it.read(RIG_KEYS[:1]) == [data_of(RIG_KEYS[0])]
-        await it.at_rest()
+        assert await rigged.read(RIG_KEYS[3:5]) == [data_of(key) for key in RIG_KEYS[3:5]]
+        assert await rigged.put(RIG_KEYS[:1], "ours") == (0, 1)
+        assert await rigged.read(RIG_KEYS[:1]) == [data_of(RIG_KEYS[0])]
+        await rigged.at_rest()
     with store(data, keyring=keyring(file)) as driven:
         assert (held(driven.store), tier(driven).locked_blocks) == ({*RIG_KEYS[3:5], RIG_KEYS[0]}, 0)
 
 
 async def test_an_old_key_that_leaves_the_file_takes_only_its_own_blocks(data: Path, file: Path) -> None:
-    async with rig(data, encryption_keys=file) as it:
-        await it.put(RIG_KEYS[:2], "ours")
-        await it.durable()
+    async with rig(data, encryption_keys=file) as rigged:
+        await rigged.put(RIG_KEYS[:2], "ours")
+        await rigged.durable()
         [old] = read_key_file(file)["ours"]
         add_key(file, "ours")
-        ssd = it.service.store.tiers.ssd
+        ssd = rigged.service.store.tiers.ssd
         assert ssd is not None
         ssd.keyring = keyring(file)
-        await it.put(RIG_KEYS[2:4], "ours")
-        await it.durable()
-        await it.service.servicer.deletions.keys_gone(KeysGone(frozenset({old.id}), frozenset()))
+        await rigged.put(RIG_KEYS[2:4], "ours")
+        await rigged.durable()
+        await rigged.service.servicer.deletions.keys_gone(KeysGone(frozenset({old.id}), frozenset()))
         assert set(ssd.catalogue) == {*RIG_KEYS[2:4]}
-        await it.durable()
-        assert await it.read(RIG_KEYS[:4]) == [data_of(key) for key in RIG_KEYS[:4]], "DRAM has them"
-        await it.at_rest()
+        await rigged.durable()
+        assert await rigged.read(RIG_KEYS[:4]) == [data_of(key) for key in RIG_KEYS[:4]], "DRAM has them"
+        await rigged.at_rest()
 
 
 def test_records_of_conductors_are_encrypted_and_deletions_are_not(

@@ -15,8 +15,9 @@ import pytest
 
 from moonpool.base.kv.file_io import FileSpan
 from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.ssd.admission import SsdAdmission
 from moonpool.kvstore.ssd.files import FileLayer
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
 from moonpool.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, held, keys_of, open_ssd, store, writing

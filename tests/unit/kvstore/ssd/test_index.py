@@ -6,17 +6,11 @@ from typing import Any
 import lmdb
 import pytest
 
+from moonpool.kvstore.ssd.catalogue import Catalogue
+from moonpool.kvstore.ssd.disk_index import DiskIndex
 from moonpool.kvstore.ssd.files import FileLayer, open_lmdb
-from moonpool.kvstore.ssd.index import (
-    ENTRY,
-    MAX_SEGMENT_BYTES,
-    Catalogue,
-    DiskIndex,
-    Index,
-    IndexChange,
-    IndexLostError,
-    RecordKind,
-)
+from moonpool.kvstore.ssd.index import Index, IndexChange, IndexLostError
+from moonpool.kvstore.ssd.segment import ENTRY, MAX_SEGMENT_BYTES, RecordKind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of, store
 

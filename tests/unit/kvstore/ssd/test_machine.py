@@ -20,10 +20,12 @@ from hypothesis.stateful import (
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.eviction.tenants import TenantAccount
-from moonpool.kvstore.ssd.records import BadRecordError, SsdReader
-from moonpool.kvstore.ssd.recovery import Durability
-from moonpool.kvstore.ssd.segment_log import WritePlan
-from moonpool.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from moonpool.kvstore.ssd.admission import SsdAdmission
+from moonpool.kvstore.ssd.data_folder import Durability
+from moonpool.kvstore.ssd.reader import SsdReader
+from moonpool.kvstore.ssd.records import BadRecordError
+from moonpool.kvstore.ssd.tier import SsdTier, open_tier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 from tests.examples import examples
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kvstore.ssd.files import ALIGN, FileLayer
-from moonpool.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
-from moonpool.kvstore.ssd.records import segment_path
+from moonpool.kvstore.ssd.index import Index, IndexChange
+from moonpool.kvstore.ssd.segment import ENTRY, RecordKind
+from moonpool.kvstore.ssd.segment_files import segment_path
 from moonpool.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import FORMAT
 

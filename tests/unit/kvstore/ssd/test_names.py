@@ -42,8 +42,8 @@ def names_of(path: Path) -> list[str]:
     """
     with contextlib.closing(
         Index(None, Path(shutil.copytree(path / "index", path / "copy", dirs_exist_ok=True)))
-    ) as it:
-        image = it.load()
+    ) as store:
+        image = store.load()
     assert image.kinds.keys() == image.segments.keys()
     assert all(len(kinds) == len(set(kinds)) for kinds in image.kinds.values())
     return [kind.tenant for kinds in image.kinds.values() for kind in kinds]

@@ -10,8 +10,8 @@ import pytest
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.eviction.tenants import TenantAccount
 from moonpool.kvstore.ssd.files import FileLayer
-from moonpool.kvstore.ssd.segment_log import WritePlan
 from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check

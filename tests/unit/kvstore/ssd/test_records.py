@@ -8,20 +8,16 @@ from moonpool.base.kv.blocks import BlockFormat, BlockInfo
 from moonpool.base.kv.keys import BlockKey, bind, slice_hash
 from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.ssd.files import FileLayer
+from moonpool.kvstore.ssd.reader import read_record, read_whole
 from moonpool.kvstore.ssd.records import (
     BadRecordError,
-    ScannedRecord,
     header_size,
-    list_segments,
     pack_header,
-    read_record,
-    read_whole,
     record_size,
     rewrite_record,
-    scan_segment,
-    segment_path,
     unpack_header,
 )
+from moonpool.kvstore.ssd.segment_files import ScannedRecord, list_segments, scan_segment, segment_path
 from tests.layouts import GROUPED, uniform_like
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
 

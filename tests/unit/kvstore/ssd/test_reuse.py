@@ -12,11 +12,13 @@ from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.repair import verify
+from moonpool.kvstore.ssd.catalogue import RecordFilter, RecordLocation
 from moonpool.kvstore.ssd.files import ALIGN
-from moonpool.kvstore.ssd.index import RecordFilter, RecordLocation, Segment
-from moonpool.kvstore.ssd.records import list_segments, pack_header
-from moonpool.kvstore.ssd.segment_log import WritePlan
+from moonpool.kvstore.ssd.records import pack_header
+from moonpool.kvstore.ssd.segment import Segment
+from moonpool.kvstore.ssd.segment_files import list_segments
 from moonpool.kvstore.ssd.tier import SsdTier
+from moonpool.kvstore.ssd.write_plan import WritePlan
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
@@ -184,9 +186,9 @@ def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(
         driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
     dead, looked_at = ssd.catalogue.dead, list[BlockKey]()
 
-    def watched(segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
-        looked_at.extend(segment.keys[slot] for slot in slots)
-        return dead(segment, slots, wanted)
+    def watched(segment: Segment, rows: range, wanted: RecordFilter) -> list[RecordLocation]:
+        looked_at.extend(segment.keys[row] for row in rows)
+        return dead(segment, rows, wanted)
 
     monkeypatch.setattr(ssd.catalogue, "dead", watched)
     deletion = driven.store.delete_selected(KVSelection(keys=frozenset({KEYS[1]})), step_blocks=1)
@@ -253,7 +255,7 @@ def test_files_are_as_long_as_the_budget_says(tmp_path: Path) -> None:
     """Records of several sizes, which leave something of the older segment at the end of a file."""
     chance = random.Random(1)
     formats = [BlockFormat(b"n" * 32, KVLayout.uniform(pages, 2, 8, 64, "float32")) for pages in (1, 2, 4)]
-    assert [one.layout.block_bytes for one in formats] == [8192, 16384, 32768]
+    assert [block_format.layout.block_bytes for block_format in formats] == [8192, 16384, 32768]
     files = FaultyFiles()
     ssd = open_ssd(tmp_path, 1 << 19, 1 << 16, files=files)
     written: dict[BlockKey, BlockFormat] = {}

@@ -9,10 +9,11 @@ import pytest
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.keys import BlockKey
+from moonpool.kvstore.ssd.data_folder import DataFolder
 from moonpool.kvstore.ssd.files import FileLayer
-from moonpool.kvstore.ssd.index import RecordKind
-from moonpool.kvstore.ssd.records import BadRecordError, Band, read_bands
-from moonpool.kvstore.ssd.recovery import DataFolder
+from moonpool.kvstore.ssd.reader import Band, read_bands
+from moonpool.kvstore.ssd.records import BadRecordError
+from moonpool.kvstore.ssd.segment import RecordKind
 from moonpool.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import (

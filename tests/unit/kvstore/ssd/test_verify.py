@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.base.errors import ConfigError
 from moonpool.kvstore.repair import repair, verify
-from moonpool.kvstore.ssd.recovery import FolderFault
+from moonpool.kvstore.ssd.folder_check import FolderFault
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, data_of, keys_of, store
 
 KEYS = keys_of(12)

@@ -9,9 +9,9 @@ from moonpool.base.kv.frames import MAX_FRAME_SLICES, checksum, pack_frames
 from moonpool.base.kv.keys import pack_keys
 from moonpool.base.kv.layout import MAX_SLICE_BYTES, KVLayout
 from moonpool.base.rpc.messages import MESSAGE_BYTES, PayloadMessage
-from moonpool.kvstore.core.store import PORTION_KEYS
-from moonpool.kvstore.core.writes import PORTION_BLOCKS
-from moonpool.kvstore.kv_streams import MAX_UNFINISHED_BYTES
+from moonpool.kvstore.core.put_transfer import PORTION_BLOCKS
+from moonpool.kvstore.core.read_leases import PORTION_KEYS
+from moonpool.kvstore.put_stream import MAX_UNFINISHED_BYTES
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, data_of, keys_of, slice_of

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.rpc.messages import PayloadMessage
-from moonpool.kvstore.kv_streams import MemoryWaitQueue, PutResources, PutStream
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
+from moonpool.kvstore.put_stream import PutResources, PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, keys_of, open_ssd
 from tests.unit.kvstore.rig import frames_of, put_open

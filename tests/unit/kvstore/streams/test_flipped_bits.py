@@ -117,11 +117,11 @@ async def test_a_block_that_is_intact_is_not_dropped_on_a_reader_s_word() -> Non
 async def test_a_damaged_block_that_is_held_serves_nobody_and_goes_with_its_last_hold() -> None:
     async with rig() as store:
         await store.put(KEYS)
-        it = store.service.store
-        lease = it.reads.open([B], FORMAT, promote=True)
+        block_store = store.service.store
+        lease = block_store.reads.open([B], FORMAT, promote=True)
         flip(store)
-        it.reads.suspect(B)
+        block_store.reads.suspect(B)
         assert await store.read(KEYS) == [data_of(A)]
-        it.reads.close(lease)
-        assert B not in it.tiers
-        check(it)
+        block_store.reads.close(lease)
+        assert B not in block_store.tiers
+        check(block_store)

@@ -136,7 +136,7 @@ async def test_many_reads_share_a_stream(tmp_path: Path) -> None:
     async with rig(tmp_path, read_ahead_bytes=1, dram_bytes=2 * BLOCK) as store:
         reader = store.reader()
 
-        async def one(count: int) -> list[bytes]:
+        async def read_one(count: int) -> list[bytes]:
             out: dict[int, bytes] = {}
 
             def take(layer: int, index: int, data: memoryview, value: int) -> None:
@@ -148,7 +148,7 @@ async def test_many_reads_share_a_stream(tmp_path: Path) -> None:
             return [out[index] for index in range(blocks)]
 
         counts = [8, 1, 5, 8, 3, 8]
-        for count, blocks in zip(counts, await asyncio.gather(*map(one, counts)), strict=True):
+        for count, blocks in zip(counts, await asyncio.gather(*map(read_one, counts)), strict=True):
             assert blocks == [data_of(key) for key in KEYS[:count]]
         await reader.aclose()
         await store.at_rest()

@@ -18,10 +18,11 @@ from moonpool.base.kv.blocks import BlockFormat, BlockInfo, DramBlock
 from moonpool.base.kv.file_io import FileSpan, ReadOutcome
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.transport.flow_control import ByteCredits
-from moonpool.kvstore.core.store import LeasedBlock, ReadLease
+from moonpool.kvstore.core.read_leases import LeasedBlock, ReadLease
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.layer_reader import LayerReader, LostBlock
-from moonpool.kvstore.ssd.records import BadRecordError, SsdReader
+from moonpool.kvstore.ssd.reader import SsdReader
+from moonpool.kvstore.ssd.records import BadRecordError
 from tests.examples import examples
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 

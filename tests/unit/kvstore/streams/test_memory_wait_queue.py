@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from moonpool.base.errors import DeadlineExceeded, InvalidRequest
-from moonpool.kvstore.kv_streams import MemoryWaitQueue
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from tests.unit.kvstore.helpers import keys_of
 
 KEYS = keys_of(6)

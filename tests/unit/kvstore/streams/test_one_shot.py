@@ -20,6 +20,7 @@ from moonpool.base.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.base.kv_transfer.store_writer import BlocksToPut
 from moonpool.base.transport.blocking import BlockingConnection, BlockingStream
 from moonpool.base.transport.config import TransportConfig
+from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.framing import (
     GET,
     ONE_SHOT_BYTES,
@@ -30,10 +31,10 @@ from moonpool.base.transport.framing import (
     PayloadExtent,
     trailing_hashes,
 )
-from moonpool.base.transport.handshake import TransportDialer
 from moonpool.base.transport.regions import SharedMemory
 from moonpool.base.transport.registry import open_transports
-from moonpool.kvstore.kv_streams import GetStream, PutStream
+from moonpool.kvstore.get_stream import GetStream
+from moonpool.kvstore.put_stream import PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.pairs import lane_settings
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of

@@ -18,7 +18,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.store_writer import StoreWriter
 from moonpool.base.transport.config import TRANSPORTS
-from moonpool.base.transport.sessions import StreamSettings
+from moonpool.base.transport.stream_spec import StreamSettings
 from tests.unit.base.transport.pairs import NIXL, Cuttable, lane_settings, shared
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig

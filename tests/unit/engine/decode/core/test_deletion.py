@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.base.kv.delete_kv import KVSelection
-from moonpool.base.scheduling.block_manager import DeleteKV, KVDeleted
+from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.engine.decode.core.actions import Action, Chunk, StoreBlock
 from moonpool.engine.decode.core.settings import Preemption
 from tests.unit.engine.decode.core.sequence import BT, prompt

@@ -1,7 +1,7 @@
 """Blocks of a decode instance that others read: its own promises come first."""
 
 from moonpool.base.kv.keys import BlockKey
-from moonpool.base.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
 from tests.unit.engine.decode.core.sequence import BT, prompt
 from tests.unit.engine.decode.core.world import World, config
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.base.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.base.scheduling.speed_tracker import SpeedTracker
 from moonpool.base.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
 from moonpool.engine.decode.core.actions import StartRun
 from moonpool.engine.decode.core.events import RunDone

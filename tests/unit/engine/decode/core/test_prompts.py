@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moonpool.base.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, ReturnBlocks
 from moonpool.engine.decode.core.actions import StartRun, StoreBlock
 from moonpool.engine.decode.core.events import ComputePrompt, StreamOpened, TransferOpened
 from moonpool.engine.decode.core.request import RequestStatus

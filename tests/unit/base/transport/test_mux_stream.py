@@ -13,7 +13,8 @@ import pytest
 
 from moonpool.base.errors import StreamBroken
 from moonpool.base.transport.grpc import payload_stream
-from moonpool.base.transport.sessions import DEFAULT_OPTIONS, MuxStream, StreamSettings, StreamSpec
+from moonpool.base.transport.mux_stream import MuxStream
+from moonpool.base.transport.stream_spec import DEFAULT_OPTIONS, StreamSettings, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.transport.fakes import HELLO, SERVER, STORE, served
 

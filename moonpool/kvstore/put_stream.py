@@ -1,7 +1,7 @@
-"""Server halves of `Put` and `Get` streams.
+"""The server half of `Put` streams.
 
-Put opens transfers when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
-blocks waits, and so do the frame's credits. Get reads a lease layer by layer and sends the layers.
+Opens transfers when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
+blocks waits, and so do the frame's credits.
 """
 
 import asyncio
@@ -9,321 +9,38 @@ import collections
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 from google.protobuf.message import Message
 
 from moonpool.base import world
-from moonpool.base.errors import DeadlineExceeded, FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken
-from moonpool.base.kv.blocks import BlockFormat, DramBlock, block_format
+from moonpool.base.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
 from moonpool.base.kv.frames import (
-    FRAME_BYTES,
-    MAX_FRAME_SLICES,
-    DamagedSliceError,
     FrameOpener,
     OpenedRun,
-    Slice,
-    frame_shape,
     shape_of,
 )
-from moonpool.base.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash, unpack_keys
-from moonpool.base.kv.layout import MAX_SLICE_BYTES, KVLayout
-from moonpool.base.kv.pool import BytesLike
+from moonpool.base.kv.iovec import BytesLike
+from moonpool.base.kv.keys import KEY_BYTES, unpack_keys
+from moonpool.base.kv.layout import MAX_SLICE_BYTES
 from moonpool.base.kv.values import check_owned
-from moonpool.base.kv_transfer.read_server import FrameWriter, ReadServerStream, check_hello
-from moonpool.base.rpc.auth import check_tenant, own_tenant
-from moonpool.base.telemetry.logs import get_logger
-from moonpool.base.transport.async_utils import WaiterQueue
-from moonpool.base.transport.flow_control import ByteCredits, CreditReturn, StreamTraffic
+from moonpool.base.rpc.auth import check_tenant
+from moonpool.base.transport.flow_control import CreditReturn, StreamTraffic
 from moonpool.base.transport.framing import (
-    GET,
-    ONE_SHOT_BYTES,
     PUT,
     STORED,
     OneShotAnswer,
     OneShotMessage,
-    found_answers,
     parse_put_open,
     split_trailing_hashes,
 )
-from moonpool.base.transport.handshake import TransportListener
-from moonpool.base.transport.streams import ServerStream
-from moonpool.kvstore.core.store import ReadLease, ReadLeases
-from moonpool.kvstore.core.writes import (
-    MAX_TRANSFER_BLOCKS,
-    DeletedBlocksError,
-    PutSpec,
-    PutTransfer,
-    PutTransfers,
-    split_portions,
-)
+from moonpool.base.transport.listener import TransportListener
+from moonpool.kvstore.core.put_transfer import MAX_TRANSFER_BLOCKS, PutSpec, PutTransfer, split_portions
+from moonpool.kvstore.core.put_transfers import DeletedBlocksError, PutTransfers
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S
-from moonpool.kvstore.layer_reader import LayerReader, LostBlock
+from moonpool.kvstore.kv_stream import KVStream
+from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from moonpool.v1 import kv_pb2, kvstore_pb2
-
-Req = TypeVar("Req", bound=Message)
-
-
-class KVStream(ServerStream[Req]):
-    """A Put or Get stream to a peer that speaks for one `tenant`, or for any. `format` is the hello's."""
-
-    format: BlockFormat
-    tenant: str | None
-
-    def welcome(self) -> Message:
-        raise NotImplementedError
-
-    async def on_hello(self, message: Any) -> None:
-        """Takes any KV whose layout can be kept; raises Mismatch for others."""
-        self.tenant = own_tenant()  # noted here: what comes on a transport beside gRPC comes outside of the call
-        self.format = block_format(message.hello.namespace, check_hello(message.hello))
-        answer: Any = self.welcome()
-        transport = self.offer_transport(message)
-        if transport is not None:
-            answer.welcome.transport.CopyFrom(transport)
-        self.send_queue.post(answer)
-
-
-T = TypeVar("T")
-_Attempt = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
-class MemoryWaitQueue:
-    """At most `max_waiting` attempts to get DRAM, in groups: no group waits for another."""
-
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
-        self._groups: dict[Hashable, WaiterQueue[_Attempt, Any]] = {}
-        self._room = False
-        self._serving = False
-
-    def __len__(self) -> int:
-        return sum(map(len, self._groups.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def waits(self, group: Hashable = None) -> bool:
-        return group in self._groups
-
-    async def get(
-        self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, group: Hashable = None
-    ) -> T:
-        """Runs `attempt` until there is room, which is when the result is not None; returns the result.
-
-        `undo` takes back a result that came after the caller was cancelled.
-
-        Raises:
-            DeadlineExceeded: there was no room within `timeout_s`, or too many callers wait already.
-        """
-        if len(self) >= self._max_waiting:
-            raise DeadlineExceeded("no room, and many others wait for it")
-        queue = self._groups.setdefault(group, WaiterQueue(lambda wanted: wanted[0](), lambda wanted, r: wanted[1](r)))
-        try:
-            async with asyncio.timeout(timeout_s):
-                result: T = await queue.get((attempt, undo))
-                return result
-        except TimeoutError:
-            raise DeadlineExceeded(f"no room within {timeout_s:g} s") from None
-        finally:
-            if not queue and self._groups.get(group) is queue:
-                del self._groups[group]
-
-    def notify(self) -> None:
-        """There may be room: the first attempts of all groups run again. An attempt may call this too."""
-        self._room = True
-        if self._serving:
-            return
-        self._serving = True
-        try:
-            while self._room:
-                self._room = False
-                for queue in list(self._groups.values()):
-                    queue.notify()
-        finally:
-            self._serving = False
-
-
-log = get_logger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GetResources:
-    """What all Get streams of a store use."""
-
-    reads: ReadLeases
-    pool: Executor  # reads the SSD tier
-    ahead: ByteCredits  # budget of the read-ahead
-    instance: kv_pb2.Instance
-    transfer_timeout_s: float  # longest wait for a reader's credits
-    lease_timeout_s: float  # longest life of a transfer, during which the transfer's blocks cannot be evicted
-    on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
-    carried_out: Container[str]  # names of deletions that were carried out here
-    together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
-
-
-@dataclasses.dataclass(slots=True)
-class _RequestedPart:
-    """The part of each block that a transfer wants: layers, and shares of heads (None for all heads).
-
-    The deletions `forgotten` of such blocks were carried out before.
-    """
-
-    layers: range
-    heads: range | None
-    forgotten: Sequence[str]
-
-    def wanted_of(self, nbytes: int, layout: KVLayout) -> int:
-        """Bytes that are wanted of slices with so many."""
-        return nbytes if self.heads is None else nbytes * len(self.heads) // layout.head_shares
-
-    def slices(self, whole: Iterable[Slice], keys: Sequence[BlockKey], layout: KVLayout) -> Iterable[Slice]:
-        return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
-
-    def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
-        """The wanted bytes and hashes in some (layer, block) cells."""
-        if self.heads is None:
-            return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
-        layout = blocks[0].info.format.layout
-        tokens = layout.block_size
-        whole = (Slice(layer, at, blocks[at].slice(layer), tokens, blocks[at].hashes[layer]) for layer, at in cells)
-        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
-        return [piece.data for piece in cut], [piece.hash for piece in cut]
-
-    def _cut(self, whole: Slice, key: bytes, layout: KVLayout) -> Slice:
-        """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
-        assert self.heads is not None
-        if bind(slice_hash(whole.data), key, whole.layer) != whole.hash:
-            raise DamagedSliceError(whole.layer, whole.block)
-        share = layout.share_bytes(whole.layer)
-        data = whole.data[self.heads.start * share : self.heads.stop * share]
-        value = bind(slice_hash(data), key, whole.layer)
-        return Slice(whole.layer, whole.block, data, layout.block_size, value, self.heads)
-
-
-def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPart:
-    """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
-    layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
-    layout.check_part(layers, heads)
-    return _RequestedPart(layers, None if len(heads) == layout.head_shares else heads, message.forgotten)
-
-
-class GetStream(ReadServerStream[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
-    """One reader process' stream."""
-
-    one_shot_kind = GET
-
-    def __init__(
-        self, resources: GetResources, closing: asyncio.Event, listener: TransportListener | None = None
-    ) -> None:
-        super().__init__(
-            closing,
-            listener=listener,
-            response=kvstore_pb2.GetResponse,
-            carried_out=resources.carried_out,
-            suspect=self._suspect,
-            max_keys=MAX_TRANSFER_BLOCKS,
-        )
-        self._resources = resources
-
-    def welcome(self) -> Message:
-        """The answer to hello. The answer gives no credits: on this stream the reader does."""
-        self.writes(
-            FrameWriter(self.send_queue, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header))
-        )
-        return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
-
-    def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        check_owned(keys, self.tenant)
-        wanted = _requested_part(message, self.format.layout)
-        if message.takes_frame and self._sent_together(message.transfer, keys, wanted):
-            return
-        lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
-        self._begin(message.transfer, self._resources.reads.begin(lease), wanted)
-
-    def _suspect(self, key: BlockKey) -> None:
-        check_owned([key], self.tenant)
-        self._resources.reads.suspect(key)
-
-    def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart) -> None:
-        resources, layout, begin = self._resources, self.format.layout, world.monotonic()
-        try:
-            more = resources.reads.extend(lease)
-            where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
-            reader = LayerReader(*where, sent_bytes=wanted.wanted_of(layout.largest_slice_bytes, layout))
-            self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
-        except BaseException:
-            resources.reads.close(lease)
-            raise
-
-    def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _RequestedPart) -> bool:
-        """Whether a small read in DRAM could be sent whole with the opening, without waiting and without a lease."""
-        begin, layout = world.monotonic(), self.format.layout
-        blocks = self._resident(keys, wanted, self._resources.together_bytes)
-        if not blocks:
-            return False
-        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.head_shares), layout.block_size)
-        try:
-            pieces, hashes = wanted.parts(shape.cells, blocks)
-        except DamagedSliceError as error:
-            self._resources.reads.suspect(keys[error.block])
-            raise
-        wrap = self.opened_with(number, len(blocks), wanted.forgotten)
-        if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
-            return False
-        self._used(keys, blocks, begin)
-        return True
-
-    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
-        begin, keys, layout = world.monotonic(), unpack_keys(message.keys), self.format.layout
-        check_owned(keys, self.tenant)
-        wanted = _RequestedPart(range(layout.layers), None, ())
-        blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.send_queue.is_clear else None
-        if blocks is None:
-            return
-        shape = frame_shape(wanted.layers, len(blocks), range(layout.head_shares), layout.block_size)
-        pieces, hashes = wanted.parts(shape.cells, blocks)
-        yield from found_answers(message.number, len(blocks), pieces, hashes)
-        self._used(keys, blocks, begin)
-
-    def _resident(self, keys: Sequence[BlockKey], wanted: _RequestedPart, most_bytes: int) -> list[DramBlock] | None:
-        layout = self.format.layout
-        sent_bytes = wanted.wanted_of(layout.layers_bytes(wanted.layers), layout)
-        most = min(MAX_FRAME_SLICES // len(wanted.layers), most_bytes // sent_bytes)
-        return self._resources.reads.resident(keys, self.format, most)
-
-    def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
-        self._resources.reads.used(keys, blocks)
-        if blocks:
-            self._resources.on_read(False, world.monotonic() - begin)
-
-    async def _serve(self, number: int, reader: LayerReader, wanted: _RequestedPart, begin: float, more: bool) -> None:
-        resources, lease = self._resources, reader.lease
-        try:
-            while more:
-                await asyncio.sleep(0)
-                more = resources.reads.extend(lease)
-            self.opened(number, lease.blocks, wanted.forgotten)
-            async with asyncio.timeout(resources.lease_timeout_s):
-                async for group in reader.groups():
-                    if isinstance(group, LostBlock):
-                        missing = kv_pb2.ReadMissing(transfer=number, block=group.block)
-                        self.post(kvstore_pb2.GetResponse(missing=missing))
-                    else:
-                        slices = wanted.slices(group, lease.keys, lease.format.layout)
-                        await self.frames.send(number, 0, slices, timeout_s=resources.transfer_timeout_s)
-            if lease.blocks:
-                resources.on_read(lease.cold, world.monotonic() - begin)
-        except StreamBroken:
-            return  # the stream reports the error
-        except (MoonpoolError, TimeoutError) as error:
-            log.warning("read ended early", blocks=lease.blocks, error=str(error))
-            if isinstance(error, DamagedSliceError):  # the reader never sees the slice and cannot report damage
-                resources.reads.suspect(lease.keys[error.block])
-        self.done(number)
-
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
 """Bytes in slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
@@ -386,7 +103,6 @@ class _PutEntry:
     timer: asyncio.TimerHandle | None = None
 
     def move(self, state: PutState) -> None:
-        """Changes the state."""
         assert state in TRANSITIONS[self.state], f"transfer {self.number}: {self.state.name} to {state.name}"
         self.state = state
 
@@ -429,7 +145,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
-        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
+        """Send an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
         self.return_buffer()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
@@ -453,7 +169,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _begin(
         self, entry: _PutEntry, message: kvstore_pb2.PutOpen, payload: BytesLike
     ) -> kvstore_pb2.PutResponse | None:
-        """Takes a transfer that came whole; the answer then. Opens others, now or when there is room."""
+        """Take a transfer that came whole; the answer then. Opens others, now or when there is room."""
         layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
         spec = self._spec(message, message.keys, message.parent_keys, layers, heads)
         waits = self._waits(spec)
@@ -512,7 +228,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
 
     async def _when_room(self, entry: _PutEntry, spec: PutSpec) -> None:
-        """Opens an unopened transfer, then writes the backlog, as room appears."""
+        """Open an unopened transfer, then write the backlog, as room appears."""
         timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
         try:
             transfer = entry.transfer
@@ -563,7 +279,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._settle(payload.nbytes)
 
     def _take_frame(self, entry: _PutEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
-        """Writes a frame; False if the frame has to wait, for room or because the frame is large."""
+        """Write a frame; False if the frame has to wait, for room or because the frame is large."""
         transfer = entry.transfer
         if transfer is None:
             raise InvalidRequest("transfer", f"{header.transfer} is not open yet")
@@ -656,7 +372,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
-    """Hashes from a frame that holds all of a transfer's blocks whole; None if the frame needs a transfer.
+    """Hash from a frame that holds all of a transfer's blocks whole; None if the frame needs a transfer.
 
     Raises:
         FrameError: the frame is bad.
