@@ -154,7 +154,7 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
     index = (ROOT / "docs/extend/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `([\w/.]+)` \| \[(\w+\.md)\]\(\2\) \|$", index, re.MULTILINE)
     assert sorted(page for _, page in rows) == sorted(path.name for path in EXTEND if path.name != "README.md")
-    assert len(rows) == 15
+    assert rows
     for contract, page in rows:
         text = (ROOT / "docs/extend" / page).read_text(encoding="utf-8")
         assert (ROOT / contract).is_file(), page
@@ -163,7 +163,25 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
         assert re.search(r"^## .*[Tt]est", text, re.MULTILINE), page
     seams = re.findall(r"^([\w/]+/) +base\.py", index, re.MULTILINE)
     assert [seam for seam in seams if not (ROOT / seam / "base.py").is_file()] == []
-    assert len(seams) == 9
+    assert seams
+
+
+def test_the_trees_of_extending_name_what_exists() -> None:
+    """A line of a tree: a folder, then its files, each maybe with a name that the file has."""
+    trees = [tree for page in EXTEND for tree in re.findall(r"^```\n(moonpool/.*?)^```", page.read_text(), re.M | re.S)]
+    named = [
+        (line.split()[0], *found)
+        for tree in trees
+        for line in tree.splitlines()
+        for found in re.findall(r"([\w./]+\.py)(?: \(([A-Z_]+)\))?", line)
+    ]
+    wrong = [
+        (folder, file)
+        for folder, file, name in named
+        if not (path := ROOT / folder / file).is_file() or not re.search(rf"^{name}\b", path.read_text(), re.MULTILINE)
+    ]
+    assert wrong == []
+    assert named
 
 
 FOREIGN_NAMES = {
