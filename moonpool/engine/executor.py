@@ -573,7 +573,7 @@ class ProcessEngine:
 
 
 def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
-    """The error that a worker's `Failed` message describes."""
+    """The error that a worker's `WorkerFailed` message describes."""
     kind = getattr(moonpool.base.errors, failure.kind, None) if failure.kind else None
     if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
         return Internal(f"{who} failed: {failure.message}")

@@ -45,7 +45,7 @@ from moonpool.simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
-    """One instance's copies, until the instance is lost. Each copy is answered by one `Ended`.
+    """One instance's copies, until the instance is lost. Each copy is answered by one `IoEnded`.
 
     Args:
         name: the instance's.
