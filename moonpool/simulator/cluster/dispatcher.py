@@ -1,8 +1,8 @@
 """Calls that a simulated conductor makes to instances, and the conductor's token streams from decode.
 
 Does what the conductor's core orders, as `moonpool/conductor` does for real. Each call that is started posts exactly
-one `IoEnded`. An instance's sequences share one stream; if the stream breaks all of them fail, and the next order opens a
-new stream.
+one `IoEnded`. An instance's sequences share one stream; if the stream breaks all of them fail, and the next order opens
+a new stream.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
