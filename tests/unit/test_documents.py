@@ -166,6 +166,23 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
     assert seams
 
 
+def test_the_numbers_of_extending_are_those_of_the_pages() -> None:
+    """One of a row's numbers counts the rows, or the files of the product, of the page's table."""
+    index = (ROOT / "docs/extend/README.md").read_text(encoding="utf-8")
+    wrong = []
+    for told, page in re.findall(r"^\| [^|]+ \| ([^|]+) \| `[\w/.]+` \| \[(\w+\.md)\]", index, re.MULTILINE):
+        text = (ROOT / "docs/extend" / page).read_text(encoding="utf-8")
+        table = re.search(r"^\| order \| file \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+        assert table is not None, page
+        cells = [row.split("|")[2] for row in table[0].strip().splitlines()[2:]]
+        touched = [cell for cell in cells if re.search("`(?:moonpool|kernels)/|the file of your", cell)]
+        files = {name for cell in cells for name in re.findall(r"`((?:moonpool|kernels)/[\w./-]+)`", cell)}
+        # Without a seam the page lists more places than its table.
+        if "no seam yet" not in told and not {len(touched), len(files)} & set(map(int, re.findall(r"\b\d+\b", told))):
+            wrong.append((page, told, len(touched), len(files)))
+    assert wrong == []
+
+
 def test_the_trees_of_extending_name_what_exists() -> None:
     """A line of a tree: a folder, then its files, each maybe with a name that the file has."""
     trees = [tree for page in EXTEND for tree in re.findall(r"^```\n(moonpool/.*?)^```", page.read_text(), re.M | re.S)]
