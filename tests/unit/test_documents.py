@@ -145,7 +145,9 @@ def test_names_in_the_pages_for_extending() -> None:
     before, after = re.compile(rf"`([A-Za-z_]\w*)` (?:in|of) {path}"), re.compile(rf"{path} \(`([A-Za-z_]\w*)`")
     found = [(where, *pair) for where, line in EXTEND_LINES for pair in before.findall(line)]
     found += [(where, name, file) for where, line in EXTEND_LINES for file, name in after.findall(line)]
-    wrong = [it for it in found if not re.search(rf"\b{it[1]}\b", (ROOT / it[2]).read_text(encoding="utf-8"))]
+    wrong = [
+        entry for entry in found if not re.search(rf"\b{entry[1]}\b", (ROOT / entry[2]).read_text(encoding="utf-8"))
+    ]
     assert wrong == []
     assert len(found) > 30
 

@@ -32,7 +32,10 @@ def test_every_package_stands_on_a_floor() -> None:
 def test_every_core_is_plain_python() -> None:
     contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
     held = {
-        module for it in contracts if "asyncio" in it.get("forbidden_modules", ()) for module in it["source_modules"]
+        module
+        for contract in contracts
+        if "asyncio" in contract.get("forbidden_modules", ())
+        for module in contract["source_modules"]
     }
     assert {".".join(path.relative_to(ROOT).parts) for path in (ROOT / "moonpool").rglob("core") if path.is_dir()} - {
         "moonpool.kvstore.core"
