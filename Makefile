@@ -13,7 +13,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu test-engines mutants check lint format protos bench clients load soak clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers quick test test-all test-gpu test-engines mutants check lint format protos bench clients load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -71,7 +71,14 @@ test-containers: $(DEV_STAMP)  ## build the images, run them, one request, stop;
 	PYTHON=$(BIN)/python deploy/test_containers.sh
 
 # Compiled files are kept, also where the environment says otherwise: tests start hundreds of processes.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+quick test test-all: export PYTHONDONTWRITEBYTECODE =
+
+# What decides, without I/O: the cores, the policies beside them, and what cores share.
+CORES = $(wildcard tests/unit/*/core tests/unit/*/*/core tests/unit/*/*/test_core_*.py) \
+  tests/unit/conductor/placement tests/unit/kvstore/eviction tests/unit/base/scheduling
+
+quick: $(DEV_STAMP)  ## the tests of the cores alone (under a minute on two cores)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not engines" $(CORES)
 
 test: $(DEV_STAMP)  ## the tests that gate every change (minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not engines"

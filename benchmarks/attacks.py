@@ -124,9 +124,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 def rows(name: str, pairs: Sequence[tuple[CalmTimes, CalmTimes]]) -> Iterator[Row]:
     """Ratios of what is measured in turns."""
     figures: tuple[tuple[str, Callable[[CalmTimes], float], float], ...] = (
-        ("p99 time between events", lambda it: quantile(it.gaps, 0.99), P99_AT_MOST),
-        ("longest time between events", lambda it: max(it.gaps), LONGEST_AT_MOST),
-        ("p90 time to the first event", lambda it: quantile(it.firsts, 0.9), TTFT_AT_MOST),
+        ("p99 time between events", lambda seen: quantile(seen.gaps, 0.99), P99_AT_MOST),
+        ("longest time between events", lambda seen: max(seen.gaps), LONGEST_AT_MOST),
+        ("p90 time to the first event", lambda seen: quantile(seen.firsts, 0.9), TTFT_AT_MOST),
     )
     for what, of, most in figures:
         ratios = [of(attacked) / of(alone) for attacked, alone in pairs]

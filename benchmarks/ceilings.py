@@ -95,7 +95,7 @@ def torch_flops(shape: Shape, dtype: torch.dtype) -> float:
 @functools.cache
 def multiplied_as(dtype: torch.dtype, flops: Callable[[Shape, torch.dtype], float] = torch_flops) -> torch.dtype:
     """`dtype` or float32, as a small product is faster: without instructions for `dtype` a large one takes minutes."""
-    return max((dtype, torch.float32), key=lambda one: flops((256, 256, 256), one))
+    return max((dtype, torch.float32), key=lambda candidate: flops((256, 256, 256), candidate))
 
 
 def product_flops(shape: Shape, dtype: torch.dtype) -> float:
@@ -272,7 +272,7 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     element = torch_dtype(dtype)
     head = config.vocab_size * config.hidden_size
     mixtures = [layer.feed_forward.experts for layer in config.decoder.layers if layer.feed_forward.experts is not None]
-    others = sum(3 * config.hidden_size * its.inner * (its.count - its.chosen) for its in mixtures)
+    others = sum(3 * config.hidden_size * mixture.inner * (mixture.count - mixture.chosen) for mixture in mixtures)
     share = mixtures[0].chosen / mixtures[0].count if mixtures else 1.0
     if device != "cpu":
         return Limits(parameters, head, *device_limits(element), element.itemsize, 0, others, share)

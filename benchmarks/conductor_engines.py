@@ -77,14 +77,14 @@ class FreeDecode:
     async def _steps(self, context: Any) -> None:
         while True:
             await asyncio.sleep(STEP_S)
-            tokens = [self._step(name, one) for name, one in list(self._sequences.items()) if one.runs]
+            tokens = [self._step(name, sequence) for name, sequence in list(self._sequences.items()) if sequence.runs]
             if tokens:
                 await context.write(decode_pb2.StepsResponse(tokens=tokens))
 
-    def _step(self, name: str, one: Sequence) -> decode_pb2.SequenceTokens:
-        position, one.position = one.position, one.position + 1
+    def _step(self, name: str, sequence: Sequence) -> decode_pb2.SequenceTokens:
+        position, sequence.position = sequence.position, sequence.position + 1
         reason = kv_pb2.FINISH_REASON_UNSPECIFIED
-        if one.position >= one.length:
+        if sequence.position >= sequence.length:
             reason = kv_pb2.FINISH_REASON_LENGTH
             del self._sequences[name]
         return decode_pb2.SequenceTokens(request_id=name, position=position, token_ids=[TOKEN], finish_reason=reason)

@@ -15,9 +15,9 @@ def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]
     Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
     than that, and which of them a conductor hears first would be chance.
     """
-    times = apart([one.timestamp for one in requests])
+    times = apart([request.timestamp for request in requests])
     faster = (times[-1] - times[0]) / 1000 * rate / (len(requests) - 1)
-    return [replace(one, timestamp=(at - times[0]) / faster) for one, at in zip(requests, times, strict=True)]
+    return [replace(request, timestamp=(at - times[0]) / faster) for request, at in zip(requests, times, strict=True)]
 
 
 def apart(times: Sequence[float]) -> list[float]:
@@ -36,7 +36,9 @@ LATE = 5.0
 
 def grown(name: str, before: Sequence[GaugeReading], after: Sequence[GaugeReading]) -> float:
     """By how much a gauge of all instances together has grown between two readings."""
-    return sum(it.value for it in after if it.name == name) - sum(it.value for it in before if it.name == name)
+    return sum(reading.value for reading in after if reading.name == name) - sum(
+        reading.value for reading in before if reading.name == name
+    )
 
 
 def late(before: Sequence[GaugeReading], after: Sequence[GaugeReading]) -> float:

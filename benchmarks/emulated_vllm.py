@@ -103,17 +103,17 @@ class PrefixCache:
         hashes = self.hashes(request.tokens[: request.prompt_tokens - 1], request.salt)
         cached = list(itertools.takewhile(self.held.__contains__, hashes))
         needed = -(-(request.prompt_tokens + request.wanted) // BLOCK_SIZE) - len(cached)
-        for one in cached:
-            self.held[one] += 1
+        for block in cached:
+            self.held[block] += 1
         free = self.capacity - self._promised - len(self.held)
-        evictable = [one for one, users in self.held.items() if not users]
+        evictable = [block for block, users in self.held.items() if not users]
         if needed > free + len(evictable):
-            for one in cached:
-                self.held[one] -= 1
+            for block in cached:
+                self.held[block] -= 1
             return False
         gone = evictable[: max(0, needed - free)]
-        for one in gone:
-            del self.held[one]
+        for block in gone:
+            del self.held[block]
         if gone:
             self.events.append(BlockRemoved(tuple(gone), "GPU", 0))
         self._promised += needed
@@ -127,9 +127,9 @@ class PrefixCache:
         if request.computed // BLOCK_SIZE == begin:
             return
         hashes = self.hashes(request.tokens[: request.computed], request.salt)
-        new = [one for one in hashes[begin:] if one not in self.held]
-        for one in hashes[begin:]:
-            self.held[one] = self.held.get(one, 0) + 1
+        new = [block for block in hashes[begin:] if block not in self.held]
+        for block in hashes[begin:]:
+            self.held[block] = self.held.get(block, 0) + 1
         self._promised -= len(hashes) - begin
         request.blocks -= len(hashes) - begin
         request.hashes = hashes
@@ -143,8 +143,8 @@ class PrefixCache:
 
     def release(self, request: Request) -> None:
         """A request has ended: its blocks may be evicted, the last ones first."""
-        for one in reversed(request.hashes):
-            self.held[one] = self.held.pop(one) - 1
+        for block in reversed(request.hashes):
+            self.held[block] = self.held.pop(block) - 1
         self._promised -= request.blocks
 
     @property
@@ -225,19 +225,22 @@ class EmulatedVllm:
     def _plan(self) -> tuple[list[tuple[Request, int]], float]:
         """What the next step computes of each request, and the seconds that the step takes."""
         work, left, seconds = list[tuple[Request, int]](), self._step_tokens, 0.0
-        decodes = [one for one in self.running if one.computed >= one.prompt_tokens]
+        decodes = [request for request in self.running if request.computed >= request.prompt_tokens]
         if decodes:
-            context = sum([one.computed for one in decodes]) * self._scale
+            context = sum([request.computed for request in decodes]) * self._scale
             seconds += decode_step_seconds(self._speeds, len(decodes), context)
-            work += [(one, 1) for one in decodes]
+            work += [(request, 1) for request in decodes]
             left -= len(decodes)
-        for one in self.running:
-            count = min(one.prompt_tokens - one.computed, left)
+        for request in self.running:
+            count = min(request.prompt_tokens - request.computed, left)
             if count > 0:
                 seconds += prefill_seconds(
-                    self._speeds, count * self._scale, one.computed * self._scale, begins=one.computed == one.cached
+                    self._speeds,
+                    count * self._scale,
+                    request.computed * self._scale,
+                    begins=request.computed == request.cached,
                 )
-                work.append((one, count))
+                work.append((request, count))
                 left -= count
         return work, seconds
 

@@ -216,7 +216,7 @@ class Beside:
                 continue
             theirs[peer] = task.counted / seconds
             self._same[peer].append(same_tokens(answers, others))
-        rates = ", ".join(f"{it:.1f}" for it in (ours, *theirs.values()))
+        rates = ", ".join(f"{answer:.1f}" for answer in (ours, *theirs.values()))
         self._progress(f"{task.name}, run {number} of {runs}: {rates} tokens/s")
         return Round(ours, steps, theirs, limit, int8_head)
 
@@ -231,17 +231,19 @@ class Beside:
         name = f"{self._model}, {task.name}"
         if peer in self._ended:
             return Absent(name, peer.version, self._ended[peer])
-        pairs = [(it.ours, it.theirs[peer]) for it in figures]
+        pairs = [(figure.ours, figure.theirs[peer]) for figure in figures]
         target = task.target if self._wanted else None
-        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=target), max(it.limit for it in figures))
+        return with_limit(
+            paired(name, "tokens/s", pairs, peer.version, target=target), max(figure.limit for figure in figures)
+        )
 
     def _beside_limits(self, task: Task, figures: Sequence[Round]) -> list[Row]:
         target = ROOFLINE_TARGET if self._wanted and task.batch == 1 and task.output > 1 else None
-        pairs = [(it.steps, it.limit) for it in figures]
+        pairs = [(figure.steps, figure.limit) for figure in figures]
         name = f"{self._model}, {task.name}{'' if task.output == 1 else ', behind the first tokens'}"
         rows = [paired(name, "tokens/s", pairs, task.limit_name, target=target)]
-        if all(it.int8_head for it in figures):
-            pairs = [(it.steps, it.int8_head) for it in figures]
+        if all(figure.int8_head for figure in figures):
+            pairs = [(figure.steps, figure.int8_head) for figure in figures]
             rows.append(paired(name, "tokens/s", pairs, "reading what is read: the head as bytes"))
         return rows
 

@@ -172,15 +172,15 @@ class World:
         self._heal(hit[0], pids[0], fault)
         for stream, right in zip(streams, self._right(prompts), strict=True):
             _check(stream.tokens, right)
-        concerned = [it for it in streams if victim != "decode" or it.decode == hit[0]]
-        return [Wait(len(it.prompt), it.wait_s) for it in concerned]
+        concerned = [stream for stream in streams if victim != "decode" or stream.decode == hit[0]]
+        return [Wait(len(stream.prompt), stream.wait_s) for stream in concerned]
 
     def undisturbed(self) -> list[Wait]:
         """The waits of undisturbed streams."""
         streams = asyncio.run(
             follow(self._stack.addresses, self._prompts(), self._kind.answer_tokens, lambda streams: None)
         )
-        return [Wait(len(it.prompt), it.wait_s) for it in streams]
+        return [Wait(len(stream.prompt), stream.wait_s) for stream in streams]
 
     def _prompts(self) -> list[list[int]]:
         """Fresh ones, from the shortest to the longest context in equal ratios."""
@@ -252,7 +252,9 @@ def growth(name: str, rounds: Sequence[Sequence[Wait]]) -> Row:
             continue
         ordered = sorted(waits, key=lambda wait: wait.context)
         short, long = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]
-        ratios += [statistics.median(it.seconds for it in long) / statistics.median(it.seconds for it in short)]
+        ratios += [
+            statistics.median(stream.seconds for stream in long) / statistics.median(stream.seconds for stream in short)
+        ]
     return bounded(f"{name}: wait of the longer contexts over the shorter", "", ratios, "wanted at most", GROWTH)
 
 
@@ -295,7 +297,7 @@ def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[R
             calm += world.undisturbed()
     rows = list(rows_of(f"{kind.name}, nothing happens", calm, UNTOUCHED_S))
     for (victim, fault), rounds in found.items():
-        name, waits = f"{kind.name}, {victim} {fault}", [wait for its in rounds for wait in its]
+        name, waits = f"{kind.name}, {victim} {fault}", [wait for times in rounds for wait in times]
         rows += rows_of(name, waits, UNTOUCHED_S, calm) if victim in NEEDLESS else rows_of(name, waits, WANTED_S[fault])
         if victim == "decode":
             rows.append(growth(name, rounds))

@@ -55,10 +55,10 @@ def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[
     """TTFT for a tenant's prompts, seconds, in arrival order; they come sorted, and begin all unlike."""
     core = PrefillScheduler(SETTINGS, speeds)
     heap: list[tuple[float, int, AddRequest | IoEnded[IoResult]]] = [
-        (it.at, number, _arrival(number, it)) for number, it in enumerate(coming, 1)
+        (prompt.at, number, _arrival(number, prompt)) for number, prompt in enumerate(coming, 1)
     ]
     heapify(heap)
-    wanted = {number: it.at for number, it in enumerate(coming, 1) if it.tenant == tenant}
+    wanted = {number: prompt.at for number, prompt in enumerate(coming, 1) if prompt.tenant == tenant}
     found: dict[int, float] = {}
     while len(found) < len(wanted):
         now, order, event = heappop(heap)
@@ -83,7 +83,7 @@ def _arrival(number: int, coming: Coming) -> AddRequest:
 
 
 def _seconds(step: RunStep, speeds: Speeds) -> float:
-    chunks = [(it.end - it.start, it.start) for it in step.chunks]
+    chunks = [(chunk.end - chunk.start, chunk.start) for chunk in step.chunks]
     return speeds.prefill_base_s + sum(
         [prefill_seconds(speeds, new, start, steps=0, begins=not start) for new, start in chunks]
     )
@@ -164,7 +164,7 @@ async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) ->
 async def calm(client: AsyncClient, asked: Sequence[Asked]) -> list[float]:
     """TTFT for each of the calm tenant's requests."""
     began = asyncio.get_running_loop().time()
-    return await asyncio.gather(*(ask(client, it, CALM, began) for it in asked))
+    return await asyncio.gather(*(ask(client, request, CALM, began) for request in asked))
 
 
 async def measured(address: str, asked: Sequence[Asked], tenant: str, flood: Iterator[Asked]) -> list[float]:
@@ -210,10 +210,10 @@ def virtual(number: int, options: argparse.Namespace) -> float:
     capacity, seed = 1.0 / prefill_seconds(speeds, PROMPT_TOKENS, 0), f"{options.seed} {number}"
     asked = list(islice(requests(f"calm {seed}", "", CALM_SHARE * capacity, VOCABULARY), options.requests))
     again = asked[-1].at + PAUSE_S
-    ours = [Coming(at + it.at, len(it.prompt), CALM) for at in (0.0, again + AHEAD_S) for it in asked]
+    ours = [Coming(at + request.at, len(request.prompt), CALM) for at in (0.0, again + AHEAD_S) for request in asked]
     coming = requests(f"flood {seed}", "", FLOOD_SHARE * capacity, VOCABULARY)
-    flood = takewhile(lambda it: it.at < again + AHEAD_S + REST_S, coming)
-    theirs = [Coming(again + it.at, len(it.prompt), FLOOD) for it in flood]
+    flood = takewhile(lambda request: request.at < again + AHEAD_S + REST_S, coming)
+    theirs = [Coming(again + request.at, len(request.prompt), FLOOD) for request in flood]
     found = first_tokens(sorted(ours + theirs), CALM, speeds)
     return quantile(found[len(asked) :], 0.9) / quantile(found[: len(asked)], 0.9)
 
@@ -236,7 +236,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     ):
         for number in range(options.runs):
             found.append(rounds(runner, stack.address, options, number))
-            p90 = {tenant or "alone": quantile(it, 0.9) for tenant, it in found[-1].items()}
+            p90 = {tenant or "alone": quantile(seconds, 0.9) for tenant, seconds in found[-1].items()}
             told = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in p90.items())
             progress(f"run {number + 1} of {options.runs}, TTFT p90: {told}")
     ratios = [virtual(number, options) for number in range(options.runs)]
@@ -247,14 +247,14 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 def rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
     """The wanted ratio, and the ratio without shares."""
     for name, share in (("p50", 0.5), ("p90", 0.9)):
-        alone = [quantile(it[""], share) for it in found]
-        flooded = [quantile(it[FLOOD], share) for it in found]
+        alone = [quantile(seconds[""], share) for seconds in found]
+        flooded = [quantile(seconds[FLOOD], share) for seconds in found]
         ratios = [ours / own for ours, own in zip(flooded, alone, strict=True)]
         yield bounded(f"TTFT {name} while another tenant floods, over alone", "x", ratios, "wanted at most", WANTED)
         yield bounded(f"TTFT {name} while another tenant floods", "s", flooded, "alone, 1.3 times",
                       WANTED * quantile(alone, 0.5))  # fmt: skip
-        if all(CALM in it for it in found):
-            own = [quantile(it[CALM], share) for it in found]
+        if all(CALM in seconds for seconds in found):
+            own = [quantile(seconds[CALM], share) for seconds in found]
             yield bounded(f"TTFT {name} in a flood of its own tenant", "s", own, "alone, 1.3 times",
                           WANTED * quantile(alone, 0.5))  # fmt: skip
 

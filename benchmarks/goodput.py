@@ -123,14 +123,14 @@ def arrivals(trace: Sequence[TraceRequest], requests: int, rate: float) -> list[
     """
     if len(trace) < requests:
         raise Skipped(f"the trace has {len(trace)} requests, {requests} are wanted")
-    return at_rate([cut_request(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]], rate)
+    return at_rate([cut_request(request, MOST_TOKENS, 0, STEP_TOKENS // 8) for request in trace[:requests]], rate)
 
 
 def begin(stack: LocalStack, mode: Mode) -> None:
     """The conductor starts anew with a mode's flags; where limits are told, decode instances start anew as well."""
     wait_at_rest(stack.address, WAIT_S)
     conductor = stack.services[CONDUCTOR]
-    engines = [name for name, it in stack.services.items() if mode.limited and it.kind == "decode"]
+    engines = [name for name, service in stack.services.items() if mode.limited and service.kind == "decode"]
     for name in (CONDUCTOR, *engines):
         stack.services[name].signal(signal.SIGTERM)
     for name in (CONDUCTOR, *engines):
@@ -150,7 +150,7 @@ def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options
     config = asyncio.run(cluster_like(stack.address, mode.simulated(config)))
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
     limits = Slo(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
-    own = [replace(one, tenant=mode.name) for one in wanted]
+    own = [replace(request, tenant=mode.name) for request in wanted]
     replay = TraceReplay(own, config.block_size, options.time_scale, vocab_size, slo, limits)
     before = wait_at_rest(stack.address, WAIT_S)
     summary = summary_of(asyncio.run(send_trace(stack.address, replay)), slo)
@@ -199,21 +199,26 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     measured = list(stacks(options, progress))
     figures: dict[str, list[Figures]] = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        summaries = pool.map(simulated, [it.config for it in measured], [it.requests for it in measured])
-        for it, summary in zip(measured, summaries, strict=True):
-            found = Figures(100 * it.summary.goodput_share, 100 * summary.goodput_share)
-            figures.setdefault(it.mode.name, []).append(found)
-            progress(f"{it.mode.name}: simulated {described(summary)}, off by {found.off:.1f} %")
+        summaries = pool.map(simulated, [run.config for run in measured], [run.requests for run in measured])
+        for run, summary in zip(measured, summaries, strict=True):
+            found = Figures(100 * run.summary.goodput_share, 100 * summary.goodput_share)
+            figures.setdefault(run.mode.name, []).append(found)
+            progress(f"{run.mode.name}: simulated {described(summary)}, off by {found.off:.1f} %")
     return [
         *(row for name, runs in figures.items() for row in rows(name, runs)),
-        lateness([it.late for it in measured]),
+        lateness([run.late for run in measured]),
     ]
 
 
 def rows(name: str, figures: Sequence[Figures]) -> Iterator[Row]:
     """Both goodputs, and how far the simulator is off."""
-    yield paired(f"{name}: requests within both limits", "%", [(it.stack, it.simulated) for it in figures], "simulated")
-    yield bounded(f"{name}: simulation off by", "%", [it.off for it in figures], "wanted at most", WANTED)
+    yield paired(
+        f"{name}: requests within both limits",
+        "%",
+        [(figure.stack, figure.simulated) for figure in figures],
+        "simulated",
+    )
+    yield bounded(f"{name}: simulation off by", "%", [figure.off for figure in figures], "wanted at most", WANTED)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -151,17 +151,17 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
 
 
 async def speed_rows(
-    it: Bench, kind: str, transport: str, frame_bytes: int, runs: int, progress: Progress
+    setup: Bench, kind: str, transport: str, frame_bytes: int, runs: int, progress: Progress
 ) -> list[Row]:
     """Bytes per second and processor seconds per byte on one transport at one frame size."""
-    path, far = it.path(kind, transport, frame_bytes)
+    path, far = setup.path(kind, transport, frame_bytes)
     await path.send(2 * STORE_BYTES)  # every page at the far end has been touched
     ours, raw, hot, copies = [], [], [], []
     for _ in range(runs):
-        ours.append(await it.ours(path, far))
-        raw.append(it.tcp(frame_bytes))
-        hot.append(it.tcp(frame_bytes, one_buffer=True))
-        copies.append(Sample(it.copy(frame_bytes), 0.0))
+        ours.append(await setup.ours(path, far))
+        raw.append(setup.tcp(frame_bytes))
+        hot.append(setup.tcp(frame_bytes, one_buffer=True))
+        copies.append(Sample(setup.copy(frame_bytes), 0.0))
     if path.transport != transport:
         raise RuntimeError(f"{kind} went over {path.transport}, not {transport}")
     await path.aclose()
@@ -188,9 +188,9 @@ async def speed_rows(
     ]
 
 
-async def growth_rows(it: Bench, kind: str, transport: str, total_bytes: int, progress: Progress) -> list[Row]:
+async def growth_rows(setup: Bench, kind: str, transport: str, total_bytes: int, progress: Progress) -> list[Row]:
     """Growth of resident memory on both sides while many bytes pass."""
-    path, far = it.path(kind, transport, TARGET_FRAME)
+    path, far = setup.path(kind, transport, TARGET_FRAME)
     await path.send(SMALL.transfer_bytes)
     ours, theirs = own_resident_bytes(), far.resident_bytes()
     sent, grown = 0, [0.0]
@@ -212,42 +212,42 @@ async def growth_rows(it: Bench, kind: str, transport: str, total_bytes: int, pr
     ]
 
 
-async def slow_reader_row(it: Bench, progress: Progress) -> Row:
+async def slow_reader_row(setup: Bench, progress: Progress) -> Row:
     """How far a sender gets ahead of a reader that stops in the middle of a transfer, and continues later."""
-    path = DecodePath(it.plain.channels, it.plain.decode.address, it.pool, TARGET_FRAME, it.dialers["grpc"])
+    path = DecodePath(setup.plain.channels, setup.plain.decode.address, setup.pool, TARGET_FRAME, setup.dialers["grpc"])
     await path.session()
     path.layer_sent.clear()
     work = asyncio.ensure_future(path.session())
     await path.layer_sent.wait()
-    it.plain.decode.signal(signal.SIGSTOP)
+    setup.plain.decode.signal(signal.SIGSTOP)
     at_stop, moved_at = path.sent_bytes, time.monotonic()
     seen = at_stop
     while time.monotonic() - moved_at < STILL_S and not work.done():
         await asyncio.sleep(0.01)
         if path.sent_bytes != seen:
             seen, moved_at = path.sent_bytes, time.monotonic()
-    it.plain.decode.signal(signal.SIGCONT)
+    setup.plain.decode.signal(signal.SIGCONT)
     await work
     await path.aclose()
     ahead = seen - at_stop
     progress(f"a stopped reader: the sender stopped after {ahead / 1e6:.1f} MB")
-    return bounded("ReceiveKV, sent after the reader stopped", "MB", [ahead / 1e6], "window", it.window_bytes / 1e6)
+    return bounded("ReceiveKV, sent after the reader stopped", "MB", [ahead / 1e6], "window", setup.window_bytes / 1e6)
 
 
 async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows: list[Row] = []
-    async with bench(int(options.gigabytes * 1e9)) as it:
-        wanted = [name for name in options.transports.split(",") if name in it.dialers]
+    async with bench(int(options.gigabytes * 1e9)) as setup:
+        wanted = [name for name in options.transports.split(",") if name in setup.dialers]
         if left := set(options.transports.split(",")).difference(wanted):
             progress(f"skipped, as this machine lacks what they need: {', '.join(sorted(left))}")
         for kind in KINDS:
             for transport in wanted:
                 for frame_bytes in FRAMES if (kind, transport) in SWEPT else (TARGET_FRAME,):
-                    rows += await speed_rows(it, kind, transport, frame_bytes, options.runs, progress)
-        rows.append(await slow_reader_row(it, progress))
+                    rows += await speed_rows(setup, kind, transport, frame_bytes, options.runs, progress)
+        rows.append(await slow_reader_row(setup, progress))
         for kind in KINDS:
             for transport in wanted:
-                rows += await growth_rows(it, kind, transport, int(options.growth_gigabytes * 1e9), progress)
+                rows += await growth_rows(setup, kind, transport, int(options.growth_gigabytes * 1e9), progress)
     return rows
 
 

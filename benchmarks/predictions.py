@@ -105,7 +105,7 @@ class Requests:
 
 def again(asked: Sequence[Asked]) -> list[Asked]:
     """The same requests at the same times with other tokens: what began alike still does, and nothing is cached."""
-    return [replace(it, prompt=[_token(token - FIRST_TOKEN + 1) for token in it.prompt]) for it in asked]
+    return [replace(request, prompt=[_token(token - FIRST_TOKEN + 1) for token in request.prompt]) for request in asked]
 
 
 def _token(number: int) -> int:
@@ -140,8 +140,12 @@ class Pair(NamedTuple):
 def pairs(results: Sequence[GenerateResult]) -> dict[str, list[Pair]]:
     """Predicted and measured times by figure."""
     return {
-        "TTFT": [Pair(it.placement.predicted_ttft_s, it.timing.ttft_s) for it in results],
-        "TPOT": [Pair(it.placement.predicted_tpot_s, it.timing.tpot_s) for it in results if it.timing.tpot_s > 0],
+        "TTFT": [Pair(result.placement.predicted_ttft_s, result.timing.ttft_s) for result in results],
+        "TPOT": [
+            Pair(result.placement.predicted_tpot_s, result.timing.tpot_s)
+            for result in results
+            if result.timing.tpot_s > 0
+        ],
     }
 
 
@@ -150,9 +154,9 @@ async def open_loop(address: str, asked: Sequence[Asked]) -> list[GenerateResult
     async with AsyncClient(address) as client:
         began = asyncio.get_running_loop().time()
 
-        async def one(it: Asked) -> GenerateResult:
-            await asyncio.sleep(it.at + began - asyncio.get_running_loop().time())
-            return await _generate(client, it)
+        async def one(request: Asked) -> GenerateResult:
+            await asyncio.sleep(request.at + began - asyncio.get_running_loop().time())
+            return await _generate(client, request)
 
         return await asyncio.gather(*map(one, asked))
 
@@ -164,8 +168,8 @@ async def closed_loop(address: str, asked: Sequence[Asked]) -> float:
     async with AsyncClient(address) as client:
 
         async def worker() -> None:
-            for it in waiting:
-                await _generate(client, it)
+            for request in waiting:
+                await _generate(client, request)
                 ends.append(asyncio.get_running_loop().time())
 
         await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
@@ -173,9 +177,9 @@ async def closed_loop(address: str, asked: Sequence[Asked]) -> float:
     return (len(ends) - 1 - half) / (ends[-1] - ends[half])
 
 
-async def _generate(client: AsyncClient, it: Asked) -> GenerateResult:
-    sampling = SamplingParams(max_tokens=it.answer, temperature=0.0, ignore_eos=True)
-    return await client.generate(token_ids=it.prompt, sampling=sampling)
+async def _generate(client: AsyncClient, request: Asked) -> GenerateResult:
+    sampling = SamplingParams(max_tokens=request.answer, temperature=0.0, ignore_eos=True)
+    return await client.generate(token_ids=request.prompt, sampling=sampling)
 
 
 Figures = dict[str, list[Pair]]
@@ -201,7 +205,7 @@ def rounds(address: str, load: Load, options: argparse.Namespace, progress: Prog
     for number, (level, share) in itertools.product(range(options.runs), LEVELS.items()):
         rate = share * capacity
         asked = list(requests.take(max(LEAST_REQUESTS, round(rate * options.seconds)), rate))
-        one, other = (pairs(asyncio.run(open_loop(address, it))) for it in (asked, again(asked)))
+        one, other = (pairs(asyncio.run(open_loop(address, requests))) for requests in (asked, again(asked)))
         found[level].append(twice(one, other))
         progress(f"round {number + 1} of {options.runs}, {level}: {told(found[level][-1])}")
     return found
@@ -210,11 +214,11 @@ def rounds(address: str, load: Load, options: argparse.Namespace, progress: Prog
 def alone(address: str, load: Load, options: argparse.Namespace) -> dict[str, float]:
     """The noise of equal requests on an idle stack."""
     asked = Requests(load, options.seed + 2).alone(ALONE)
-    found = pairs([asyncio.run(open_loop(address, [it]))[0] for it in asked])
+    found = pairs([asyncio.run(open_loop(address, [request]))[0] for request in asked])
     return {figure: distance([pair.measured_s for pair in found[figure]]) for figure in FIGURES}
 
 
-def twice(one: Figures, other: Figures) -> Round:
+def twice(first: Figures, other: Figures) -> Round:
     """What a round has told that was sent twice.
 
     The logarithm of the ratio of two equally noisy times spreads by sqrt(2) more than that of each.
@@ -222,13 +226,13 @@ def twice(one: Figures, other: Figures) -> Round:
     noise = {
         figure: math.expm1(
             statistics.median(
-                abs(math.log(a.measured_s / b.measured_s)) for a, b in zip(one[figure], other[figure], strict=True)
+                abs(math.log(a.measured_s / b.measured_s)) for a, b in zip(first[figure], other[figure], strict=True)
             )
             / math.sqrt(2)
         )
         for figure in FIGURES
     }
-    return Round({figure: one[figure] + other[figure] for figure in FIGURES}, noise)
+    return Round({figure: first[figure] + other[figure] for figure in FIGURES}, noise)
 
 
 def distance(values: Sequence[float]) -> float:
@@ -239,7 +243,9 @@ def distance(values: Sequence[float]) -> float:
 
 def told(found: Round) -> str:
     """A round in words."""
-    return ", ".join(f"{it} {median_error(found.pairs[it]):.1%} (noise {found.noise[it]:.1%})" for it in FIGURES)
+    return ", ".join(
+        f"{figure} {median_error(found.pairs[figure]):.1%} (noise {found.noise[figure]:.1%})" for figure in FIGURES
+    )
 
 
 def median_error(found: Sequence[Pair]) -> float:
@@ -252,8 +258,8 @@ def rows(engine: str, found: Measured, idle: Mapping[str, float], wanted: float)
     found_rows: list[Row] = []
     for figure in FIGURES:
         for level, each in found.items():
-            errors = [100 * median_error(it.pairs[figure]) for it in each]
-            noise = [100 * it.noise[figure] for it in each]
+            errors = [100 * median_error(round_.pairs[figure]) for round_ in each]
+            noise = [100 * round_.noise[figure] for round_ in each]
             found_rows.append(_row(f"{engine}: {figure}, {level}: median error of the prediction", errors, wanted))
             found_rows.append(replace(_row(f"{engine}: {figure}, {level}: noise", noise, wanted), target=None))
         found_rows.append(replace(_row(f"{engine}: {figure}, idle: noise", [100 * idle[figure]], wanted), target=None))

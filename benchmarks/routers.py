@@ -82,15 +82,15 @@ def prompts(options: argparse.Namespace) -> list[Prompt]:
     if size != BLOCK_SIZE:
         raise Skipped(f"blocks of {trace.block_size} tokens are {BLOCK_SIZE} at another --token-scale")
     asked = []
-    for one in found:
+    for request in found:
         body = list[int]()
-        for hash_id in one.hash_ids:
+        for hash_id in request.hash_ids:
             body += random.Random(hash_id).choices(choice, k=size)
-        body = body[: max(1, min(one.input_length // scale, MAX_TOKENS - options.answer_tokens - 1))]
+        body = body[: max(1, min(request.input_length // scale, MAX_TOKENS - options.answer_tokens - 1))]
         text = tokenizer.decode(body)
         tokens = tokenizer.encode(text).ids
-        count = max(1, min(one.output_length, options.answer_tokens))
-        asked.append(Prompt(one.timestamp / 1000 / options.time_scale, tokens, text, count))
+        count = max(1, min(request.output_length, options.answer_tokens))
+        asked.append(Prompt(request.timestamp / 1000 / options.time_scale, tokens, text, count))
     return asked
 
 
@@ -160,16 +160,16 @@ async def ask(
     async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as session:
         before = await counts(session, engines)
         begin = asyncio.get_running_loop().time() + 0.5
-        waits = [ttft_s(session, url, one, as_tokens=as_tokens, due=begin + one.due_s) for one in asked]
+        waits = [ttft_s(session, url, request, as_tokens=as_tokens, due=begin + request.due_s) for request in asked]
         seconds = await asyncio.gather(*waits)
         after = await counts(session, engines)
     grown = [{name: new[name] - old[name] for name in new} for old, new in zip(before, after, strict=True)]
-    whole = {name: sum([one[name] for one in grown]) for name in grown[0]}
+    whole = {name: sum([engine[name] for engine in grown]) for name in grown[0]}
     return Figures(
-        ttft_s=[options.time_scale * one for one in seconds],
+        ttft_s=[options.time_scale * second for second in seconds],
         hit=100 * whole["cached_tokens"] / whole["prompt_tokens"],
         late=100 * whole["late_s"] / whole["step_s"],
-        busiest=len(engines) * max(one["step_s"] for one in grown) / whole["step_s"],
+        busiest=len(engines) * max(run["step_s"] for run in grown) / whole["step_s"],
     )
 
 
@@ -193,7 +193,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     """All rows."""
     asked, environment = prompts(options), Environment(options.peers, progress, routers.PACKAGES)
     gaps = statistics.mean([after.due_s - before.due_s for before, after in pairwise(asked)])
-    progress(f"{len(asked)} requests, one each {gaps:.3f} s, {sum([len(one.tokens) for one in asked]):,} tokens")
+    progress(
+        f"{len(asked)} requests, one each {gaps:.3f} s, {sum([len(request.tokens) for request in asked]):,} tokens"
+    )
     found: dict[str, list[Figures]] = {OURS: []}
     absent: dict[str, str] = {}
     for number in range(options.runs):
@@ -230,7 +232,7 @@ def rows(found: dict[str, list[Figures]], absent: dict[str, str]) -> list[Row | 
             values = [(own.at(share), other.at(share)) for own, other in pairs]
             table.append(paired(f"{title}, {name}", "s", values, BESIDE, less_is_better=True))
         table.append(paired(f"hit share, {name}", "%", [(own.hit, other.hit) for own, other in pairs], BESIDE))
-    every = [one.late for runs in found.values() for one in runs]
+    every = [run.late for runs in found.values() for run in runs]
     return [*table, bounded("emulated steps: late by", "%", every, "wanted at most", LATE)]
 
 

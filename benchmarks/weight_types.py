@@ -174,7 +174,7 @@ def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> I
             kind: load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind)) for kind in ALL
         }
     progress(
-        f"{shape}: weights of {', '.join(f'{its.weight_bytes >> 20} MiB ({kind})' for kind, its in stages.items())}"
+        f"{shape}: weights of {', '.join(f'{stage.weight_bytes >> 20} MiB ({kind})' for kind, stage in stages.items())}"
     )
     work: dict[str, Callable[[StageModel], Callable[[], None]]] = {
         **{f"decode step, batch {batch}": partial(decode_call, batch=batch) for batch in BATCHES},
@@ -270,12 +270,12 @@ def trained_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Ro
         packed = stage(kind)
         if kind == "file":
             share = packed.weight_bytes / sum(
-                file.stat().st_size for file in {it.file for it in tensor_index(path).values()}
+                file.stat().st_size for file in {tensor.file for tensor in tensor_index(path).values()}
             )
             yield bounded(f"{path.name}: memory of weights over the file", "", [share], "allowed", OF_FILE)
         found = [predict(packed, tokens) for tokens in texts]
         after = perplexity(found)
-        others = [float((its.best != other.best).float().mean()) for its, other in zip(found, plain, strict=True)]
+        others = [float((window.best != other.best).float().mean()) for window, other in zip(found, plain, strict=True)]
         name = f"{kind}, {path.name}"
         progress(f"{name}: perplexity {after:.4f}, {after / before - 1:+.3%}; {mean(others):.2%} other predictions")
         yield bounded(f"{name}: perplexity over bfloat16's", "", [after / before], "allowed", WORSE[kind])

@@ -298,9 +298,9 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        parts = [self._operand(it) for it in (node.left, *node.comparators)]
+        parts = [self._operand(side) for side in (node.left, *node.comparators)]
         for index, op in enumerate(node.ops):
-            words = [_COMPARISONS[type(it)][0] for it in node.ops]
+            words = [_COMPARISONS[type(op)][0] for op in node.ops]
             words[index] = _COMPARISONS[type(op)][1]
             pieces = [parts[0], *(f"{word} {part}" for word, part in zip(words, parts[1:], strict=True))]
             self._add(node, f"({' '.join(pieces)})")
@@ -386,10 +386,12 @@ def _selection(files: Sequence[Source], importers: Mapping[str, set[str]], modul
         for importer in sorted(importers.get(name, set()) - distance.keys()):
             distance[importer] = distance[name] + 1
             reached.append(importer)
-    tests = [one for one in files if one.module in distance and _is_seen(one)]
+    tests = [file for file in files if file.module in distance and _is_seen(file)]
     return [
-        one.path
-        for one in sorted(tests, key=lambda one: (distance[one.module] - _common_words(one.module, module), one.path))
+        test.path
+        for test in sorted(
+            tests, key=lambda test: (distance[test.module] - _common_words(test.module, module), test.path)
+        )
     ]
 
 
@@ -398,8 +400,8 @@ def _is_seen(source: Source) -> bool:
     return source.module.startswith("tests.unit.") and Path(source.path).name.startswith("test_")
 
 
-def _common_words(one: str, other: str) -> int:
-    return len(set(one.replace("_", ".").split(".")) & set(other.replace("_", ".").split(".")))
+def _common_words(name: str, other: str) -> int:
+    return len(set(name.replace("_", ".").split(".")) & set(other.replace("_", ".").split(".")))
 
 
 @dataclass(frozen=True)
@@ -459,7 +461,7 @@ class Copy:
         if not report.exists():
             return False
         found = json.loads(report.read_text(encoding="utf-8"))
-        took_s, seconds = _children_s() - began, sum(one["seconds"] for one in found)
+        took_s, seconds = _children_s() - began, sum(mutant["seconds"] for mutant in found)
         for file in files:
             its = [one for one in found if one["name"].partition("::")[0] == file]
             share = sum(one["seconds"] for one in its) / seconds if seconds else 1.0
@@ -482,7 +484,7 @@ class Copy:
 
     def _read_run(self, processor_s: float, text: str) -> FileRun:
         tests = covered.read(text.replace(_ROOT, str(self.root)))
-        return FileRun(processor_s, tuple(one for one in tests if one.processor_s <= TEST_S))
+        return FileRun(processor_s, tuple(test for test in tests if test.processor_s <= TEST_S))
 
     def _kept_run(self, test: str) -> Path | None:
         """Where it is kept what a test file does, with these modules."""

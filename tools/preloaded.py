@@ -113,10 +113,13 @@ def _run(arguments: Sequence[str], folder: Path, environment: Mapping[str, str],
     for number in (0, 1, 2):
         os.dup2(null, number)
     tempfile.tempdir = None  # as the environment says
-    for name in [it for it in sys.modules if it.partition(".")[0] in OURS]:
+    for name in [module for module in sys.modules if module.partition(".")[0] in OURS]:
         del sys.modules[name]
     sys.modules["__main__"] = types.ModuleType("__main__")  # which processes that tests spawn would import
-    sys.path[:] = [str(folder), *(it for it in sys.path if Path(it or ".").resolve() != Path(__file__).parents[1])]
+    sys.path[:] = [
+        str(folder),
+        *(entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parents[1]),
+    ]
     sys.argv[:] = ["pytest", *arguments]
     status = pytest.main(list(arguments))
     os._exit(status)  # what the caller wants done at its own end is not the fork's

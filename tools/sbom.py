@@ -71,12 +71,14 @@ def bill(found: Iterable[Distribution], system: Iterable[dict[str, Any]] = ()) -
     Raises:
         ValueError: Moonpool is not among them.
     """
-    installed = {canonical(one.name): one for one in found}
+    installed = {canonical(package.name): package for package in found}
     if ROOT not in installed:
         raise ValueError(f"{ROOT} is not installed here")
-    packages = sorted((one for name, one in installed.items() if name != ROOT), key=purl)
+    packages = sorted((package for name, package in installed.items() if name != ROOT), key=purl)
     components = [*map(component, packages), *system]
-    depends = [{"ref": purl(one), "dependsOn": needs(one, installed)} for one in (installed[ROOT], *packages)]
+    depends = [
+        {"ref": purl(package), "dependsOn": needs(package, installed)} for package in (installed[ROOT], *packages)
+    ]
     content = {"metadata": {"component": component(installed[ROOT])}, "components": components, "dependencies": depends}
     number = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(content, sort_keys=True))
     return {

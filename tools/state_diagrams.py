@@ -29,7 +29,7 @@ def diagram(states: type[S], transitions: Mapping[S, Set[S]]) -> str:
     members = list(states)
     lines = ["stateDiagram-v2", f"    [*] --> {members[0].name}"]
     for state in members:
-        targets = [it for it in members if it in transitions[state]]
+        targets = [member for member in members if member in transitions[state]]
         lines += [f"    {state.name} --> {target.name}" for target in targets]
         if not targets:
             lines.append(f"    {state.name} --> [*]")

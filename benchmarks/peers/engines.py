@@ -85,7 +85,9 @@ class Peer:
         """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which reading tells
-            self._process.stdin.write(json.dumps({"prompts": [list(it) for it in prompts], "tokens": tokens}) + "\n")
+            self._process.stdin.write(
+                json.dumps({"prompts": [list(prompt) for prompt in prompts], "tokens": tokens}) + "\n"
+            )
             self._process.stdin.flush()
         said = self._read()
         return said["seconds"], said["token_ids"]

@@ -82,7 +82,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
-    """Return the error that a worker's `Failed` message describes."""
+    """Return the error that a worker's `WorkerFailed` message describes."""
     kind = getattr(moonpool.base.errors, failure.kind, None) if failure.kind else None
     if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
         return Internal(f"{who} failed: {failure.message}")

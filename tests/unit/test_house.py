@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 IGNORED = ("__init__.py", "__pycache__", "py.typed")
 VERBS = (
-    *("setup", "dev", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
+    *("setup", "dev", "run", "up", "down", "up-local", "down-local", "quick", "test", "test-all", "test-containers"),
     *("check", "lint", "format", "bench", "load", "protos", "clean"),
 )
 
@@ -32,7 +32,10 @@ def test_every_package_stands_on_a_floor() -> None:
 def test_every_core_is_plain_python() -> None:
     contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
     held = {
-        module for it in contracts if "asyncio" in it.get("forbidden_modules", ()) for module in it["source_modules"]
+        module
+        for contract in contracts
+        if "asyncio" in contract.get("forbidden_modules", ())
+        for module in contract["source_modules"]
     }
     assert {".".join(path.relative_to(ROOT).parts) for path in (ROOT / "moonpool").rglob("core") if path.is_dir()} - {
         "moonpool.kvstore.core"
@@ -98,7 +101,7 @@ def test_ci_runs_make_test() -> None:
 @pytest.mark.parametrize(
     ("verb", "extras"),
     [("run", ["engine"]), ("chat", ["engine"]), ("up-local", ["engine"]), ("setup", ["engine"])]
-    + [(verb, ["engine", "engine,dev"]) for verb in ("dev", "test", "test-all", "test-gpu", "lint", "format")],
+    + [(verb, ["engine", "engine,dev"]) for verb in ("dev", "quick", "test", "test-all", "test-gpu", "lint", "format")],
 )
 def test_a_verb_installs_what_it_needs_and_no_more(verb: str, extras: list[str], tmp_path: Path) -> None:
     """In a fresh checkout: who serves and chats needs no tools of developers, and CI's two verbs install theirs."""

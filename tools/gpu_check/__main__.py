@@ -28,8 +28,8 @@ def main() -> int:
         parser.error(f"--only: {', '.join(unknown)}: not among {', '.join(ORDER)}")
     stages = [Stage.read(STAGES, name) for name in ORDER if name in names]
     results = run(stages, Options(options.out, options.device, options.tiny, options.budget))
-    failed = [it.stage for it in results if it.ok is False]
-    skipped = [it.stage for it in results if it.ok is None]
+    failed = [result.stage for result in results if result.ok is False]
+    skipped = [result.stage for result in results if result.ok is None]
     print(f"failed: {', '.join(failed) or 'none'}; skipped: {', '.join(skipped) or 'none'}; {options.out}/results.md")
     return 1 if failed else 0
 

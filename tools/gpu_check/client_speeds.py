@@ -154,11 +154,11 @@ class ClientSpeeds:
             written.append(await self._at_rest())
             cached.append(await self._ask(fresh[:kept] + self._prompts(length - kept), AFTER_FIRST))
             by.add(cached[-1].placed)
-        ttft_ms = statistics.median(it.ttft_ms for it in cold)
+        ttft_ms = statistics.median(turn.ttft_ms for turn in cold)
         self._figures[f"TTFT {length} cold, ms"] = round(ttft_ms, 2)
         self._figures[f"prefill {length}, tokens/s"] = round(1e3 * length / ttft_ms)
-        self._figures[f"TTFT {length} 90 % cached, ms"] = round(statistics.median(it.ttft_ms for it in cached), 2)
-        reused, block = min(it.cached for it in cached), self._stack.plan.block_size
+        self._figures[f"TTFT {length} 90 % cached, ms"] = round(statistics.median(turn.ttft_ms for turn in cached), 2)
+        reused, block = min(turn.cached for turn in cached), self._stack.plan.block_size
         self._figures[f"reused of {length} 90 % cached, tokens"] = reused
         self._figures[f"at rest after {length}, ms at most"] = round(1e3 * max(written), 1)
         print(f"{self.doing}: cold {_list(cold)}; cached {_list(cached)}, by {', '.join(sorted(by))}", file=sys.stderr)
@@ -193,14 +193,14 @@ class ClientSpeeds:
             tokens = self._sizes.answer_of(batch)
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._ask(self._prompts(self._sizes.short), tokens)) for _ in range(batch)]
-            answers = [it.result() for it in asked]
-            begin, end = max(it.times[0] for it in answers), min(it.times[-1] for it in answers)
+            answers = [turn.result() for turn in asked]
+            begin, end = max(answer.times[0] for answer in answers), min(answer.times[-1] for answer in answers)
             if begin >= end:  # on a busy CPU short answers end before the last one begins
                 self._figures[f"TPOT {name}, ms"] = f"skipped: {batch} sequences never ran at once"
                 continue
             self._figures[f"TPOT {name}, ms"] = round(1e3 * _tpot_s(answers, begin, end), 3)
             self._figures[f"longest gap {name}, ms"] = round(1e3 * _longest(answers, begin, end), 2)
-            came = sum(it.tokens_between(begin, end) for it in answers)
+            came = sum(answer.tokens_between(begin, end) for answer in answers)
             self._figures[f"{name}, tokens/s"] = round(came / (end - begin))
 
     # --- a long prompt joins -----------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class ClientSpeeds:
         async with asyncio.TaskGroup() as group:
             self.doing = f"starting {sizes.running} sequences"
             tasks = [
-                group.create_task(self._ask(self._prompts(sizes.short), sizes.running_answer, it)) for it in answers
+                group.create_task(self._ask(self._prompts(sizes.short), sizes.running_answer, answer))
+                for answer in answers
             ]
             for answer in answers:
                 await answer.has(sizes.answer // 4)
@@ -251,14 +252,14 @@ class ClientSpeeds:
 
 
 def _list(answers: Sequence[Answer]) -> str:
-    return " ".join(f"{it.ttft_ms:.1f}" for it in answers) + " ms"
+    return " ".join(f"{answer.ttft_ms:.1f}" for answer in answers) + " ms"
 
 
 def _tpot_s(answers: Sequence[Answer], begin: float, end: float) -> float:
     """Seconds per token for one sequence, over all in a time span."""
-    return (end - begin) * len(answers) / max(1, sum(it.tokens_between(begin, end) for it in answers))
+    return (end - begin) * len(answers) / max(1, sum(answer.tokens_between(begin, end) for answer in answers))
 
 
 def _longest(answers: Sequence[Answer], begin: float, end: float) -> float:
     """Longest time without tokens for a sequence, among gaps that overlap a time span."""
-    return max((gap for it in answers for gap in it.gaps(begin, end)), default=0.0)
+    return max((gap for answer in answers for gap in answer.gaps(begin, end)), default=0.0)

@@ -151,7 +151,7 @@ def run(stages: Sequence[Stage], options: Options) -> list[Result]:
     order = {stage.name: number for number, stage in enumerate(stages)}
     with tempfile.TemporaryDirectory(prefix="moonpool-gpu-check-") as scratch:
         for result in _results(stages, options, Path(scratch)):
-            results = sorted([*results, result], key=lambda it: order[it.stage])
+            results = sorted([*results, result], key=lambda result: order[result.stage])
             print(result.line(), flush=True)
             with (options.out / "logs.txt").open("a", encoding="utf-8") as logs:
                 logs.write(f"===== {result.stage}\n{result.log}\n")
@@ -192,10 +192,13 @@ def page(results: Sequence[Result], stages: Sequence[Stage], title: str) -> str:
     """Results as a Markdown page: a table with all stages, then each stage's figures."""
     proves = {stage.name: stage.proves for stage in stages}
     words = {True: "passed", False: "**failed**", None: "skipped"}
-    rows = [f"| {it.stage} | {words[it.ok]} | {it.seconds} | {it.error or ''} |".replace("\n", " ") for it in results]
+    rows = [
+        f"| {result.stage} | {words[result.ok]} | {result.seconds} | {result.error or ''} |".replace("\n", " ")
+        for result in results
+    ]
     parts = [f"# GPU check, {title}", "", "| stage | result | s | error |", "|---|---|--:|---|", *rows]
-    for it in results:
-        parts += ["", f"## {it.stage}", "", proves[it.stage], *_figures(it)]
+    for result in results:
+        parts += ["", f"## {result.stage}", "", proves[result.stage], *_figures(result)]
     return "\n".join(parts) + "\n"
 
 

@@ -79,12 +79,12 @@ class _Running:
         """Wait for the end, tell what passed, and return what failed."""
         ended = self._process.wait()
         cases = list(ElementTree.parse(self._report).iter("testcase")) if self._report.is_file() else []
-        failed = {_title(it) for it in cases if it.find("failure") is not None or it.find("error") is not None}
-        skipped = [it for it in cases if it.find("skipped") is not None]
-        passed = len({_title(it) for it in cases}) - len(failed) - len(skipped)
+        failed = {_title(case) for case in cases if case.find("failure") is not None or case.find("error") is not None}
+        skipped = [case for case in cases if case.find("skipped") is not None]
+        passed = len({_title(case) for case in cases}) - len(failed) - len(skipped)
         figures[f"{name}: passed"] = passed
         if skipped:
-            reasons = sorted({it.find("skipped").get("message", "") for it in skipped})  # type: ignore[union-attr]
+            reasons = sorted({case.find("skipped").get("message", "") for case in skipped})  # type: ignore[union-attr]
             figures[f"{name}: {len(skipped)} not run"] = f"skipped: {'; '.join(reasons)}"
         if failed:
             more = f" and {len(failed) - _NAMES_TOLD} more" if len(failed) > _NAMES_TOLD else ""

@@ -33,7 +33,7 @@ def test_rows_say_whether_limits_are_kept() -> None:
     calm = [Wait(200, 0.05), Wait(400, 0.25), Wait(2000, 0.25), Wait(4000, 0.9)]
     beside = list(rows_of("a case", waits, 0.1, calm))
     assert [(row.limit_value, row.met) for row in beside] == [(0.25, False), (0.9, True)], "each beside its own"
-    slower = [Wait(it.context, 2 * it.seconds) for it in waits]
+    slower = [Wait(wait.context, 2 * wait.seconds) for wait in waits]
     row = growth("a case", [waits, slower, [Wait(200, 0.1), Wait(4000, 0.1)], [Wait(200, 0.1)], []])
     assert row.value == pytest.approx(0.6 / 0.25)
     assert not row.met

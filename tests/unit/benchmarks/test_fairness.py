@@ -10,11 +10,11 @@ from benchmarks.fairness import CALM, FLOOD, MOST_TOKENS, WANTED, quantile, requ
 
 def test_rounds_have_equal_lengths_at_equal_times_and_nothing_to_reuse() -> None:
     alone, flooded = (list(islice(requests("calm 1", words, 2.0, 1000), 30)) for words in ("", FLOOD))
-    assert [(it.at, len(it.prompt), it.answer) for it in alone] == [
-        (it.at, len(it.prompt), it.answer) for it in flooded
+    assert [(request.at, len(request.prompt), request.answer) for request in alone] == [
+        (request.at, len(request.prompt), request.answer) for request in flooded
     ]
     assert all(one.prompt[:16] != other.prompt[:16] for one, other in zip(alone, flooded, strict=True))
-    assert max(len(it.prompt) for it in alone) <= MOST_TOKENS
+    assert max(len(request.prompt) for request in alone) <= MOST_TOKENS
     assert all(500 <= token < 1000 for token in alone[0].prompt)
     other = next(requests("calm 2", "", 2.0, 1000))
     assert (other.at, other.prompt) != (alone[0].at, alone[0].prompt)

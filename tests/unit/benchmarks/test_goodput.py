@@ -45,8 +45,8 @@ def test_limits_are_told_in_seconds_of_the_stack() -> None:
 def test_requests_come_at_the_wanted_rate() -> None:
     trace = [TraceRequest(1000.0 * at * at, 100_000, 5, tuple(range(200))) for at in range(5)]
     found = arrivals(trace, 3, rate=4.0)
-    assert [one.timestamp for one in found] == [0.0, pytest.approx(125.0), pytest.approx(500.0)]
-    assert {(one.input_length, len(one.hash_ids)) for one in found} == {(MOST_TOKENS, 63)}
+    assert [request.timestamp for request in found] == [0.0, pytest.approx(125.0), pytest.approx(500.0)]
+    assert {(request.input_length, len(request.hash_ids)) for request in found} == {(MOST_TOKENS, 63)}
     with pytest.raises(Skipped, match="has 5 requests, 6 are wanted"):
         arrivals(trace, 6, rate=4.0)
 

@@ -24,12 +24,12 @@ from benchmarks.predictions import (
 def test_equal_seeds_give_equal_requests_within_the_loads_bounds(load: Load) -> None:
     asked, same, other = (list(Requests(load, seed).take(200, 2.0)) for seed in (1, 1, 2))
     assert asked == same != other
-    assert all(16 <= len(it.prompt) <= load.most_tokens for it in asked)
-    assert all(load.answer_tokens[0] <= it.answer <= load.answer_tokens[1] for it in asked)
+    assert all(16 <= len(request.prompt) <= load.most_tokens for request in asked)
+    assert all(load.answer_tokens[0] <= request.answer <= load.answer_tokens[1] for request in asked)
     assert asked[0].at == 0.0
     assert all(earlier.at < later.at for earlier, later in itertools.pairwise(asked))
     assert 200 / asked[-1].at == pytest.approx(2.0, rel=0.4)
-    openings = [tuple(it.prompt[:16]) for it in asked]
+    openings = [tuple(request.prompt[:16]) for request in asked]
     assert 0.1 < 1 - len(set(openings)) / len(openings) < 0.5, "some prompts begin with an earlier one"
 
 
@@ -58,19 +58,23 @@ def test_a_row_is_the_median_of_the_rounds_medians() -> None:
 def test_a_load_that_is_sent_again_has_other_tokens_that_begin_alike_where_they_did() -> None:
     asked = list(Requests(REAL, 1).take(40, 2.0))
     same = again(asked)
-    assert [(it.at, len(it.prompt), it.answer) for it in same] == [(it.at, len(it.prompt), it.answer) for it in asked]
-    assert not {tuple(it.prompt[:16]) for it in asked} & {tuple(it.prompt[:16]) for it in same}
+    assert [(request.at, len(request.prompt), request.answer) for request in same] == [
+        (request.at, len(request.prompt), request.answer) for request in asked
+    ]
+    assert not {tuple(request.prompt[:16]) for request in asked} & {tuple(request.prompt[:16]) for request in same}
     for one, other in itertools.combinations(range(40), 2):
         alike = asked[one].prompt[:16] == asked[other].prompt[:16]
         assert alike == (same[one].prompt[:16] == same[other].prompt[:16])
     alone = Requests(REAL, 1).alone(3)
-    assert len({tuple(it.prompt) for it in alone}) == 3
-    assert {(it.at, len(it.prompt), it.answer) for it in alone} == {(0.0, REAL.prompt_tokens, REAL.answer_tokens[1])}
+    assert len({tuple(request.prompt) for request in alone}) == 3
+    assert {(request.at, len(request.prompt), request.answer) for request in alone} == {
+        (0.0, REAL.prompt_tokens, REAL.answer_tokens[1])
+    }
 
 
 def test_noise_is_what_equal_rounds_differ_by() -> None:
     def of(*measured: float) -> dict[str, list[Pair]]:
-        return {"TTFT": [Pair(1.0, it) for it in measured], "TPOT": [Pair(1.0, 1.0)] * 3}
+        return {"TTFT": [Pair(1.0, seconds) for seconds in measured], "TPOT": [Pair(1.0, 1.0)] * 3}
 
     found = twice(of(1.0, 2.0, 3.0), of(1.0, 2.0 * math.exp(math.sqrt(2) * 0.1), 1.0))
     assert found.noise == {"TTFT": pytest.approx(math.expm1(0.1)), "TPOT": 0.0}

@@ -100,13 +100,13 @@ def test_prompts_are_the_traces_and_their_text_is_their_tokens(tmp_path: Path) -
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     asked = prompts(argparse.Namespace(**OPTIONS | {"trace": str(path)}))
-    assert [one.due_s for one in asked] == pytest.approx([0.0, 0.125, 0.25])
-    assert [one.answer_tokens for one in asked] == [5, 16, 16]
+    assert [request.due_s for request in asked] == pytest.approx([0.0, 0.125, 0.25])
+    assert [request.answer_tokens for request in asked] == [5, 16, 16]
     assert asked[0].tokens[: 1 + 2 * BLOCK_SIZE] == asked[1].tokens[: 1 + 2 * BLOCK_SIZE]
     assert asked[0].tokens != asked[1].tokens
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-    assert all(set(one.tokens[1:]) <= set(words(tokenizer)) for one in asked)
-    assert all(len(one.tokens) == 1 + 1100 // 32 for one in asked)
+    assert all(set(request.tokens[1:]) <= set(words(tokenizer)) for request in asked)
+    assert all(len(request.tokens) == 1 + 1100 // 32 for request in asked)
     with pytest.raises(Skipped):
         prompts(argparse.Namespace(**OPTIONS | {"trace": str(path), "requests": 4}))
 

@@ -289,7 +289,7 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
         yield f"stage {stage} builds other kernels than those that the image has"
     if not any("library as l; assert l.get()" in rest for rest in _after_user(images.stages["engine"])):
         yield "image engine: no step tries whether its user gets the kernels"
-    if stage in [one.name for one in images.everything("light")]:
+    if stage in [part.name for part in images.everything("light")]:
         yield f"image light is made from stage {stage}"
 
 

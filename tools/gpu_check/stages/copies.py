@@ -107,7 +107,7 @@ def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
         table = tuple(range(pool.blocks))
         whole = bytes(4 * tokens)
         loads = [_load(place, pool, Step(number, (SequenceStep(bytes(4), tokens - 1, table),))) for number in range(3)]
-        launched, arrived = min(it[0] for it in loads), min(it[1] for it in loads)
+        launched, arrived = min(load[0] for load in loads), min(load[1] for load in loads)
         figures[f"{shape}, as today, to the device"] = _gb_per_s(pool.nbytes, arrived)
         figures[f"{shape}, as today, launching the step that has it, ms"] = round(1e3 * launched, 3)
         expected = pool_bytes(pool.parts[0]).clone()

@@ -19,7 +19,7 @@ def check(where: Where, figures: Figures) -> None:
         return
     stacks = list(map(str, ON_GPU))
     if where.on_gpu:
-        run_tests({it: PytestRun(TESTS, "gpu", it) for it in stacks}, figures)
+        run_tests({stack: PytestRun(TESTS, "gpu", stack) for stack in stacks}, figures)
     else:
         list_tests("parity", PytestRun(TESTS, "gpu", " or ".join(stacks)), figures)
         figures["answers"] = "skipped: make test runs the same tests on staged"

@@ -14,7 +14,7 @@ from tools.gpu_check.test_runs import ROOT
 def test_every_wheel_has_an_exact_version() -> None:
     wanted = pins(WHEELS, (ROOT / "constraints.txt").read_text())
     assert len(wanted) == len(WHEELS)
-    assert all("==" in it for it in wanted)
+    assert all("==" in package for package in wanted)
 
 
 def test_a_package_without_a_version_is_named() -> None:

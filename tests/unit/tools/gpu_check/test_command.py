@@ -20,7 +20,7 @@ def test_a_stage_runs_as_a_process(tmp_path: Path) -> None:
     done = call("--out", str(tmp_path), "--device", "staged", "--tiny", "--only", "copies")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "results.json").read_text())
-    assert [(it["stage"], it["ok"]) for it in told["stages"]] == [("copies", True)]
+    assert [(stage["stage"], stage["ok"]) for stage in told["stages"]] == [("copies", True)]
     assert done.stdout.splitlines()[-1].startswith("failed: none; skipped: none")
 
 

@@ -14,8 +14,8 @@ PACKAGE = "tests.unit.tools.gpu_check.stages"
 def results(out: Path, *names: str, budget_s: float = 600.0) -> dict[str, Result]:
     stages = [Stage.read(PACKAGE, name) for name in names]
     found = run(stages, Options(out, "staged", tiny=True, budget_s=budget_s, package=PACKAGE))
-    assert [it.stage for it in found] == list(names)
-    return {it.stage: it for it in found}
+    assert [result.stage for result in found] == list(names)
+    return {result.stage: result for result in found}
 
 
 def test_each_failure_is_told_and_the_next_stage_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -36,14 +36,14 @@ def test_each_failure_is_told_and_the_next_stage_goes_on(tmp_path: Path, capfd: 
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [line["stage"] for line in lines] == list(found), "one line a stage, and nothing else"
     assert {name: line["ok"] for name, line in zip(found, lines, strict=True)} == {
-        it.stage: it.ok for it in found.values()
+        result.stage: result.ok for result in found.values()
     }
 
 
 def test_results_are_files_with_figures_and_the_log_of_a_failure(tmp_path: Path) -> None:
     results(tmp_path, "passes", "fails")
     told = json.loads((tmp_path / "results.json").read_text())
-    assert [it["stage"] for it in told["stages"]] == ["passes", "fails"]
+    assert [stage["stage"] for stage in told["stages"]] == ["passes", "fails"]
     page = (tmp_path / "results.md").read_text()
     assert "| passes | passed |" in page
     assert "| fails | **failed** |" in page
@@ -51,7 +51,7 @@ def test_results_are_files_with_figures_and_the_log_of_a_failure(tmp_path: Path)
     assert "```\na | b\n1 | 2\n```" in page, "text of several lines is a table"
     assert "Fails after a figure." in page
     assert "===== passes\nprinted by the stage" in (tmp_path / "logs.txt").read_text()
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["logs.txt", "results.json", "results.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs.txt", "results.json", "results.md"]
 
 
 def test_a_stage_over_its_limit_is_ended_with_its_processes(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_budget_cuts_limits_and_skips_visibly(tmp_path: Path) -> None:
 
 def test_a_stage_may_run_beside_the_next(tmp_path: Path) -> None:
     found = results(tmp_path, "waits_for_next", "tells_before")
-    assert [it.ok for it in found.values()] == [True, True]
+    assert [result.ok for result in found.values()] == [True, True]
     assert found["waits_for_next"].figures == {"told": "begun"}
 
 

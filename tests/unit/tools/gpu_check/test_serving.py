@@ -124,7 +124,7 @@ def test_gaps_are_those_that_overlap_a_span() -> None:
 
 def answer_of(tokens: Sequence[int], gap: float = 2.0) -> Answer:
     """An answer whose tokens have a second best that lies so far below."""
-    told = [TokenLogprobs(it, -0.1, 1, ((it, -0.1), (511, -0.1 - gap))) for it in tokens]
+    told = [TokenLogprobs(token, -0.1, 1, ((token, -0.1), (511, -0.1 - gap))) for token in tokens]
     result: Any = SimpleNamespace(token_ids=tokens, logprobs=told)
     return Answer(tokens=list(tokens), result=result)
 
@@ -231,4 +231,4 @@ def test_a_checkpoint_is_created_once(tmp_path: Path) -> None:
     again: Figures = {}
     assert checkpoint(where, served, again) == folder
     assert not again
-    assert [it.name for it in tmp_path.iterdir()] == ["tiny-llama-float32"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama-float32"]
