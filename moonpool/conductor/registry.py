@@ -13,8 +13,9 @@ from moonpool.base.cluster.proto_conversion import check_instance, session_order
 from moonpool.base.errors import InvalidRequest, Mismatch, NotFound, Unavailable
 from moonpool.base.kv.keys import pack_keys, unpack_keys
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.rpc.auth import require_role
-from moonpool.base.rpc.channels import Channels, ProcessorWait
+from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.connection_monitor import ProcessorWait
+from moonpool.base.rpc.roles import require_role
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.sampling_params import LORA
 from moonpool.base.telemetry.logs import get_logger

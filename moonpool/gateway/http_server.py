@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from moonpool.base import world
 from moonpool.base.config import is_loopback, parse_address
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import WatchedFiles
+from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.serving.envelope import MAX_HEAD_BYTES
