@@ -22,7 +22,7 @@ from benchmarks.attacks_hostile import ATTACKS, CALM, HOSTILE, MIB, Gateway, cha
 from benchmarks.fairness import quantile
 from benchmarks.frame import Progress, Row, bounded, run
 from moonpool.base.bundled import model_dir
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
 
 P99_AT_MOST, LONGEST_AT_MOST, TTFT_AT_MOST = 2.0, 5.0, 1.3

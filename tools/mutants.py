@@ -70,7 +70,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.engine.decode.live_requests",
     ),
     "tenant": (
-        "moonpool.base.rpc.auth",
+        "moonpool.base.rpc.api_keys",
+        "moonpool.base.rpc.roles",
         "moonpool.base.scheduling.budgets",
         "moonpool.base.scheduling.fair_share",
         "moonpool.conductor.core.memory_queue",

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import ROLE_URI, ROLES, fingerprint
+from moonpool.base.rpc.roles import ROLE_URI, ROLES, fingerprint
 from moonpool.base.rpc.tls import NAME
 
 AUTHORITY_DAYS = 3650

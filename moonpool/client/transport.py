@@ -12,7 +12,8 @@ from google.protobuf.message import Message
 
 from moonpool.base import world
 from moonpool.base.errors import MoonpoolError, Unavailable
-from moonpool.base.rpc.channels import ConnectionMonitor, check_health
+from moonpool.base.rpc.channels import check_health
+from moonpool.base.rpc.connection_monitor import ConnectionMonitor
 from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error
 from moonpool.base.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.client.tracing import metadata

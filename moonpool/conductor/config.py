@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from moonpool.base.config import Assignments, ByteSize, ListenAddress, OptionalAddress, read_mapping
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.delete_kv import check_ttls
-from moonpool.base.rpc.auth import ClientPortConfig
+from moonpool.base.rpc.api_keys import ClientPortConfig
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.conductor.core.admission import AdmissionMode
 from moonpool.conductor.core.roles import RoleLimits

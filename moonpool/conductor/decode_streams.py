@@ -13,7 +13,8 @@ from typing import Protocol
 from moonpool.base.contracts import logprobs_from_proto, logprobs_to_proto
 from moonpool.base.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.base.logprobs import Logprobs
-from moonpool.base.rpc.channels import Channels, ConnectionMonitor, MonitoredCall, check_health
+from moonpool.base.rpc.channels import Channels, check_health
+from moonpool.base.rpc.connection_monitor import ConnectionMonitor, MonitoredCall
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.client_stream import ClientStream
 from moonpool.conductor.core.failures import FENCE_FIELD

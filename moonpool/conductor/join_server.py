@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from moonpool.base import world
 from moonpool.base.errors import InvalidRequest, Mismatch, Unavailable
-from moonpool.base.rpc.auth import require_role
-from moonpool.base.rpc.channels import ProcessorWait
+from moonpool.base.rpc.connection_monitor import ProcessorWait
+from moonpool.base.rpc.roles import require_role
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.server_stream import ServerStream

@@ -17,7 +17,7 @@ import grpc
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import selection_from_proto
 from moonpool.base.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
-from moonpool.base.rpc.auth import is_client, tenant_of
+from moonpool.base.rpc.roles import is_client, tenant_of
 from moonpool.base.rpc.stream_writes import bare_write, write_each
 from moonpool.base.scheduling.fair_share import may_admit
 from moonpool.base.scheduling.sessions import MAX_SESSION_S

@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv.pool import KVPool, shared_memory
+from moonpool.base.kv.memory import shared_memory
+from moonpool.base.kv.pool import KVPool
 
 
 class PoolMemory:

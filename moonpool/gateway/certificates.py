@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import WatchedFiles
+from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer, model_name, resolve
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc.auth import ApiKeys
+from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.tls import Security
 from moonpool.base.telemetry.logs import get_logger

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.base.config import ByteSize, Folders, PeerAddresses, read_mapping
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import ClientPortConfig
+from moonpool.base.rpc.api_keys import ClientPortConfig
 from moonpool.base.transport.config import TransportConfig
 from moonpool.kvstore.eviction.policies import POLICIES
 from moonpool.kvstore.eviction.tenants import TenantRow, check_rows

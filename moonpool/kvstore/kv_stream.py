@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from moonpool.base.kv.blocks import BlockFormat, block_format
 from moonpool.base.kv_transfer.read_server import check_hello
-from moonpool.base.rpc.auth import own_tenant
+from moonpool.base.rpc.roles import own_tenant
 from moonpool.base.transport.server_stream import ServerStream
 
 Req = TypeVar("Req", bound=Message)

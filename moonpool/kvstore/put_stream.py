@@ -24,7 +24,7 @@ from moonpool.base.kv.iovec import BytesLike
 from moonpool.base.kv.keys import KEY_BYTES, unpack_keys
 from moonpool.base.kv.layout import MAX_SLICE_BYTES
 from moonpool.base.kv.values import check_owned
-from moonpool.base.rpc.auth import check_tenant
+from moonpool.base.rpc.roles import check_tenant
 from moonpool.base.transport.flow_control import CreditReturn, StreamTraffic
 from moonpool.base.transport.framing import (
     PUT,

@@ -20,10 +20,10 @@ from moonpool.base.kv.blocks import PARTS, KeyChanges
 from moonpool.base.kv.keys import BlockKey, unpack_keys
 from moonpool.base.kv.native_copy import copy_verified
 from moonpool.base.kv.values import check_owned, tenant_tag
-from moonpool.base.rpc.auth import own_tenant, tenant_of
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.roles import own_tenant, tenant_of
 from moonpool.base.rpc.server import Service, serving
 from moonpool.base.rpc.stream_writes import bare_write
 from moonpool.base.rpc.tls import Security

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import PermissionDenied, Unauthenticated, Unavailable
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.rpc.tls import Tls
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.certs import Authority

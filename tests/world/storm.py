@@ -38,7 +38,7 @@ import jsonschema
 from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, Overloaded, Unavailable
 from moonpool.base.logprobs import TokenLogprobs
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.base.rpc.tuning import tune_gc
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.transport import fault_injection

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,74 +22,19 @@ from grpc_reflection.v1alpha import reflection
 
 from moonpool.base import world
 from moonpool.base.config import format_address, is_loopback, parse_address
-from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unsupported
+from moonpool.base.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from moonpool.base.rpc import messages
-from moonpool.base.rpc.auth import RoleGate
 from moonpool.base.rpc.errors import DETAIL_KEY, to_status
 from moonpool.base.rpc.messages import END_OF_STREAM
+from moonpool.base.rpc.peer_calls import DEFAULT_LIMITS, CallLimits, PeerCalls
+from moonpool.base.rpc.roles import RoleGate
 from moonpool.base.rpc.stream_writes import write_whole
 from moonpool.base.rpc.tls import Security
 from moonpool.base.rpc.tuning import CONNECTION_OPTIONS
 from moonpool.base.telemetry.logs import get_logger
 
-RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """Bounds for each peer, that is, for each host.
-
-    Attributes:
-        calls: all kinds together.
-        streams: long-lived calls on which the peer may send many messages.
-    """
-
-    calls: int = 8192
-    streams: int = 1024
-
-
-DEFAULT_LIMITS = CallLimits()
-
-
-class PeerCalls:
-    """Counts each peer's open calls."""
-
-    def __init__(self, limits: CallLimits) -> None:
-        self._limits = limits
-        self._calls: Counter[str] = Counter()
-        self._streams: Counter[str] = Counter()
-
-    @property
-    def open(self) -> int:
-        return self._calls.total()
-
-    @contextmanager
-    def call(self, peer: str, *, stream: bool) -> Iterator[None]:
-        """Count a call from `peer` ("ipv4:host:port", as gRPC names the peer) while the body runs.
-
-        Raises:
-            Overloaded: The peer has too many open calls already.
-        """
-        host = peer.rpartition(":")[0]
-        counted = [(self._calls, self._limits.calls, "calls")]
-        if stream:
-            counted.append((self._streams, self._limits.streams, "streams"))
-        for counts, limit, what in counted:
-            if counts[host] >= limit:
-                raise Overloaded(f"{limit} {what} of {host} are open", reason="peer_calls", retry_after_s=RETRY_AFTER_S)
-        for counts, _, _ in counted:
-            counts[host] += 1
-        try:
-            yield
-        finally:
-            for counts, _, _ in counted:
-                counts[host] -= 1
-                if not counts[host]:
-                    del counts[host]
-
-
-Service = tuple[ServiceDescriptor, object]
 log = get_logger(__name__)
+Service = tuple[ServiceDescriptor, object]
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,

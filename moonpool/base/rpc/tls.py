@@ -17,7 +17,9 @@ import grpc
 from moonpool.base import world
 from moonpool.base.config import ENV_PREFIX, ServiceConfig
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import ApiKeys, RoleGate, WatchedFiles
+from moonpool.base.rpc.api_keys import ApiKeys
+from moonpool.base.rpc.roles import RoleGate
+from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
 
 NAME = "moonpool"

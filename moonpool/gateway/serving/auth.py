@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from moonpool.base import world
 from moonpool.base.errors import PermissionDenied
-from moonpool.base.rpc.auth import ApiKeys, BudgetOwner
+from moonpool.base.rpc.api_keys import ApiKeys, BudgetOwner
 from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.gateway.serving.body import Body, BodyT

@@ -35,7 +35,7 @@ from moonpool.base import world
 from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.blocks import MAX_TENANT_BYTES, BlockInfo
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.rpc.auth import WatchedFiles
+from moonpool.base.rpc.watched_files import WatchedFiles
 from moonpool.base.telemetry.logs import get_logger
 
 log = get_logger(__name__)

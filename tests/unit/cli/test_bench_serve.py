@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.errors import ConfigError, Internal, MoonpoolError, Overloaded
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.cli import bench_serve
 from moonpool.cli.bench_serve import check_options, exit_status, json_report, send_load, summary_table
 from moonpool.cli.load_generator.loops import RequestOutcome

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moonpool.base.rpc.auth import ROLES, fingerprint
+from moonpool.base.rpc.roles import ROLES, fingerprint
 from moonpool.cli.certs import app
 
 

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from moonpool.base import world
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import Tokenizer
-from moonpool.base.rpc.auth import ApiKeys
+from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from moonpool.base.rpc.auth import BudgetOwner, KeyLimits, hash_key
+from moonpool.base.rpc.api_keys import BudgetOwner, KeyLimits, hash_key
 from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer

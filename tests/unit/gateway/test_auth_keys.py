@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import ConfigError, Unauthenticated
-from moonpool.base.rpc.auth import ApiKeys, KeyFile, KeyLimits, hash_key, parse_keys
+from moonpool.base.rpc.api_keys import ApiKeys, KeyFile, KeyLimits, hash_key, parse_keys
 from moonpool.client.testing import FakeConductor
 from tests.unit.clocks import hurried
 

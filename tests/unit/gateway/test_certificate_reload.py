@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc.auth import CHECK_INTERVAL_S, WatchedFiles
+from moonpool.base.rpc.watched_files import CHECK_INTERVAL_S, WatchedFiles
 from moonpool.cli.certs import app
 from moonpool.gateway.certificates import ReloadedCertificate
 from tests.unit.gateway.test_http_server import CLOSING, serving

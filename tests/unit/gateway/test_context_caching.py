@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.base.errors import NotFound
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor
 from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS, MAX_PARAGRAPH_CHARS
 from moonpool.v1 import conductor_pb2 as pb

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.bundled import model_dir
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.gateway.http_connection import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES, TURNS_BYTES, ParseTurns
 from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.base.rpc.auth import hash_key
+from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor
 from moonpool.v1 import conductor_pb2 as pb
 

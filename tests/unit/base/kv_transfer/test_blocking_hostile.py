@@ -210,7 +210,7 @@ async def test_a_put_that_names_more_deletions_than_fit_takes_a_transfer() -> No
             store.recv(1)
 
 
-async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
+async def test_a_connection_that_has_ended_keeps_nothing_of_the_caller() -> None:
     with joined() as (connection, store):
         store.sendall(good().encoded(len(WHOLE)) + WHOLE[:9])
         store.shutdown(socket.SHUT_WR)
@@ -234,7 +234,7 @@ async def ended(connection: BlockingConnection, store: socket.socket, end: Calla
         await putting
 
 
-async def test_whatever_ends_a_lane_ends_the_exchange_on_it() -> None:
+async def test_whatever_ends_a_connection_ends_the_exchange_on_it() -> None:
     with joined() as (connection, store):
         await ended(connection, store, store.close)
         assert await asyncio.to_thread(put, connection) is None

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from moonpool.base.rpc.channels import PROBES, ConnectionMonitor, MonitoredCall, ProcessorWait
+from moonpool.base.rpc.connection_monitor import PROBES, ConnectionMonitor, MonitoredCall, ProcessorWait
 from moonpool.base.rpc.server import serving
 from moonpool.client import AsyncClient
 from tests.unit.client.test_grpc import DESCRIPTOR, Scripted

@@ -12,7 +12,8 @@ import pytest
 
 from moonpool.base import errors
 from moonpool.base.rpc.errors import DETAIL_KEY, from_rpc_error, to_status
-from moonpool.base.rpc.server import CallLimits, ErrorInterceptor, PeerCalls
+from moonpool.base.rpc.peer_calls import CallLimits, PeerCalls
+from moonpool.base.rpc.server import ErrorInterceptor
 from moonpool.v1 import kv_pb2
 
 OVERLOADED = errors.Overloaded(

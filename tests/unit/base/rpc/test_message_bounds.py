@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from moonpool.base.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.base.rpc import messages
 from moonpool.base.rpc.messages import MAX_FIELDS, MAX_NUMBERS, MAX_TEXT_BYTES, MESSAGE_BYTES, UNCHECKED_BYTES
-from moonpool.base.rpc.server import CallLimits, PeerCalls
+from moonpool.base.rpc.peer_calls import CallLimits, PeerCalls
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from tests.examples import each
 from tests.unit.base.rpc.hostile import ATTACKS, OF_A_TYPE, OF_NO_TYPE, field

@@ -25,7 +25,8 @@ from moonpool.base.errors import (
 )
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.messages import END_OF_STREAM, PayloadMessage
-from moonpool.base.rpc.server import CallLimits, RunningServer, Service, serving
+from moonpool.base.rpc.peer_calls import CallLimits
+from moonpool.base.rpc.server import RunningServer, Service, serving
 from moonpool.base.transport.grpc import payload_stream
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
 

@@ -9,22 +9,20 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from moonpool.base.errors import ConfigError, MoonpoolError, PermissionDenied, Unauthenticated, Unavailable
-from moonpool.base.rpc.auth import (
+from moonpool.base.rpc.api_keys import ApiKeys, hash_key
+from moonpool.base.rpc.channels import Channels, probe
+from moonpool.base.rpc.roles import (
     ALLOWED,
-    CHECK_INTERVAL_S,
-    ApiKeys,
     RoleGate,
-    WatchedFiles,
     current_caller,
     fingerprint,
-    hash_key,
     parse_revoked,
     require_role,
     tenant_of,
 )
-from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.server import RunningServer, Service, serving
 from moonpool.base.rpc.tls import Security, Tls
+from moonpool.base.rpc.watched_files import CHECK_INTERVAL_S, WatchedFiles
 from moonpool.v1 import adapter_pb2, conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from tests.unit.clocks import hurried

@@ -98,7 +98,7 @@ def certificates() -> Path:
     return folder
 
 
-def lane_settings(names: str, folder: Path) -> dict[str, Any]:
+def transport_settings(names: str, folder: Path) -> dict[str, Any]:
     """The settings of a process with these transports."""
     settings: dict[str, Any] = {"kv_transports": names, "kv_transports_dir": folder}
     if "tls" in names:
@@ -113,7 +113,7 @@ class Cuttable(TransportDialer):
     def __init__(
         self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
     ) -> None:
-        super().__init__(open_transports(TransportConfig(**lane_settings(names, folder))), share, **options)
+        super().__init__(open_transports(TransportConfig(**transport_settings(names, folder))), share, **options)
         self.made: list[ZeroCopyConnection[Any]] = []
 
     async def dial(self, *args: Any, **options: Any) -> ZeroCopyConnection[Any]:

@@ -17,7 +17,7 @@ from moonpool.base.transport.registry import open_transports, transport_class, t
 from moonpool.base.transport.shared_memory import SharedMemoryTransport, machine_id, remove_stale, socket_path
 from moonpool.v1 import kv_pb2
 from tests.unit.base.rpc.certificates import issue
-from tests.unit.base.transport.pairs import certificates, lane_settings
+from tests.unit.base.transport.pairs import certificates, transport_settings
 
 LOCAL, TCP, TLS = kv_pb2.TRANSPORT_KIND_LOCAL, kv_pb2.TRANSPORT_KIND_TCP, kv_pb2.TRANSPORT_KIND_TLS
 NIXL = kv_pb2.TRANSPORT_KIND_NIXL
@@ -54,7 +54,7 @@ def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("connections", ["rdma", "local,,tcp", "local,local", "Local"])
-def test_unknown_lanes_are_refused_by_name(connections: str) -> None:
+def test_unknown_transports_are_refused_by_name(connections: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp, tls, nixl"):
         TransportConfig.load(["--kv-transports", connections])
 
@@ -62,7 +62,7 @@ def test_unknown_lanes_are_refused_by_name(connections: str) -> None:
 def test_with_certificates_tcp_is_within_tls_unless_the_network_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = [f"{name}={value}" for name, value in lane_settings("tls", tmp_path).items() if "tls_" in name]
+    settings = [f"{name}={value}" for name, value in transport_settings("tls", tmp_path).items() if "tls_" in name]
     tls = [part for setting in settings for part in ("--set", setting)]
     assert names(opened(tmp_path, "--kv-transports", "local,tcp", *tls)) == ["local", "tls"]
     assert names(opened(tmp_path, "--kv-transports", "tcp,tls", *tls)) == ["tls"]
@@ -117,7 +117,7 @@ def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / ("x" * 100))
 
 
-def test_without_a_folder_of_its_own_choice_a_process_does_without_local_lanes(
+def test_without_a_folder_of_its_own_choice_a_process_does_without_local_transport(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

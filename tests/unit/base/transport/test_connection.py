@@ -145,7 +145,7 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
         (LENGTH_PREFIX.pack(4, 0) + b"\x0a\x02\xff\xff", "malformed message"),
     ],
 )
-async def test_what_is_not_proper_ends_the_lane(sent: bytes, says: str) -> None:
+async def test_what_is_not_proper_ends_the_connection(sent: bytes, says: str) -> None:
     pool = pool_of()
     async with pair(pool) as link:
         await link.socks[0].send([sent])
@@ -182,7 +182,7 @@ async def test_a_peer_that_leaves_anywhere(sent: bytes) -> None:
             await read(link.server)
 
 
-async def test_payloads_that_are_held_fail_with_the_lane() -> None:
+async def test_payloads_that_are_held_fail_with_the_connection() -> None:
     pool = pool_of()
     async with pair(pool) as link:
         shown = link.held([pool.slice(0, 0)])
@@ -200,7 +200,7 @@ async def test_payloads_that_are_held_fail_with_the_lane() -> None:
     pool.close()
 
 
-async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() -> None:
+async def test_regions_of_a_connection_that_ends_are_unmapped_beside_the_event_loop() -> None:
     """Who unmaps the last of a dead peer's pool gives all of its memory back to the system, which takes a while."""
     go, closed = threading.Event(), threading.Event()
 

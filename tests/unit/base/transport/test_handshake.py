@@ -117,7 +117,7 @@ async def raw(
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> None:
+async def test_an_offer_that_is_taken_is_a_connection(sockets: Path, name: str) -> None:
     async with ends(sockets, name) as both:
         offer = both.offer()
         connection = await both.dial(offer)
@@ -143,7 +143,7 @@ async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
         assert (list(writing.readable), writing.borrowed is not None) == ([1], False)
 
 
-async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -> None:
+async def test_the_client_s_best_transport_that_both_have_is_offered(sockets: Path) -> None:
     async with ends(sockets) as both:
         for connections, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
             hello = kv_pb2.StreamHello(transport_place=both.transports[0].scope)
@@ -158,7 +158,7 @@ async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -
         assert both.offer(transport_place="anywhere") is None
 
 
-async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) -> None:
+async def test_another_machine_user_or_folder_gets_no_local_transport(sockets: Path) -> None:
     async with ends(sockets, "local") as both:
         assert both.offer(transport_place="elsewhere") is None
     async with ends(sockets) as both:
@@ -168,7 +168,7 @@ async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) 
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_a_token_opens_one_lane_of_its_kind_at_its_epoch(sockets: Path, name: str) -> None:
+async def test_a_token_opens_one_connection_of_its_kind_at_its_epoch(sockets: Path, name: str) -> None:
     async with ends(sockets) as both:
         kind = kv_pb2.TransportKind.Value(f"TRANSPORT_KIND_{name.upper()}")
         hello = kv_pb2.StreamHello(transports=[kind], transport_place=both.transports[0].scope)
@@ -267,7 +267,7 @@ async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(s
         (sockets / "hung").unlink()
 
 
-async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: Path) -> None:
+async def test_transports_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: Path) -> None:
     async with ends(sockets) as both:
         dialer = TransportDialer(both.transports, retry_s=60.0)
         now = asyncio.get_running_loop().time()

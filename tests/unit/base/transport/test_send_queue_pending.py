@@ -69,7 +69,7 @@ class Writer:
         await self.task
 
 
-async def test_a_sender_waits_until_the_lane_is_done_with_its_memory() -> None:
+async def test_a_sender_waits_until_the_connection_is_done_with_its_memory() -> None:
     writer, data = Writer(), memoryview(bytearray(b"abcd"))
     putting = writer.put(1, [data, data[:2]])
     item = await writer.item()
@@ -128,7 +128,7 @@ async def test_a_sender_that_leaves_later_waits_until_its_memory_is_free() -> No
     await writer.end()
 
 
-async def test_a_lane_that_is_not_done_in_time_is_ended() -> None:
+async def test_a_connection_that_is_not_done_in_time_is_ended() -> None:
     writer = Writer()
     putting = writer.put(1, timeout_s=0.001)
     await writer.item()
@@ -142,7 +142,7 @@ async def test_a_lane_that_is_not_done_in_time_is_ended() -> None:
     await writer.end()
 
 
-async def test_of_several_that_are_given_up_the_lane_ends_what_it_began_and_the_others_do_not_go() -> None:
+async def test_of_several_that_are_given_up_the_connection_ends_what_it_began_and_the_others_do_not_go() -> None:
     writer = Writer()
     begin = [
         await writer.send_queue.begin(

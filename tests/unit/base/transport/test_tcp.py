@@ -14,7 +14,7 @@ from moonpool.base.transport.base import ListenOptions
 from moonpool.base.transport.config import TransportConfig
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.tcp import tune_tcp
-from tests.unit.base.transport.pairs import lane_settings
+from tests.unit.base.transport.pairs import transport_settings
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux' choice of congestion control")
 
@@ -53,7 +53,9 @@ def test_to_another_address_the_systems_choice_stands() -> None:
 
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_plain_tcp_that_others_can_reach_says_so(host: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    files = {name: value for name, value in lane_settings("tls", Path("/unused")).items() if name.startswith("tls_")}
+    files = {
+        name: value for name, value in transport_settings("tls", Path("/unused")).items() if name.startswith("tls_")
+    }
     for trusted in (True, False):
         caplog.clear()
         config = TransportConfig(

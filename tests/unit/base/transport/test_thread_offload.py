@@ -79,7 +79,7 @@ async def test_what_comes_behind_a_payload_waits_until_it_has_landed(mapped: boo
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-async def test_a_thread_is_waited_for_when_the_lane_has_ended_and_nothing_is_told_then(mapped: bool) -> None:
+async def test_a_thread_is_waited_for_when_the_connection_has_ended_and_nothing_is_told_then(mapped: bool) -> None:
     pool = pool_of()
     async with pair(pool if mapped else None) as connection:
         serving = Serving(connection)
@@ -95,7 +95,7 @@ async def test_a_thread_is_waited_for_when_the_lane_has_ended_and_nothing_is_tol
     pool.close()
 
 
-async def test_damage_and_defects_are_told_and_the_lane_goes_on() -> None:
+async def test_damage_and_defects_are_told_and_the_connection_goes_on() -> None:
     pool = pool_of()
     async with pair(pool) as connection:
         serving = Serving(connection)
@@ -127,7 +127,7 @@ async def test_small_payloads_land_on_the_loop() -> None:
     pool.close()
 
 
-async def test_a_lane_that_was_paused_meanwhile_goes_on_when_both_are_over() -> None:
+async def test_a_connection_that_was_paused_meanwhile_goes_on_when_both_are_over() -> None:
     pool = pool_of()
     async with pair(pool) as connection:
         serving = Serving(connection)

@@ -27,7 +27,7 @@ from moonpool.base.transport.tcp import TcpTransport
 from moonpool.base.transport.tls import RECORD_BYTES, TlsSocket
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.base.rpc.certificates import tls
-from tests.unit.base.transport.pairs import REQUEST, certificates, lane_settings, read
+from tests.unit.base.transport.pairs import REQUEST, certificates, read, transport_settings
 
 EPOCH = 9
 WAIT_S = 60.0
@@ -67,7 +67,7 @@ def client(files: Tls) -> TransportDialer:
 
 @asynccontextmanager
 async def served(files: Tls | None = None, *, handshake_s: float = WAIT_S) -> AsyncIterator[Server]:
-    config = TransportConfig(**lane_settings("tls", Path("/unused")))
+    config = TransportConfig(**transport_settings("tls", Path("/unused")))
     server = Server(TransportListener(open_transports(config, files), EPOCH, handshake_s=handshake_s))
     async with server.listener.running(config):
         yield server

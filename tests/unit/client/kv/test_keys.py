@@ -10,8 +10,9 @@ import pytest
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.values import value_key, value_namespace
-from moonpool.base.rpc.auth import ApiKeys, RoleGate, hash_key
+from moonpool.base.rpc.api_keys import ApiKeys, hash_key
 from moonpool.base.rpc.channels import Channels
+from moonpool.base.rpc.roles import RoleGate
 from moonpool.base.rpc.server import serving
 from moonpool.base.rpc.tls import Security, Tls
 from moonpool.client.kv import AsyncKVClient, PermissionDenied, Unauthenticated

@@ -15,7 +15,7 @@ from moonpool.base.kv.frames import Slice
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.kv_transfer.sender import TransferSender
 from tests.unit.base.transport.fakes import LAYOUT
-from tests.unit.base.transport.pairs import NIXL, Cuttable, lane_settings, shared
+from tests.unit.base.transport.pairs import NIXL, Cuttable, shared, transport_settings
 from tests.unit.engine.decode.calls import conducting, reserve, sending
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
@@ -49,7 +49,7 @@ async def transferring(
 ) -> AsyncIterator[tuple[Decode, TransferSender, Cuttable, KVPool]]:
     pool = pool_of(TOKENS)
     dialer = Cuttable(transport, folder, shared(pool), **options)
-    async with decoding(**lane_settings(transport, folder)) as decode, sending(decode, dialer) as sender:
+    async with decoding(**transport_settings(transport, folder)) as decode, sending(decode, dialer) as sender:
         yield decode, sender, dialer, pool
     pool.close()
 
@@ -89,7 +89,7 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(
+async def test_a_connection_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(
     sockets: Path, transport: str
 ) -> None:
     async with transferring(sockets, transport) as (decode, sender, dialer, pool):

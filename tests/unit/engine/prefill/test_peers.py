@@ -8,7 +8,7 @@ from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.kv.keys import block_keys
 from moonpool.base.scheduling.kv_deletion import DeleteKV
 from tests.unit.base.transport.fakes import LAYOUT, ROOT
-from tests.unit.base.transport.pairs import lane_settings
+from tests.unit.base.transport.pairs import transport_settings
 from tests.unit.engine.prefill.calls import assert_arrived, begin, dismiss, promised, source
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, Prefill, decoding, prefilling, prompt, spec
@@ -42,7 +42,7 @@ async def test_reads_from_another_prefill() -> None:
 
 @pytest.mark.parametrize("transport", ["local", "tcp", "tls"])
 async def test_reads_over_a_transport(transport: str, sockets: Path) -> None:
-    transports = lane_settings(transport, sockets)
+    transports = transport_settings(transport, sockets)
     async with prefilling(epoch=6, **transports) as peer, prefilling(**transports) as prefill:
         await warm(peer)
         told = await (

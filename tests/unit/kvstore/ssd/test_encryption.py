@@ -17,7 +17,7 @@ from moonpool.base.cluster.proto_conversion import DELETION
 from moonpool.base.errors import ConfigError
 from moonpool.base.kv.blocks import DramBlock
 from moonpool.base.kv.keys import BlockKey, bind, slice_hash
-from moonpool.base.rpc import auth
+from moonpool.base.rpc import watched_files
 from moonpool.cli.kvstore import app
 from moonpool.client.kv import AsyncKVClient
 from moonpool.kvstore import deletion
@@ -251,7 +251,7 @@ async def test_a_tenant_is_deleted_by_its_keys_while_the_store_serves(
     data: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "LOOK_S", 0.001)
-    monkeypatch.setattr(auth, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
     async with rig(data, encryption_keys=file) as rigged:
         await rigged.put(RIG_KEYS[:3], "ours")
         await rigged.put(RIG_KEYS[3:5], "theirs")

@@ -48,7 +48,7 @@ async def test_room_is_given_first_come_first_served() -> None:
     assert len(queue) == 0
 
 
-async def test_waiting_in_one_lane_does_not_delay_another() -> None:
+async def test_waiting_in_one_group_does_not_delay_another() -> None:
     rooms, queue = Rooms(1), MemoryWaitQueue(9)
     large = asyncio.ensure_future(queue.get(lambda: rooms.attempt(3), rooms.undo, 10, group="t"))
     await asyncio.sleep(0)

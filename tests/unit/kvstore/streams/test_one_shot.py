@@ -36,18 +36,18 @@ from moonpool.base.transport.registry import open_transports
 from moonpool.kvstore.get_stream import GetStream
 from moonpool.kvstore.put_stream import PutStream
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from tests.unit.base.transport.pairs import lane_settings
+from tests.unit.base.transport.pairs import transport_settings
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, Rig, rig
 
-LANES = ["local", "tcp", "tls"]
+ONE_SHOT_TRANSPORTS = ["local", "tcp", "tls"]
 TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
 async def storing(folder: Path, connection: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(**lane_settings(connection, folder), **settings) as store:
-        store.dialer = TransportDialer(open_transports(TransportConfig(**lane_settings(connection, folder))))
+    async with rig(**transport_settings(connection, folder), **settings) as store:
+        store.dialer = TransportDialer(open_transports(TransportConfig(**transport_settings(connection, folder))))
         yield store
         await store.at_rest()
 
@@ -142,7 +142,7 @@ async def test_hashes_may_come_with_the_message_or_behind_the_payload(sockets: P
         assert await store.read(KEYS[:4]) == [data_of(key) for key in KEYS[:4]]
 
 
-@pytest.mark.parametrize("connection", LANES)
+@pytest.mark.parametrize("connection", ONE_SHOT_TRANSPORTS)
 async def test_blocks_come_back_as_they_were_put(sockets: Path, connection: str) -> None:
     staging = SharedMemory(ONE_SHOT_BYTES) if connection == "local" else None
     async with storing(sockets, connection) as store:
@@ -278,7 +278,7 @@ IMPROPER = [
 ]
 
 
-async def test_a_put_on_a_lane_of_reads_ends_it(sockets: Path) -> None:
+async def test_a_put_on_a_connection_of_reads_ends_it(sockets: Path) -> None:
     async with storing(sockets, "tcp") as store, reading(store) as (stream, connection):
         message, fields = put_of([])
         with pytest.raises(StreamBroken):
@@ -287,7 +287,7 @@ async def test_a_put_on_a_lane_of_reads_ends_it(sockets: Path) -> None:
             await stream.ended()
 
 
-async def test_what_is_improper_ends_its_lane_only(sockets: Path) -> None:
+async def test_what_is_improper_ends_its_connection_only(sockets: Path) -> None:
     staging = SharedMemory(ONE_SHOT_BYTES)
 
     async def try_(store: Rig, message: OneShotMessage) -> None:
@@ -325,7 +325,7 @@ def nonsense(rng: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_nonsense_is_answered_or_ends_its_lane(sockets: Path) -> None:
+async def test_nonsense_is_answered_or_ends_its_connection(sockets: Path) -> None:
     seed = 5
     print("seed", seed)
     rng, staging = random.Random(seed), SharedMemory(ONE_SHOT_BYTES)
@@ -382,7 +382,7 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
         assert store.gauges()["dram_reserved_bytes"] == 0
 
 
-async def test_a_lane_ends_with_its_call_and_an_exchange_with_its_lane(sockets: Path) -> None:
+async def test_a_connection_ends_with_its_call_and_an_exchange_with_its_connection(sockets: Path) -> None:
     async with storing(sockets, "local") as store, reading(store) as (stream, connection):
         await store.put(KEYS[:1])
         stream.break_(StreamBroken("cut"))

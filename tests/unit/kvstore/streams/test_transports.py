@@ -19,7 +19,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.store_writer import StoreWriter
 from moonpool.base.transport.config import TRANSPORTS
 from moonpool.base.transport.stream_spec import StreamSettings
-from tests.unit.base.transport.pairs import NIXL, Cuttable, lane_settings, shared
+from tests.unit.base.transport.pairs import NIXL, Cuttable, shared, transport_settings
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 
@@ -38,7 +38,7 @@ async def storing(
             data = memoryview(slice_of(key, layer))
             pool.write(layer, index, data, slice_hash(data))
     dialer = Cuttable(connection, folder, shared(pool), **options)
-    async with rig(**lane_settings(connection, folder), dram_bytes=dram_bytes) as store:
+    async with rig(**transport_settings(connection, folder), dram_bytes=dram_bytes) as store:
         store.dialer = dialer
         yield store, dialer, pool
         await store.at_rest()
@@ -102,7 +102,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, connection: str)
 
 
 @pytest.mark.parametrize("connection", ["local", "tcp", "tls"])
-async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
+async def test_a_connection_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
     sockets: Path, connection: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with storing(sockets, connection, retry_s=0.0) as (store, dialer, pool), writing(store) as writer:
@@ -141,7 +141,7 @@ async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, connectio
         assert await store.read(KEYS[:3]) == expected(3)
 
 
-async def test_a_lane_that_cannot_be_opened_is_told_once(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_connection_that_cannot_be_opened_is_told_once(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         os.unlink(store.service.listener.addresses["local"])
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
@@ -150,7 +150,7 @@ async def test_a_lane_that_cannot_be_opened_is_told_once(sockets: Path, caplog: 
         assert sum("transport failed" in record.getMessage() for record in caplog.records) == 1
 
 
-async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sockets: Path) -> None:
+async def test_a_put_that_is_cancelled_leaves_credits_and_connection_as_they_were(sockets: Path) -> None:
     async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         began = asyncio.Event()
 
@@ -198,7 +198,7 @@ async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, sca
         assert await store.read(keys) == [expected()[index] for index in table]
 
 
-async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> None:
+async def test_the_store_s_end_ends_its_connection_with_its_reason(sockets: Path) -> None:
     async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         await writer.put(KEYS[:1], PARENTS[:1], "", pool.read, timeout_s=10)
         await store.service.finish()
