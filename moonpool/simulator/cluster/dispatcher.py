@@ -1,8 +1,8 @@
 """Calls that a simulated conductor makes to instances, and the conductor's token streams from decode.
 
 Does what the conductor's core orders, as `moonpool/conductor` does for real. Each call that is started posts exactly
-one `Ended`. An instance's sequences share one stream; if the stream breaks all of them fail, and the next order opens a
-new stream.
+one `IoEnded`. An instance's sequences share one stream; if the stream breaks all of them fail, and the next order opens
+a new stream.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -334,7 +334,7 @@ class CallDispatcher:
         return len(self._cancels)
 
     def cancel(self, io: int) -> None:
-        """Gives up a call; an `Ended` follows, unless the call has ended."""
+        """Gives up a call; an `IoEnded` follows, unless the call has ended."""
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
