@@ -19,7 +19,7 @@ MAX_REMEMBERED = 1024
 
 
 class Hindsight:
-    """Compares what was measured with what the alternatives would have taken.
+    """What was measured, compared with what the alternatives would have taken.
 
     Attributes:
         prefill: regrets of prompts, seconds to the first token. An alternative is taken to have been as much later than

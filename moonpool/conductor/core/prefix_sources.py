@@ -22,7 +22,7 @@ MAX_FALLBACK_HOLDERS = 2
 
 
 class PrefixSources:
-    """Finds instances that a prefix can be loaded from.
+    """The instances that a prefix can be loaded from.
 
     Args:
         pools: the engine instances' pools; none = only kvstores are read from.

@@ -45,7 +45,7 @@ OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: In
 
 @dataclass(slots=True)
 class RoleBalancer:
-    """Decides which instance changes roles.
+    """The decision which instance changes roles.
 
     Args:
         limits: when roles change.

@@ -23,7 +23,7 @@ class SharedBudget:
         self._part = inf
 
     def owed(self, now: float) -> float:
-        """Return the units that the budget lacks to be full."""
+        """Return the number of units that the budget lacks to be full."""
         return self._bucket.per_minute - self._bucket.level(now)
 
     def look(self, parts: int, now: float) -> None:

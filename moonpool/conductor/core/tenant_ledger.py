@@ -155,7 +155,7 @@ class TenantLedger:
         return found
 
     def blocks_ahead(self, key: QueueKey, time: float, time_of: Callable[[str], float], now: float) -> int:
-        """Return the blocks at decode of what waits at other conductors and goes before a request.
+        """Return the number of blocks at decode of what waits at other conductors and goes before a request.
 
         Args:
             key: of the request.
