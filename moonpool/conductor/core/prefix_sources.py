@@ -71,7 +71,7 @@ class PrefixSources:
         ]
         allowed = sum([mask for _, mask in there])
         found: list[PrefixHolder] = []
-        # The longest prefix, and a shorter one whose link may be freer: comparing more costs more than it finds.
+        # The longest prefix, and a shorter one whose link may be freer.
         for blocks, mask in reversed(prefixes):
             if len(found) == MAX_PEERS:
                 break
