@@ -54,7 +54,7 @@ class NewTokens:
 
 
 class SequenceSubscriber(Protocol):
-    """Gets one sequence's tokens."""
+    """A receiver of one sequence's tokens."""
 
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; return whether the sequence is over."""

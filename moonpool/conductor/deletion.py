@@ -44,7 +44,7 @@ _STUBS = {
 
 
 class KVDeletions:
-    """Deletes KV in every tier of every instance, and knows which members still owe a deletion.
+    """Deletions of KV in every tier of every instance, and the members that still owe one.
 
     A deletion is written to the kvstores' records first. Then engines carry the deletion out, then kvstores: KV that an
     engine is writing must have reached the kvstore before the kvstore deletes. A failing member is asked again in the

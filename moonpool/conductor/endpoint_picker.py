@@ -58,7 +58,7 @@ class _BodyTooLargeError(MoonpoolError):
 
 
 class EndpointPicker:
-    """Serves `ExternalProcessor`.
+    """The server of `ExternalProcessor`.
 
     Args:
         registry: the members, with their engines' addresses.

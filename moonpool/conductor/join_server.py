@@ -30,7 +30,7 @@ PROBES = 2
 
 
 class JoinServer:
-    """Serves the Join streams of all instances."""
+    """The server of all instances' Join streams."""
 
     def __init__(self, cluster: ClusterMembers, heartbeat_s: float, admit: Admit) -> None:
         """`conductor` must be filled in before the first instance joins; `admit` raises if an instance must wait."""

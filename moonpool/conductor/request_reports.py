@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestReports:
-    """Reports the events of each request's life.
+    """Reports of the events of each request's life.
 
     Attributes:
         decisions: for `Explain`.

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class RequestValidator:
-    """Checks and tokenises requests on worker threads.
+    """The checks of requests, and their tokens, made on worker threads.
 
     Args:
         checkpoint: the conductor's checkpoint.

@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 
 class SequenceSubscription:
-    """Takes one sequence's tokens to the request's stream, and their number to the core. No token is lost or doubled.
+    """One sequence's tokens on their way to the request's stream, and their number to the core: none lost or doubled.
 
     Args:
         io: the call's number at the core.

@@ -46,7 +46,7 @@ TRACEPARENT = "traceparent"
 
 
 class ConductorServicer:
-    """Serves clients and instances."""
+    """The server of clients and instances."""
 
     def __init__(self, parts: ConductorParts) -> None:
         """`set_instance` must be called before the first request."""

@@ -29,7 +29,7 @@ MAX_BLOCKS = 1 << 22
 
 
 class TraceRecording:
-    """Records a trace with all requests until `close`, on a separate thread.
+    """The recording of a trace with all requests until `close`, on a separate thread.
 
     An earlier file of the same name is kept with the suffix `.old`. Requests without a token, and requests beyond the
     bounds, are left out.

@@ -35,7 +35,7 @@ class AdmissionMode(Enum):
 
 
 class AdmissionGate:
-    """Refuses requests that would miss their SLO.
+    """The gate that refuses requests which would miss their SLO.
 
     Args:
         admission: which requests are refused.

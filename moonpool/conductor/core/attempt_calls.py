@@ -40,7 +40,7 @@ to kvstores.
 
 
 class AttemptCalls:
-    """Starts and ends calls, and holds their claims. `RequestScheduler` decides what to do next.
+    """The calls of attempts: starts and ends them, and holds their claims. `RequestScheduler` decides what to do next.
 
     Args:
         cluster: counts the claims.

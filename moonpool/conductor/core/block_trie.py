@@ -64,7 +64,7 @@ class BlockTrie:
             heappush(self._free_slots, slot)
 
     def held(self, slot: int) -> int:
-        """Return the blocks of a holder."""
+        """Return the number of blocks of a holder."""
         return self._held[slot]
 
     def holds(self, slot: int, key: bytes) -> bool:
@@ -379,7 +379,7 @@ class BlockTrie:
 
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
-    """Return the leading blocks that a slot holds, by the result of `BlockTrie.match`."""
+    """Return the number of leading blocks that a slot holds, by the result of `BlockTrie.match`."""
     for blocks, mask in reversed(prefixes):  # the longest first
         if mask >> slot & 1:
             return blocks

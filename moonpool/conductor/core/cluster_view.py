@@ -196,7 +196,7 @@ class ClusterView:
         return any(instance.prompts[claim].overtaken for instance in there)
 
     def tokens_to_compute(self, decision: RoutingDecision) -> int:
-        """Return the prompt tokens that the chosen instance is predicted to compute."""
+        """Return the number of prompt tokens that the chosen instance is predicted to compute."""
         tokens, shape = decision.demand.prompt_tokens, self.shape
         return tokens - shape.reused_tokens(tokens, decision.prefill.used_blocks) if shape is not None else tokens
 

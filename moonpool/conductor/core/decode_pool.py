@@ -56,7 +56,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         return instance.available_blocks, instance.facts.total_blocks
 
     def answer_tokens(self, decode: str) -> int:
-        """Return the tokens that an instance expects a new answer to have; 0 = not reported."""
+        """Return the number of tokens that an instance expects a new answer to have; 0 = not reported."""
         instance = self.get(decode)
         return instance.load.answer_tokens if instance is not None else 0
 

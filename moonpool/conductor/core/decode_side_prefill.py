@@ -23,7 +23,7 @@ DECODE_STEP_TOKENS = 256
 
 
 class DecodeSidePrefill:
-    """Finds a decode instance that holds most of a prompt and can compute the remaining tokens.
+    """The search for a decode instance that holds most of a prompt and can compute the remaining tokens.
 
     Args:
         decodes: all decode instances.

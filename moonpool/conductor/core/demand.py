@@ -36,7 +36,7 @@ class MemoryNeed(NamedTuple):
 
 
 def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int:
-    """Return the blocks that a request is expected to need.
+    """Return the number of blocks that a request is expected to need.
 
     Args:
         shape: KV shape.

@@ -1,5 +1,7 @@
 """Prompts that are expected: of sessions whose return is foreseen, and of batches that clients announce."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from moonpool.base.kv.keys import KEY_BYTES
 from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
 from moonpool.base.scheduling.state_machine import digest_of
 
+PromptName = tuple[str, str]
+"""Tenant, and session or batch."""
 MEMORY_LEAD_S = 10.0
 """Seconds before a prompt is expected at which its blocks are brought from SSD into a kvstore's memory."""
 INSTANCE_LEAD_S = 3.0
@@ -18,50 +22,6 @@ MAX_EXPECTED = 16_384
 """Prompts that are expected at once. Of more, the prompt noted longest ago is dropped."""
 MAX_KEY_BYTES = 64 << 20
 """Bytes of the keys of these prompts' chains."""
-
-PromptName = tuple[str, str]
-"""Tenant, and session or batch."""
-
-
-@frozen
-class TellSession:
-    """Tell a kvstore what is known of a session, and which blocks it shall bring from SSD into memory.
-
-    `prefetch`: keys of the chain, from its beginning; () = none, and those of an earlier order are not wanted any more.
-    """
-
-    instance: str
-    hint: SessionHint
-    prefetch: tuple[bytes, ...] = ()
-
-
-@dataclass(slots=True)
-class ExpectedPrompt:
-    """A prompt that will come.
-
-    Attributes:
-        keys: of its known full blocks, concatenated.
-        stores: kvstores that hold them.
-        turn: what the client has said of the session.
-        hint, told_at: what these kvstores were told last, and when.
-        at: when the prompt is expected, seconds.
-        due_at: when the next order is due.
-        in_memory: the blocks were ordered into memory, or are there.
-    """
-
-    keys: bytes
-    stores: tuple[str, ...]
-    turn: SessionTurn
-    hint: SessionHint
-    told_at: float
-    at: float
-    due_at: float = 0.0
-    in_memory: bool = False
-
-    @property
-    def chain(self) -> tuple[bytes, ...]:
-        """The keys, one by one."""
-        return tuple([self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)])
 
 
 class ExpectedPrompts:
@@ -129,6 +89,47 @@ class ExpectedPrompts:
 
     def digest(self) -> bytes:
         return digest_of(self._prompts, self._due)
+
+
+@dataclass(slots=True)
+class ExpectedPrompt:
+    """A prompt that will come.
+
+    Attributes:
+        keys: of its known full blocks, concatenated.
+        stores: kvstores that hold them.
+        turn: what the client has said of the session.
+        hint, told_at: what these kvstores were told last, and when.
+        at: when the prompt is expected, seconds.
+        due_at: when the next order is due.
+        in_memory: the blocks were ordered into memory, or are there.
+    """
+
+    keys: bytes
+    stores: tuple[str, ...]
+    turn: SessionTurn
+    hint: SessionHint
+    told_at: float
+    at: float
+    due_at: float = 0.0
+    in_memory: bool = False
+
+    @property
+    def chain(self) -> tuple[bytes, ...]:
+        """The keys, one by one."""
+        return tuple([self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)])
+
+
+@frozen
+class TellSession:
+    """Tell a kvstore what is known of a session, and which blocks it shall bring from SSD into memory.
+
+    `prefetch`: keys of the chain, from its beginning; () = none, and those of an earlier order are not wanted any more.
+    """
+
+    instance: str
+    hint: SessionHint
+    prefetch: tuple[bytes, ...] = ()
 
 
 def joined(keys: Sequence[bytes]) -> bytes:

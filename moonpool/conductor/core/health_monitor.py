@@ -25,7 +25,7 @@ TRIAL_S = 2.0
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """Judges whether one instance is slow.
+    """The judgement whether one instance is slow.
 
     Attributes:
         slow: the instance gets no new requests, except for a trial.

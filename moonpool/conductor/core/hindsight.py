@@ -1,5 +1,7 @@
 """Hindsight: what placements lost against their best alternatives, by what was measured since."""
 
+from __future__ import annotations
+
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,79 +18,8 @@ MAX_REMEMBERED = 1024
 """Requests with a remembered regret."""
 
 
-class PlacementOutcome(NamedTuple):
-    """How far a measurement was from the prediction, and the time of placement.
-
-    `error`: of prompts, seconds that the first token came later; of answers, the factor by which tokens took longer.
-    """
-
-    placed_at: float
-    error: float
-
-
-class PlacementRegret(NamedTuple):
-    """What a placement lost in seconds; 0 = no alternative would have been sooner.
-
-    `better`: instance that would have been best; "" = the chosen one was.
-    """
-
-    lost_s: float
-    better: str = ""
-
-
-@dataclass(slots=True)
-class HindsightTotals:
-    """Sums over all measured placements: how many, how many had a better alternative, and the seconds lost."""
-
-    placements: int = 0
-    regretted: int = 0
-    lost_s: float = 0.0
-
-
-class Regrets:
-    """Regrets of placements on instances with the same role."""
-
-    def __init__(self) -> None:
-        self.totals = HindsightTotals()
-        self._outcomes: dict[str, deque[PlacementOutcome]] = {}
-        self._by_request: OrderedDict[int, PlacementRegret] = OrderedDict()
-
-    def of(self, request: int) -> PlacementRegret | None:
-        """Return the regret of a request's placement; None = not measured, or forgotten."""
-        return self._by_request.get(request)
-
-    def error_near(self, instance: str, placed_at: float) -> float | None:
-        """Return the error of the prediction that was made for an instance nearest in time; None = none is near."""
-        outcomes = self._outcomes.get(instance, ())
-        apart_s, error = min(
-            [(abs(outcome.placed_at - placed_at), outcome.error) for outcome in outcomes], default=(NEAR_S, 0.0)
-        )
-        return error if apart_s < NEAR_S else None
-
-    def noted(self, instance: str, outcome: PlacementOutcome) -> None:
-        """A placement on an instance was measured."""
-        self._outcomes.setdefault(instance, deque(maxlen=KEPT_OUTCOMES)).append(outcome)
-
-    def measured(self, request: int, seconds: float, others: Iterable[tuple[float, str]]) -> None:
-        """A request took so many seconds; `others`: seconds that each alternative would have taken, and the name."""
-        best_s, best = min(others, default=(seconds, ""))
-        regret = PlacementRegret(seconds - best_s, best) if best_s < seconds else PlacementRegret(0.0)
-        totals = self.totals
-        totals.placements, totals.lost_s = totals.placements + 1, totals.lost_s + regret.lost_s
-        totals.regretted += bool(regret.better)
-        self._by_request[request] = regret
-        if len(self._by_request) > MAX_REMEMBERED:
-            self._by_request.popitem(last=False)
-
-    def lost(self, instance: str) -> None:
-        self._outcomes.pop(instance, None)
-
-    def digest(self) -> bytes:
-        return digest_of(self.totals, sorted(self._outcomes.items()), self._by_request)
-
-
 class Hindsight:
-    """Compares what was measured with what the alternatives would have taken.
+    """What was measured, compared with what the alternatives would have taken.
 
     Attributes:
         prefill: regrets of prompts, seconds to the first token. An alternative is taken to have been as much later than
@@ -154,3 +85,74 @@ class Hindsight:
 
     def digest(self) -> bytes:
         return digest_of(self.prefill, self.decode)
+
+
+class Regrets:
+    """Regrets of placements on instances with the same role."""
+
+    def __init__(self) -> None:
+        self.totals = HindsightTotals()
+        self._outcomes: dict[str, deque[PlacementOutcome]] = {}
+        self._by_request: OrderedDict[int, PlacementRegret] = OrderedDict()
+
+    def of(self, request: int) -> PlacementRegret | None:
+        """Return the regret of a request's placement; None = not measured, or forgotten."""
+        return self._by_request.get(request)
+
+    def error_near(self, instance: str, placed_at: float) -> float | None:
+        """Return the error of the prediction that was made for an instance nearest in time; None = none is near."""
+        outcomes = self._outcomes.get(instance, ())
+        apart_s, error = min(
+            [(abs(outcome.placed_at - placed_at), outcome.error) for outcome in outcomes], default=(NEAR_S, 0.0)
+        )
+        return error if apart_s < NEAR_S else None
+
+    def noted(self, instance: str, outcome: PlacementOutcome) -> None:
+        """A placement on an instance was measured."""
+        self._outcomes.setdefault(instance, deque(maxlen=KEPT_OUTCOMES)).append(outcome)
+
+    def measured(self, request: int, seconds: float, others: Iterable[tuple[float, str]]) -> None:
+        """A request took so many seconds; `others`: seconds that each alternative would have taken, and the name."""
+        best_s, best = min(others, default=(seconds, ""))
+        regret = PlacementRegret(seconds - best_s, best) if best_s < seconds else PlacementRegret(0.0)
+        totals = self.totals
+        totals.placements, totals.lost_s = totals.placements + 1, totals.lost_s + regret.lost_s
+        totals.regretted += bool(regret.better)
+        self._by_request[request] = regret
+        if len(self._by_request) > MAX_REMEMBERED:
+            self._by_request.popitem(last=False)
+
+    def lost(self, instance: str) -> None:
+        self._outcomes.pop(instance, None)
+
+    def digest(self) -> bytes:
+        return digest_of(self.totals, sorted(self._outcomes.items()), self._by_request)
+
+
+@dataclass(slots=True)
+class HindsightTotals:
+    """Sums over all measured placements: how many, how many had a better alternative, and the seconds lost."""
+
+    placements: int = 0
+    regretted: int = 0
+    lost_s: float = 0.0
+
+
+class PlacementRegret(NamedTuple):
+    """What a placement lost in seconds; 0 = no alternative would have been sooner.
+
+    `better`: instance that would have been best; "" = the chosen one was.
+    """
+
+    lost_s: float
+    better: str = ""
+
+
+class PlacementOutcome(NamedTuple):
+    """How far a measurement was from the prediction, and the time of placement.
+
+    `error`: of prompts, seconds that the first token came later; of answers, the factor by which tokens took longer.
+    """
+
+    placed_at: float
+    error: float

@@ -31,11 +31,11 @@ class KVShape:
         return nbytes + max(0, min(blocks, self.window_blocks + 1)) * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that `tokens` tokens take."""
+        """Return the number of blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Return the prompt tokens that need no computing if the first `blocks` blocks are there.
+        """Return the number of prompt tokens that need no computing if the first `blocks` blocks are there.
 
         The last token is always computed: its logits give the answer's first token.
         """

@@ -23,7 +23,7 @@ from moonpool.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillC
 
 
 class PrefillLatencyModel:
-    """Predicts one request's prompt on any instance.
+    """The prediction of one request's prompt on any instance.
 
     Args:
         demand: the request's.
@@ -120,7 +120,7 @@ class PrefillLatencyModel:
 
 
 class DecodeLatencyModel:
-    """Predicts one request's answer on any decode instance."""
+    """The prediction of one request's answer on any decode instance."""
 
     def __init__(self, demand: Demand, shape: KVShape) -> None:
         self._prompt_tokens = demand.prompt_tokens

@@ -4,7 +4,7 @@ from moonpool.base.scheduling.state_machine import digest_of
 
 
 class LinkBudget:
-    """Bounds the share of each instance's link, in both directions, that copies take.
+    """The bound of what copies take of each instance's link, in both directions.
 
     Args:
         share: of a link; 0 = no copy is allowed.

@@ -86,7 +86,8 @@ def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: floa
     are known from reports only, and are taken to stay. Tokens come at the mean of the step time now and the step time
     then.
     """
-    # How far answers get depends on the step time, which depends on who still runs: two rounds are enough.
+    # How far answers get depends on the step time, and that on who still runs: the mean of now and then is taken
+    # (docs/adr/0013).
     now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
     then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
     return _load_at(instance, lengths, now, at, (now_s + then_s) / 2)

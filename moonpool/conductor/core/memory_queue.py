@@ -81,7 +81,7 @@ class DecodeMemoryQueue:
         self._yields.pop(decode, None)
 
     def blocks_ahead(self, key: QueueKey, more_s: float, now: float) -> int:
-        """Return the blocks of requests that wait at other conductors and go before a request.
+        """Return the number of blocks of requests that wait at other conductors and go before a request.
 
         `more_s`: virtual time of what goes before from the request's own tenant.
         """

@@ -33,7 +33,7 @@ CURVE_REFRESH = 32
 
 
 class OutputLengthModel:
-    """Forecasts lengths of answers from those that have ended.
+    """Forecasts of answers' lengths, learnt from those that have ended.
 
     Args:
         assumed: mean length before any has ended.

@@ -41,7 +41,7 @@ class OrderedCopy:
 
 
 class Prefetch:
-    """Orders blocks into memory and into instances.
+    """Orders that bring blocks into memory and into instances.
 
     Args:
         cluster: instances and blocks.

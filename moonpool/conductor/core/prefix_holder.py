@@ -27,7 +27,7 @@ class PrefixHolder(NamedTuple):
     cold_bytes_per_s: float = 0.0
 
     def cold_blocks(self, local_blocks: int) -> int:
-        """Return the blocks on SSD only that an instance with `local_blocks` leading blocks would read."""
+        """Return the number of blocks on SSD only that an instance with `local_blocks` leading blocks would read."""
         return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
 
     def rate(self, speeds: Speeds) -> float:

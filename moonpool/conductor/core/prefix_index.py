@@ -181,7 +181,7 @@ class PrefixIndex:
                 self._trie.drop(slot, keys, version)
 
     def held(self, instance_id: str) -> int:
-        """Return the blocks of an instance; 0 for an unknown one."""
+        """Return the number of blocks of an instance; 0 for an unknown one."""
         holder = self._holders.get(instance_id)
         return self._trie.held(holder.slot) if holder is not None else 0
 

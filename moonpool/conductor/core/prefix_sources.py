@@ -22,7 +22,7 @@ MAX_FALLBACK_HOLDERS = 2
 
 
 class PrefixSources:
-    """Finds instances that a prefix can be loaded from.
+    """The instances that a prefix can be loaded from.
 
     Args:
         pools: the engine instances' pools; none = only kvstores are read from.
@@ -71,7 +71,7 @@ class PrefixSources:
         ]
         allowed = sum([mask for _, mask in there])
         found: list[PrefixHolder] = []
-        # The longest prefix, and a shorter one whose link may be freer: comparing more costs more than it finds.
+        # The longest prefix, and a shorter one whose link may be freer.
         for blocks, mask in reversed(prefixes):
             if len(found) == MAX_PEERS:
                 break

@@ -21,7 +21,7 @@ MIN_GAIN = 2.0
 
 
 class PrefixReplication:
-    """Orders copies of hot prefixes.
+    """The demand for copies of hot prefixes, and the orders for them.
 
     Args:
         share: share of an instance's link that copies may take, in both directions; 0 = no copies.

@@ -12,6 +12,8 @@ way: another conductor may have ordered the change. A pool that needs a further 
 change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp
@@ -41,48 +43,9 @@ CHANGE_S = 180.0
 OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
 
-@frozen
-class RoleLimits:
-    """When roles change.
-
-    Attributes:
-        swap: roles change without an order.
-        ttft_s: seconds of queue that count as much as a pool that is busy all the time.
-        tbt_s: seconds for a step at a full decode instance.
-        ratio, hold_s, dwell_s: see the module.
-    """
-
-    swap: bool = False
-    ttft_s: float = 10.0
-    tbt_s: float = 0.1
-    ratio: float = 1.5
-    hold_s: float = 60.0
-    dwell_s: float = 300.0
-
-
-FIXED_ROLES = RoleLimits()
-
-
-@dataclass(slots=True)
-class RoleChange:
-    """An instance on the way to another pool."""
-
-    instance: str
-    kind: InstanceKind
-    since: float
-
-
-@dataclass(slots=True)
-class PoolPressure:
-    """One pool's pressure, a running mean; `since`: time since which the pressure is `ratio` times the other pool's."""
-
-    value: float = 0.0
-    since: float | None = None
-
-
 @dataclass(slots=True)
 class RoleBalancer:
-    """Decides which instance changes roles.
+    """The decision which instance changes roles.
 
     Args:
         limits: when roles change.
@@ -223,6 +186,45 @@ class RoleBalancer:
 
     def digest(self) -> bytes:
         return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
+
+
+@frozen
+class RoleLimits:
+    """When roles change.
+
+    Attributes:
+        swap: roles change without an order.
+        ttft_s: seconds of queue that count as much as a pool that is busy all the time.
+        tbt_s: seconds for a step at a full decode instance.
+        ratio, hold_s, dwell_s: see the module.
+    """
+
+    swap: bool = False
+    ttft_s: float = 10.0
+    tbt_s: float = 0.1
+    ratio: float = 1.5
+    hold_s: float = 60.0
+    dwell_s: float = 300.0
+
+
+FIXED_ROLES = RoleLimits()
+
+
+@dataclass(slots=True)
+class RoleChange:
+    """An instance on the way to another pool."""
+
+    instance: str
+    kind: InstanceKind
+    since: float
+
+
+@dataclass(slots=True)
+class PoolPressure:
+    """One pool's pressure, a running mean; `since`: time since which the pressure is `ratio` times the other pool's."""
+
+    value: float = 0.0
+    since: float | None = None
 
 
 def _work(instance: PrefillInstanceState | DecodeInstanceState, now: float) -> float:

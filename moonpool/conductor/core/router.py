@@ -25,7 +25,7 @@ from moonpool.conductor.placement.base import DecodeChoice, PrefillChoice
 
 
 class Router:
-    """Chooses instances by the pools and the prefix index.
+    """The choice of instances, by the pools and the prefix index.
 
     Args:
         index: which instance holds which blocks.

@@ -355,8 +355,8 @@ class RequestScheduler:
         """Route a request and begin an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
-        # Decode computes the rest of a prompt for one plain answer, and only as a first try: a failure there must not
-        # meet the same instance again. Prompt scores come from prefill.
+        # Decode computes the rest of a prompt for one plain answer, and as a first try only: what is placed again has
+        # met a failure, and takes the usual way. Prompt scores come from prefill.
         at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
         if (
@@ -885,7 +885,7 @@ class RequestScheduler:
     def _retry(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
         """Place a request again: at once after the first failure if other instances are there."""
         request.refusal = failure
-        # A first failure is likely the instance's own. After more, or without another instance, a pause may help.
+        # Without another instance, and after several failures, time must pass before another try can do better.
         if request.failures.count == 1 and not self._cluster.all_suspected(request.suspects):
             self._rehash(request)
         else:

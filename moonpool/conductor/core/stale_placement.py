@@ -18,7 +18,7 @@ STALE_SLACK_S = 0.01
 
 
 class StalePlacementCheck:
-    """Decides which queue a prompt may meet, and corrects the cluster view if an instance's queue was longer.
+    """The longest queue that a prompt may meet, and the correction of the cluster view if a queue was longer.
 
     Attributes:
         answers: `StalePlacement` answers so far.

@@ -9,6 +9,8 @@ If a conductor was not heard of for some heartbeats, or this conductor has just 
 something was used. Then the larger of both views of a budget counts.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +18,10 @@ from heapq import nsmallest
 from itertools import takewhile
 from math import ceil, inf
 
-from moonpool.base.scheduling.budgets import MINUTE_S, TokenBucket
 from moonpool.base.scheduling.fair_share import MAX_TENANTS, QueueKey
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.core.failures import Failure, FailureKind
+from moonpool.conductor.core.shared_budget import BUDGET_RETRY_S, SharedBudget
 from moonpool.conductor.core.tenant_activity import (
     OTHER_TENANTS,
     UNLIMITED,
@@ -37,107 +39,6 @@ MAX_ROWS = 512
 """Rows in a message."""
 MAX_CONDUCTORS = 64
 """Conductors, and their earlier starts, that are remembered."""
-BUDGET_RETRY_S = 1.0
-"""Retry time if a budget's part, or a place among requests at once, must come free."""
-
-
-class SharedBudget:
-    """A budget a minute of all conductors.
-
-    What others have used is known late. So a conductor admits at most its part of what is left, until it looks again.
-    """
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self._bucket = TokenBucket(per_minute, now)
-        self._part = inf
-
-    def owed(self, now: float) -> float:
-        """Return the units that the budget lacks to be full."""
-        return self._bucket.per_minute - self._bucket.level(now)
-
-    def look(self, parts: int, now: float) -> None:
-        """Take this conductor's part of what is left among so many conductors."""
-        self._part = inf if parts == 1 else ceil(max(self._bucket.level(now), 0.0) / parts)
-
-    def take(self, amount: float, now: float) -> None:
-        """Count what was used here."""
-        self._bucket.take(amount, now)
-        self._part -= amount
-
-    def taken_elsewhere(self, amount: float, now: float) -> None:
-        """Count what was used at other conductors."""
-        self._bucket.take(amount, now)
-
-    def owe(self, amount: float, age_s: float, now: float) -> None:
-        """Another conductor found, some seconds ago, that so much was lacking: at least what is left of that is."""
-        left = amount - age_s * self._bucket.per_minute / MINUTE_S
-        self._bucket.take(max(0.0, left - self.owed(now)), now)
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until something may be used; 0 = now."""
-        return self._bucket.wait_s(now) or (0.0 if self._part >= 1 else BUDGET_RETRY_S)
-
-    def refusal(self, what: str, wait_s: float) -> Failure:
-        """Return the refusal of a request."""
-        message = f"the tenant's budget of {self._bucket.per_minute} {what}s a minute is used up"
-        return Failure(FailureKind.OVERLOADED, message, reason=f"{what}_budget", retry_after_s=wait_s)
-
-    def digest(self) -> bytes:
-        return digest_of(vars(self._bucket), self._part)
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """A tenant's use at this conductor, and its budgets. `places`: answers that may begin until the next look."""
-
-    weight: float = 1.0
-    version: int = 0
-    requests: int = 0
-    tokens: int = 0
-    work_s: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    waiting_blocks: int = 0
-    waiting_s: float = 0.0
-    request_budget: SharedBudget | None = None
-    token_budget: SharedBudget | None = None
-    places: float = inf
-    look_at: float = -inf
-
-    def told(self, tenant: str, now: float) -> TenantActivity:
-        budgets = self.request_budget, self.token_budget
-        owed = [0.0 if budget is None else budget.owed(now) for budget in budgets]
-        use = self.requests, self.tokens, self.work_s, self.running
-        return TenantActivity(
-            tenant, self.version, self.weight, *use, self.waiting, self.waiting_blocks, self.waiting_s, *owed
-        )
-
-
-@dataclass(slots=True)
-class _Other:
-    """Another conductor. `whole`: `rows` has every row that the conductor has."""
-
-    told_at: float
-    rows: OrderedDict[str, TenantActivity] = field(default_factory=OrderedDict)
-    whole: bool = True
-
-
-@dataclass(slots=True)
-class Elsewhere:
-    """What tenants have at other conductors that are there.
-
-    Attributes:
-        conductors: the other conductors.
-        running: answers, by tenant.
-        waiting: rows of tenants that wait for decode memory.
-        until: when this must be counted anew.
-    """
-
-    conductors: int = 0
-    running: dict[str, int] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    waiting: list[TenantActivity] = field(default_factory=list)
-    until: float = -inf
 
 
 class TenantLedger:
@@ -254,7 +155,7 @@ class TenantLedger:
         return found
 
     def blocks_ahead(self, key: QueueKey, time: float, time_of: Callable[[str], float], now: float) -> int:
-        """Return the blocks at decode of what waits at other conductors and goes before a request.
+        """Return the number of blocks at decode of what waits at other conductors and goes before a request.
 
         Args:
             key: of the request.
@@ -399,3 +300,57 @@ class TenantLedger:
 
     def digest(self) -> bytes:
         return digest_of(self._tenants, self._others, self._told, self._number)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant's use at this conductor, and its budgets. `places`: answers that may begin until the next look."""
+
+    weight: float = 1.0
+    version: int = 0
+    requests: int = 0
+    tokens: int = 0
+    work_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    waiting_blocks: int = 0
+    waiting_s: float = 0.0
+    request_budget: SharedBudget | None = None
+    token_budget: SharedBudget | None = None
+    places: float = inf
+    look_at: float = -inf
+
+    def told(self, tenant: str, now: float) -> TenantActivity:
+        budgets = self.request_budget, self.token_budget
+        owed = [0.0 if budget is None else budget.owed(now) for budget in budgets]
+        use = self.requests, self.tokens, self.work_s, self.running
+        return TenantActivity(
+            tenant, self.version, self.weight, *use, self.waiting, self.waiting_blocks, self.waiting_s, *owed
+        )
+
+
+@dataclass(slots=True)
+class _Other:
+    """Another conductor. `whole`: `rows` has every row that the conductor has."""
+
+    told_at: float
+    rows: OrderedDict[str, TenantActivity] = field(default_factory=OrderedDict)
+    whole: bool = True
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """What tenants have at other conductors that are there.
+
+    Attributes:
+        conductors: the other conductors.
+        running: answers, by tenant.
+        waiting: rows of tenants that wait for decode memory.
+        until: when this must be counted anew.
+    """
+
+    conductors: int = 0
+    running: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    waiting: list[TenantActivity] = field(default_factory=list)
+    until: float = -inf

@@ -34,7 +34,7 @@ TPOT_SPREAD = 1.0
 
 
 class TpotModel:
-    """Learns by how much answers take longer at a decode instance than their reserved steps.
+    """By how much answers take longer at a decode instance than their reserved steps, as learnt.
 
     The time between tokens at the reservation follows the load of the moment. Later load adds a multiple of `step_s`,
     learnt for each load bucket. A bucket begins with the nearest bucket's multiple, the first bucket with 0.

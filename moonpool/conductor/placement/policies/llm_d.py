@@ -37,7 +37,7 @@ class LlmdScorers:
         return sorted(everywhere, key=score, reverse=True)[:limit]
 
     def _tokens(self, candidates: Candidates, choice: PrefillChoice) -> float:
-        """Return the tokens that the instance's pool holds."""
+        """Return the number of tokens that the instance's pool holds."""
         request = candidates.request
         return choice.there.total_blocks * request.prompt_tokens / max(1, request.prompt_blocks)
 

@@ -16,7 +16,7 @@ def least(candidates: Candidates, limit: int, score: Callable[[PrefillChoice], f
 
 
 def new_tokens(request: PlacementRequest, blocks: float) -> float:
-    """Return the tokens of the prompt that `blocks` leading blocks leave to compute; at least one."""
+    """Return the number of tokens of the prompt that `blocks` leading blocks leave to compute; at least one."""
     return max(1.0, request.prompt_tokens * (1.0 - held_share(request, blocks)))
 
 
