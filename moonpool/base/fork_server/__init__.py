@@ -40,6 +40,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _AS_A_MODULE = ("-P", "-m")
 """Options of Python. `-P`: nothing is imported from the working folder, which may hold anybody's files."""
+_ROOT = str(Path(__file__).parents[3])
+_FROM_ITS_FOLDER = not sys.flags.safe_path and (sys.path[0] or os.getcwd()) == _ROOT
+"""Somebody works in a checkout that is not installed: this process has Moonpool from there, and tells its programs."""
 _LENGTH = struct.Struct("!I")
 _MAX_FILES = 64
 _ORPHANED = 70
@@ -128,11 +131,19 @@ def execute(program: Program, python: Sequence[str] = (sys.executable,)) -> subp
         stdin=subprocess.DEVNULL,
         stdout=program.stdout,
         stderr=program.stderr,
-        env=program.environment,
+        env=_variables(program.environment),
         pass_fds=program.pass_fds,
         cwd=program.folder,
         process_group=0,  # Ctrl-C is ours alone
     )
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a program's variables: with the folder of Moonpool, if the program would not find that."""
+    folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if not _FROM_ITS_FOLDER or _ROOT in folders:
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join([_ROOT, *folders])}
 
 
 class _ForkedChild:
@@ -217,7 +228,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: ChildProcess | None = None
         self._owner, self._folder = os.getpid(), os.getcwd()
-        self._environment = {**_DEFAULTS, **(os.environ if environment is None else environment)}
+        self._environment = {**_DEFAULTS, **_variables(os.environ if environment is None else environment)}
         self._answered = self._given_up = False
         self.single = False
         """The server is there to start one engine."""
@@ -240,7 +251,7 @@ class ForkServer:
         if (
             self._given_up
             or os.getpid() != self._owner
-            or _read_once(program.environment) != _read_once(self._environment)
+            or _read_once(_variables(program.environment)) != _read_once(self._environment)
         ):
             return execute(program, self._python)
         try:
@@ -306,7 +317,7 @@ def _request(program: Program) -> _Request:
         os.getpid(),
         program.module,
         list(program.arguments),
-        dict(program.environment),
+        _variables(program.environment),
         [0, 1, 2, *program.pass_fds],
         program.folder or os.getcwd(),
         int(status.partition("Umask:")[2].split()[0], 8),

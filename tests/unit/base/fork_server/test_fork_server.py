@@ -22,6 +22,7 @@ from tests.unit.base.fork_server.program import children
 PROGRAM = "tests.unit.base.fork_server.program"
 PRELOADED = ("tabnanny", "a_module_that_is_not_there")
 WAIT_S = 60.0
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +264,24 @@ def test_a_server_ends_with_its_owner() -> None:
         signal.pidfd_send_signal(server, signal.SIGKILL)
     os.close(server)
     assert ended, "the fork server outlives its owner"
+
+
+_IN_A_CHECKOUT = f"""
+import os
+from moonpool.base.fork_server import ForkServer, Program, execute
+for start in (execute, ForkServer(()).start):
+    assert start(Program({PROGRAM!r}, ["engine"], os.environ, 1, 2, folder="/")).wait() == 0
+"""
+
+
+def test_a_checkout_that_is_not_installed_is_handed_on() -> None:
+    """To programs, and to what these start: here a module of the tests, which no installation has."""
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for folder, finds in ((ROOT, True), (Path("/"), False)):
+        code = f"import sys; sys.path += [{str(ROOT)!r}]{_IN_A_CHECKOUT}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=given, capture_output=True, text=True)
+        assert (done.returncode == 0) == finds, done.stderr
+        assert finds or "No module named 'tests'" in done.stderr
 
 
 def test_tests_fork(server: ForkServer) -> None:
