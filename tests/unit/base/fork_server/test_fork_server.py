@@ -168,9 +168,9 @@ def test_a_server_has_a_python_and_variables_of_its_own() -> None:
     server = ForkServer(PRELOADED, python=(sys.executable, "-O"), environment=variables)
     try:
         ran = [run(server.start, "tell", environment={"OMP_PROC_BIND": value}) for value in ("true", "false")]
-        assert [it.forked for it in ran] == [True, False]
-        assert [it.told["optimised"] for it in ran] == [1, 1]
-        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0]
+        assert [each.forked for each in ran] == [True, False]
+        assert [each.told["optimised"] for each in ran] == [1, 1]
+        assert [each.child.wait(WAIT_S) for each in ran] == [0, 0]
     finally:
         server.close()
 
@@ -183,8 +183,8 @@ def test_a_server_that_was_killed_costs_a_fork() -> None:
         (pid,) = set(children()) - before - {ran[0].child.pid}
         os.kill(pid, signal.SIGKILL)
         ran += [run(server.start, "tell") for _ in range(2)]
-        assert [it.forked for it in ran] == [True, False, True], "executed, then by a new server"
-        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0, 0]
+        assert [each.forked for each in ran] == [True, False, True], "executed, then by a new server"
+        assert [each.child.wait(WAIT_S) for each in ran] == [0, 0, 0]
     finally:
         server.close()
     assert set(children()) <= before
@@ -210,9 +210,9 @@ def test_a_module_that_opens_a_device_is_not_forked(tmp_path: Path, monkeypatch:
 def test_threads_ask_at_once(server: ForkServer) -> None:
     with ThreadPoolExecutor(8) as threads:
         ran = list(threads.map(lambda _: run(server.start, "tell"), range(8)))
-    assert all(it.forked for it in ran)
-    assert [it.told["pid"] for it in ran] == [it.child.pid for it in ran]
-    assert {it.child.wait(WAIT_S) for it in ran} == {0}
+    assert all(each.forked for each in ran)
+    assert [each.told["pid"] for each in ran] == [each.child.pid for each in ran]
+    assert {each.child.wait(WAIT_S) for each in ran} == {0}
 
 
 def test_orphans_of_others_are_not_adopted(server: ForkServer) -> None:
