@@ -8,7 +8,7 @@ from moonpool.base.runtime.journal import CoreError, Rerun, ShowEvent, journal_f
 
 
 def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: str = "") -> int:
-    """Reruns all files at `path`; returns 1 when an action differs.
+    """Rerun all files at `path`; return 1 when an action differs.
 
     Args:
         path: the journal.

@@ -1,4 +1,4 @@
-"""Starts Python programs by forking a process that has imported what they need.
+"""Python programs, started by forking a process that has imported what they need.
 
 To import torch and gRPC costs seconds of processor in each process. A fork server imports them once; each fork costs
 some tens of milliseconds and shares the server's memory. Whoever asks gets a child process of its own, with its true
@@ -40,6 +40,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _AS_A_MODULE = ("-P", "-m")
 """Options of Python. `-P`: nothing is imported from the working folder, which may hold anybody's files."""
+_ROOT = str(Path(__file__).parents[3])
+_FROM_ITS_FOLDER = not sys.flags.safe_path and (sys.path[0] or os.getcwd()) == _ROOT
+"""Somebody works in a checkout that is not installed: this process has Moonpool from there, and tells its programs."""
 _LENGTH = struct.Struct("!I")
 _MAX_FILES = 64
 _ORPHANED = 70
@@ -72,24 +75,22 @@ class ChildProcess(Protocol):
     """A child of this process, forked or executed; the methods are those of `subprocess.Popen`."""
 
     @property
-    def pid(self) -> int:
-        """Its process number."""
-        ...
+    def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while the child runs."""
+        """Return the exit status, negative for a signal; None while the child runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit status, once the child has ended. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Return the exit status at the child's end. Raise `subprocess.TimeoutExpired` after `timeout` seconds."""
         ...
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal, if the child still runs."""
+        """Send a signal, if the child still runs."""
         ...
 
     def kill(self) -> None:
-        """Sends SIGKILL, if the child still runs."""
+        """Send SIGKILL, if the child still runs."""
         ...
 
 
@@ -122,17 +123,25 @@ Launcher = Callable[[Program], ChildProcess]
 
 
 def execute(program: Program, python: Sequence[str] = (sys.executable,)) -> subprocess.Popen[bytes]:
-    """Starts a program by a command that starts Python."""
+    """Start a program by a command that starts Python."""
     return subprocess.Popen(  # noqa: S603 - our own program
         [*python, *_AS_A_MODULE, program.module, *program.arguments],
         stdin=subprocess.DEVNULL,
         stdout=program.stdout,
         stderr=program.stderr,
-        env=program.environment,
+        env=_variables(program.environment),
         pass_fds=program.pass_fds,
         cwd=program.folder,
         process_group=0,  # Ctrl-C is ours alone
     )
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a program's variables: with the folder of Moonpool, if the program would not find that."""
+    folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if not _FROM_ITS_FOLDER or _ROOT in folders:
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join([_ROOT, *folders])}
 
 
 class _ForkedChild:
@@ -217,30 +226,30 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: ChildProcess | None = None
         self._owner, self._folder = os.getpid(), os.getcwd()
-        self._environment = {**_DEFAULTS, **(os.environ if environment is None else environment)}
+        self._environment = {**_DEFAULTS, **_variables(os.environ if environment is None else environment)}
         self._answered = self._given_up = False
         self.single = False
         """The server is there to start one engine."""
 
     @classmethod
     def of(cls, sock: socket.socket, process: ChildProcess) -> ForkServer:
-        """The owner's end of a server that runs, and that starts one engine."""
+        """Return the owner's end of a server that runs, and that starts one engine."""
         server = cls(())
         server._socket, server._process, server.single = sock, process, True
         return server
 
     def prepare(self) -> None:
-        """Starts the server, if need be, without waiting for its imports."""
+        """Start the server, if need be, without waiting for its imports."""
         with self._asking:
             if not self._given_up:
                 self._connected()
 
     def start(self, program: Program) -> ChildProcess:
-        """Starts a program: a fork where that is the same, else `execute`."""
+        """Start a program: a fork where that is the same, else `execute`."""
         if (
             self._given_up
             or os.getpid() != self._owner
-            or _read_once(program.environment) != _read_once(self._environment)
+            or _read_once(_variables(program.environment)) != _read_once(self._environment)
         ):
             return execute(program, self._python)
         try:
@@ -254,7 +263,7 @@ class ForkServer:
             raise
 
     def close(self) -> None:
-        """Ends the server; programs that it has forked run on."""
+        """End the server; programs that it has forked run on."""
         with self._asking:
             if self._socket is not None:
                 self._socket.close()
@@ -306,7 +315,7 @@ def _request(program: Program) -> _Request:
         os.getpid(),
         program.module,
         list(program.arguments),
-        dict(program.environment),
+        _variables(program.environment),
         [0, 1, 2, *program.pass_fds],
         program.folder or os.getcwd(),
         int(status.partition("Umask:")[2].split()[0], 8),
@@ -324,7 +333,7 @@ def _read_once(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """What the server forks becomes a child of this process when the process between ends."""
+    """Adopt what the server forks within, when the process between ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()
     if prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) or prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -348,7 +357,7 @@ class ForkServers:
     engines: ForkServer | None = None
 
     def close(self) -> None:
-        """Ends the servers."""
+        """End the servers."""
         for server in (self.engines, self.services):
             if server is not None:
                 server.close()
@@ -360,18 +369,18 @@ IN_USE = ForkServers()
 
 
 def start_service(program: Program) -> ChildProcess:
-    """Starts a service by the fork server for it, if this process uses one."""
+    """Start a service by the fork server for it, if this process uses one."""
     server = IN_USE.engines if program.starts_engine else IN_USE.services
     return execute(program) if server is None else server.start(program)
 
 
 def start_worker(program: Program) -> ChildProcess:
-    """Starts an engine's worker by the fork server for it, if this process uses one."""
+    """Start an engine's worker by the fork server for it, if this process uses one."""
     return execute(program) if IN_USE.engines is None else IN_USE.engines.start(program)
 
 
 def engine_started() -> None:
-    """Ends a fork server that was for one engine."""
+    """End a fork server that was for one engine."""
     if IN_USE.engines is not None and IN_USE.engines.single:
         IN_USE.engines.close()
         IN_USE.engines = None
@@ -381,7 +390,7 @@ _preloaded_bytes = 0
 
 
 def preloaded_bytes() -> int:
-    """Resident memory of the fork server after its imports; 0 if this process was executed.
+    """Return the resident memory of the fork server after its imports; 0 if this process was executed.
 
     A forked process counts pages of libraries only once it touches them.
     """
@@ -398,7 +407,7 @@ class _Ending:
     status: int = 0
 
     def leave(self) -> None:
-        """Ends the process; called after all other exit handlers."""
+        """End the process; called after all other exit handlers."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -406,7 +415,7 @@ class _Ending:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Serves the socket whose number is the argument, and in each child runs what was asked for."""
+    """Serve the socket whose number is the argument, and in each child run what was asked for."""
     ending = _Ending()
     atexit.register(ending.leave)
     sock = socket.socket(fileno=int(arguments[0]))
@@ -422,7 +431,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Imports with the garbage collector off: importing makes no garbage. What is there is not looked at again."""
+    """Import with the garbage collector off: importing makes no garbage. What is there is not looked at again."""
     global _preloaded_bytes
     gc.disable()
     for module in modules:
@@ -439,7 +448,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _serve(sock: socket.socket) -> _Request | None:
-    """Forks until the owner ends; returns what a child is to run, None in the server."""
+    """Fork until the owner ends; return what a child is to run, None in the server."""
     while True:
         files: list[int] = []
         try:
@@ -462,7 +471,7 @@ def _serve(sock: socket.socket) -> _Request | None:
 
 
 def _fork_twice(request: _Request) -> int | None:
-    """The new process's number, 0 if there is none, None in the new process, once that is a child of the asker."""
+    """Return the new process's number, 0 if there is none, None in the new process once its asker has adopted it."""
     told, tell = os.pipe()
     adopted, adopt = os.pipe()  # its end comes when this process closes `adopt`
     between = os.fork()
@@ -488,7 +497,7 @@ def _fork_twice(request: _Request) -> int | None:
 
 
 def _take_over(request: _Request, files: Sequence[int]) -> None:
-    """Makes this process what `execute` would have made."""
+    """Make this process what `execute` would have made."""
     os.setpgid(0, 0)
     _place(files, request.files)
     os.chdir(request.folder)
@@ -504,7 +513,7 @@ def _take_over(request: _Request, files: Sequence[int]) -> None:
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives files their numbers and closes all others."""
+    """Give files their numbers and closes all others."""
     above = max(*files, *numbers) + 1
     kept = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
     for file, number in zip(kept, numbers, strict=True):
@@ -525,7 +534,7 @@ def _tune_malloc(environment: Mapping[str, str]) -> None:
 
 
 def _set_title(title: str) -> None:
-    """What `ps` shows; the name of the process's thread stays."""
+    """Set what `ps` shows; the name of the process's thread stays."""
     try:
         import setproctitle
     except ImportError:  # a machine that runs the tree with the packages at hand
@@ -535,7 +544,7 @@ def _set_title(title: str) -> None:
 
 
 def _with_own_server(request: _Request) -> _Request | None:
-    """Forks a server for the engine of a program that starts one. In that server's children, what those are to run."""
+    """Fork a server for the engine of a program that starts one. Return what a child of that server is to run."""
     if not request.starts_engine:
         return request
     ours, theirs = socket.socketpair()
@@ -553,7 +562,7 @@ def _with_own_server(request: _Request) -> _Request | None:
 
 
 def _run(request: _Request) -> int:
-    """Runs a module as the program; returns the exit status."""
+    """Run a module as the program; return the exit status."""
     try:
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -575,7 +584,7 @@ def _send(sock: socket.socket, text: bytes) -> None:
 
 
 def _receive(sock: socket.socket) -> bytes | None:
-    """The next message; None when the other end has closed."""
+    """Return the next message; None when the other end has closed."""
     head = _receive_bytes(sock, _LENGTH.size)
     return None if head is None else _receive_bytes(sock, _LENGTH.unpack(head)[0])
 

@@ -76,7 +76,7 @@ def _parts_of(names: Sequence[str]) -> Callable[[Any], Iterable[Any]]:
 
 
 class CoreEncoder:
-    """Makes bytes of values, for one `CoreDecoder` that gets all of them in order."""
+    """Encoder of values, for one `CoreDecoder` that gets all of them in order."""
 
     def __init__(self) -> None:
         self._out = bytearray()
@@ -331,7 +331,7 @@ class _Writers(dict[type, Callable[[Any], None]]):
 
 
 class CoreDecoder:
-    """Makes values of the bytes of one `CoreEncoder`, in the order in which they were encoded.
+    """Decoder of the bytes of one `CoreEncoder`, in the order in which they were encoded.
 
     Args:
         classes: all classes that bytes may name.

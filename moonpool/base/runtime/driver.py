@@ -33,7 +33,7 @@ class CoreServiceConfig(ServiceConfig):
         return None if value in ("", None) else str(value).replace("{pid}", str(os.getpid()))
 
     def journal(self) -> JournalWriter | None:
-        """A new journal, named after the instance; None if no journal is kept."""
+        """Return a new journal, named after the instance; None if no journal is kept."""
         if self.journal_dir is None:
             return None
         return JournalWriter(self.journal_dir, self.id, self.journal_bytes)
@@ -84,7 +84,7 @@ class Driver(Generic[E, A]):
         self._defect: Exception | None = None
 
     async def failure(self) -> NoReturn:
-        """Waits for an exception that reaches no caller.
+        """Wait for an exception that reaches no caller.
 
         Raises:
             Internal: caused by the first such exception.
@@ -93,14 +93,14 @@ class Driver(Generic[E, A]):
         raise Internal(f"a defect: {self._defect!r}; the state of the core is not certain any more") from self._defect
 
     def tell(self, event: E) -> None:
-        """Posts an event; an exception fails the driver."""
+        """Post an event; an exception fails the driver."""
         try:
             self.post(event)
         except Exception as defect:
             self._fail(defect)
 
     def post(self, event: E) -> None:
-        """Hands an event to the core, after events posted before; performs the event's actions before returning.
+        """Hand an event to the core, after events posted before; perform the event's actions before returning.
 
         An exception from the core or an action is raised here: only a caller that knows the event's origin may
         continue.
@@ -115,7 +115,7 @@ class Driver(Generic[E, A]):
             self._drain()
 
     def ask(self, event: E) -> None:
-        """Handles all waiting events, then posts this event, so that the event is not deferred.
+        """Handle all waiting events, then post this event, so that the event is not deferred.
 
         Only this event's exception is raised here; an exception from another event fails the driver.
         """
@@ -123,7 +123,7 @@ class Driver(Generic[E, A]):
         self.post(event)
 
     def settle(self) -> None:
-        """Handles all waiting events, even if that takes longer than a turn. Returns at once within `perform`.
+        """Handle all waiting events, even if that takes longer than a turn. Return at once within `perform`.
 
         An exception fails the driver.
         """
@@ -133,7 +133,7 @@ class Driver(Generic[E, A]):
             self._drain_unheard()
 
     def close(self) -> None:
-        """Stops ticks and events; the core stays unchanged."""
+        """Stop ticks and events; the core stays unchanged."""
         self._closed = True
         self._events.clear()
         for handle in (self._timer, self._turn):
@@ -185,7 +185,7 @@ class Driver(Generic[E, A]):
         self._do(actions, failed)
 
     def _do(self, actions: list[A], failed: Exception | None) -> None:
-        """Performs all actions, also after an exception: each I/O must end."""
+        """Perform all actions, also after an exception: each I/O must end."""
         for action in actions:
             try:
                 self._perform(action)

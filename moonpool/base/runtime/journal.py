@@ -38,7 +38,7 @@ class JournalError(MoonpoolError):
 
 
 class CoreError(JournalError):
-    """A core raises at an event, as it did when the journal was written, or because the journal is another core's."""
+    """Failure of a core at an event: a defect that the journal recorded, or a journal that is no core's own."""
 
 
 class JournalEntry(NamedTuple):
@@ -50,12 +50,12 @@ class JournalEntry(NamedTuple):
 
 
 def actions_crc(actions: Sequence[object]) -> int:
-    """Checksum by which a rerun compares actions."""
+    """Return the checksum by which a rerun compares actions."""
     return zlib.crc32(digest_of(*actions))
 
 
 class JournalWriter:
-    """Writes a journal of bounded size. If writing fails, the journal ends with a warning, and the core goes on.
+    """Writer of a journal of bounded size. If writing fails, the journal ends with a warning, and the core goes on.
 
     Args:
         folder: made if missing.
@@ -76,19 +76,19 @@ class JournalWriter:
             path.unlink(missing_ok=True)
 
     def before(self, core: object) -> None:
-        """Begins a file with a snapshot when the current file is full; called before the core gets an event."""
+        """Begin a file with a snapshot when the current file is full; called before the core gets an event."""
         if not self._ended and (self._file is None or self._file.tell() - self._events_begin >= self._half):
             with self._ending_on_error():
                 self._begin(core)
 
     def record(self, now: float, event: object, actions: Sequence[object]) -> None:
-        """Writes an event that was handled. The event reaches the file when the buffer is full, or at `close`."""
+        """Write an event that was handled. The event reaches the file when the buffer is full, or at `close`."""
         if not self._ended:
             with self._ending_on_error():
                 self._write((now, event, actions_crc(actions)))
 
     def close(self) -> None:
-        """Writes what is buffered; may be called again."""
+        """Write what is buffered; may be called again."""
         self._ended = True
         if self._file is not None:
             with self._ending_on_error():
@@ -179,7 +179,7 @@ def _entry(path: Path, number: int, value: object) -> JournalEntry:
 
 @contextmanager
 def event_of(path: Path, number: int) -> Iterator[None]:
-    """Within, a core gets an event of a journal.
+    """Give a core an event of a journal within.
 
     Raises:
         CoreError: what is done within raises; names path and number.
@@ -212,7 +212,7 @@ class Rerun:
 
 
 def journal_files(path: Path) -> list[Path]:
-    """A journal's files: the file itself, or all journals in a folder, older halves first.
+    """Return a journal's files: the file itself, or all journals in a folder, older halves first.
 
     Raises:
         JournalError: there is none.

@@ -22,6 +22,7 @@ from tests.unit.base.fork_server.program import children
 PROGRAM = "tests.unit.base.fork_server.program"
 PRELOADED = ("tabnanny", "a_module_that_is_not_there")
 WAIT_S = 60.0
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +168,9 @@ def test_a_server_has_a_python_and_variables_of_its_own() -> None:
     server = ForkServer(PRELOADED, python=(sys.executable, "-O"), environment=variables)
     try:
         ran = [run(server.start, "tell", environment={"OMP_PROC_BIND": value}) for value in ("true", "false")]
-        assert [it.forked for it in ran] == [True, False]
-        assert [it.told["optimised"] for it in ran] == [1, 1]
-        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0]
+        assert [each.forked for each in ran] == [True, False]
+        assert [each.told["optimised"] for each in ran] == [1, 1]
+        assert [each.child.wait(WAIT_S) for each in ran] == [0, 0]
     finally:
         server.close()
 
@@ -182,8 +183,8 @@ def test_a_server_that_was_killed_costs_a_fork() -> None:
         (pid,) = set(children()) - before - {ran[0].child.pid}
         os.kill(pid, signal.SIGKILL)
         ran += [run(server.start, "tell") for _ in range(2)]
-        assert [it.forked for it in ran] == [True, False, True], "executed, then by a new server"
-        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0, 0]
+        assert [each.forked for each in ran] == [True, False, True], "executed, then by a new server"
+        assert [each.child.wait(WAIT_S) for each in ran] == [0, 0, 0]
     finally:
         server.close()
     assert set(children()) <= before
@@ -209,9 +210,9 @@ def test_a_module_that_opens_a_device_is_not_forked(tmp_path: Path, monkeypatch:
 def test_threads_ask_at_once(server: ForkServer) -> None:
     with ThreadPoolExecutor(8) as threads:
         ran = list(threads.map(lambda _: run(server.start, "tell"), range(8)))
-    assert all(it.forked for it in ran)
-    assert [it.told["pid"] for it in ran] == [it.child.pid for it in ran]
-    assert {it.child.wait(WAIT_S) for it in ran} == {0}
+    assert all(each.forked for each in ran)
+    assert [each.told["pid"] for each in ran] == [each.child.pid for each in ran]
+    assert {each.child.wait(WAIT_S) for each in ran} == {0}
 
 
 def test_orphans_of_others_are_not_adopted(server: ForkServer) -> None:
@@ -263,6 +264,24 @@ def test_a_server_ends_with_its_owner() -> None:
         signal.pidfd_send_signal(server, signal.SIGKILL)
     os.close(server)
     assert ended, "the fork server outlives its owner"
+
+
+_IN_A_CHECKOUT = f"""
+import os
+from moonpool.base.fork_server import ForkServer, Program, execute
+for start in (execute, ForkServer(()).start):
+    assert start(Program({PROGRAM!r}, ["engine"], os.environ, 1, 2, folder="/")).wait() == 0
+"""
+
+
+def test_a_checkout_that_is_not_installed_is_handed_on() -> None:
+    """To programs, and to what these start: here a module of the tests, which no installation has."""
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for folder, finds in ((ROOT, True), (Path("/"), False)):
+        code = f"import sys; sys.path += [{str(ROOT)!r}]{_IN_A_CHECKOUT}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=given, capture_output=True, text=True)
+        assert (done.returncode == 0) == finds, done.stderr
+        assert finds or "No module named 'tests'" in done.stderr
 
 
 def test_tests_fork(server: ForkServer) -> None:

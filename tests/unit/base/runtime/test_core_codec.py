@@ -161,10 +161,10 @@ def test_circles() -> None:
 
 
 def test_objects_that_have_got_other_parts_meanwhile() -> None:
-    one, other = object.__new__(Plain), object.__new__(Plain)
-    one.__dict__.update(a=1)
-    other.__dict__.update(a=1, b=2)
-    assert [vars(it) for it in through(one, other, one)] == [{"a": 1}, {"a": 1, "b": 2}, {"a": 1}]
+    first, second = object.__new__(Plain), object.__new__(Plain)
+    first.__dict__.update(a=1)
+    second.__dict__.update(a=1, b=2)
+    assert [vars(found) for found in through(first, second, first)] == [{"a": 1}, {"a": 1, "b": 2}, {"a": 1}]
 
 
 def test_a_class_is_described_once() -> None:
