@@ -123,7 +123,7 @@ class RunLoop:
         return sequence.step(last, 1, self._block_size, sample=True, steps=steps, may_skip=may_skip)
 
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
-        """Note that some steps in the run have ended, not the last step. A run ends early if guesses pay now."""
+        """Take steps of a run that goes on, and end the run early if guesses pay now."""
         self._took_steps(run, sequences, (*result.earlier, result))
         if any(self._guesses(run, sequences)):
             self.cut(run.step)
@@ -175,7 +175,7 @@ class RunLoop:
         return True
 
     def forget(self, number: int) -> None:
-        """Note that a sequence is over."""
+        """Drop what the draft model keeps of a sequence."""
         if self._model is not None:
             self._model.forget(number)
 
@@ -193,7 +193,7 @@ class RunLoop:
         return self._over(run, sequences, result, guesses)
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
-        """Note that steps have ended in which no sequence ended."""
+        """Take steps in which no sequence ended."""
         filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
         for result in results:
             filled += self._take(sequences, result)
@@ -280,7 +280,7 @@ class RunLoop:
             told.ended.append((sequence.id, int(reason)))
 
     def _defect(self, request: LiveRequest) -> None:
-        """Note that a request cannot take or send tokens because of an internal error: only this request ends."""
+        """End a request that cannot take or send tokens because of an internal error; others go on."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._abort(request, "a defect: its tokens cannot be taken")
         request.ending = True  # at once: later tokens would follow a gap

@@ -530,7 +530,7 @@ class _StepsStream(SubscribedStream):
         self._instance = instance
 
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
-        """Note that any conductor is served."""
+        """Serve any conductor."""
         self._subscriber = Subscriber(message.hello.conductor)
         self._instance.subscribers[self._subscriber] = None
         self._instance.executor.subscribe(self._subscriber)
@@ -560,7 +560,7 @@ class _StepsStream(SubscribedStream):
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
 
     def end(self) -> None:
-        """Note that the conductor's sequences end, or wait for another conductor."""
+        """Let the conductor's sequences end, or wait for another conductor."""
         self._instance.subscribers.pop(self._subscriber, None)
         self._instance.executor.unsubscribe(self._subscriber)
 

@@ -93,7 +93,7 @@ class RunningBatch:
         self._tbt_s = None
 
     def end(self, sequence: RequestSequence) -> None:
-        """Note that a request's sequence has ended; others continue."""
+        """End a request's sequence; others continue."""
         self._remove(sequence)
 
     def _remove(self, sequence: RequestSequence) -> None:

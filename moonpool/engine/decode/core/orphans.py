@@ -75,7 +75,7 @@ class OrphanedRequests:
         return [request for request in orphans if request.conductor == conductor]
 
     def request_ended(self, request: DecodeRequest) -> None:
-        """Note that a request has ended: the output is kept if a conductor may ask."""
+        """Keep an ended request's output if a conductor may ask."""
         self._clear_grace(request)
         retained = request.asked.resumable and request.is_started
         self._state.act(RequestFreed(request.id, retained))

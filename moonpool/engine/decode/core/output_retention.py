@@ -73,7 +73,7 @@ class OutputRetention:
         self._keep(request, size, request)
 
     def set_fence(self, number: int, fence: int) -> None:
-        """Note that a conductor with a higher fence reads an ended request's output. The output is not kept longer."""
+        """Note the higher fence of a conductor that reads an ended request's output, which is not kept longer."""
         self._outputs[number] = replace(self._outputs[number], fence=fence)
 
     def take(self, number: int) -> DecodeRequest:

@@ -310,7 +310,7 @@ class DecodeRequest:
         return self.ended_tokens + sum(max(0, sequence.tokens - self.spec.prompt_tokens) for sequence in self.sequences)
 
     def keep_nothing(self) -> None:
-        """Note that from now on no block gets a key or is looked up in kvstores."""
+        """From now on give no block a key, and look none up in kvstores."""
         self.owner.transient = True
         for sequence in self.sequences:
             sequence.stored, sequence.borders = [0] * self.stores, [0] * self.stores

@@ -383,7 +383,7 @@ class DecodeScheduler:
                 self.planner.batch.forked(request)
 
     def _sequence_ended(self, number: int) -> None:
-        """Note that a sequence has ended with the step's token; so has the request after the last sequence."""
+        """End a sequence with the step's token, and the request with its last sequence."""
         sequence = self._table.find(number)
         if sequence is None:
             return

@@ -145,7 +145,7 @@ def shared_tokens(state: PrefillState, request: PrefillRequest) -> int:
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
-    """Note that a request has ended early: the first request that was to find the blocks computes missing blocks."""
+    """Let the first request that was to find the blocks of a request that is gone compute them."""
     for request in state.requests.values():
         if request.id > gone.id and request.shared_tokens and request.spec.keys[:1] == gone.spec.keys[:1]:
             held = len(state.manager.match(request.spec.keys[: state.reusable_blocks(request)]))

@@ -84,7 +84,7 @@ class PrefixLoads:
         self._steps.open_gates(request)
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
-        """Note that a load has ended; blocks that did not arrive are computed."""
+        """End a load; blocks that did not arrive are computed."""
         del self._in_flight[io]
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
@@ -179,7 +179,7 @@ class PrefixLoads:
             self._take_rest(request, overtaken)
 
     def give_up(self, request: PrefillRequest) -> None:
-        """Note that an overtaken load is not wanted any more."""
+        """Cancel an overtaken load."""
         overtaken, request.prefix.overtaken = request.prefix.overtaken, None
         if overtaken is not None:
             self._state.cancel(overtaken.load.io)
@@ -227,7 +227,7 @@ class PrefixLoads:
     # --- parts -----------------------------------------------------------------------------------------------------
 
     def _load_over(self, request: PrefillRequest, end: int) -> None:
-        """Note that the load is over: blocks up to `end` are whole."""
+        """Count the blocks up to `end` as loaded: they are whole."""
         tokens = self._state.settings.reused_tokens(request.spec.tokens, end)
         request.prefix.load, request.prefix.blocks = None, end
         request.prefix.loaded = tokens - request.prefix.cached

@@ -94,7 +94,7 @@ class Replication:
         self._begin_next()
 
     def call_off(self, tail: BlockKey) -> None:
-        """Note that the chain that ends with this key is not wanted any more."""
+        """Cancel the replication of the chain that ends with this key."""
         for number in [number for number, event in self._orders.items() if event.keys[-1] == tail]:
             del self._orders[number]
             self._state.act(EndReplication(number, 0))

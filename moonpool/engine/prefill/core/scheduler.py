@@ -326,7 +326,7 @@ class PrefillScheduler:
             self._sends.sent(request, result.nbytes, result.seconds)
 
     def _io_failed(self, number: int, result: IoFailed) -> None:
-        """Note that the request fails. A damaged block, and the blocks behind, are not found by key any more."""
+        """Fail a request. A damaged block, and the blocks behind, are not found by key any more."""
         request = self.state.requests.get(number)
         if request is not None and request.outgoing is not None:
             request.outgoing.io = None

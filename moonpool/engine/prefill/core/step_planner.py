@@ -434,13 +434,13 @@ class StepPlanner:
         return request.prefix.load.layers
 
     def rewind(self, request: PrefillRequest, first: int) -> None:
-        """Note that blocks from `first` on are computed again, once no I/O reads or writes them."""
+        """Compute blocks from `first` on again, once no I/O reads or writes them."""
         request.blocked_by.update(self._drop(request))
         self._sends.take_back(request, first)
         request.scheduled = request.computed
 
     def drop_request(self, request: PrefillRequest) -> None:
-        """Note that the request ends: the request's slices do not count any more."""
+        """Drop the slices of a request that ends."""
         self._drop(request)
 
     def _drop(self, request: PrefillRequest) -> list[int]:

@@ -51,7 +51,7 @@ class OutgoingTransfers:
         return False
 
     def opened(self, number: int) -> None:
-        """Note that a transfer is open; aborts the transfer if the request has ended meanwhile."""
+        """Begin to send over an open transfer; abort it if the request has ended meanwhile."""
         request = self._state.requests.get(number)
         if request is None or request.outgoing is None:
             self._state.act(CloseTransfer(number, aborted=True))
@@ -68,7 +68,7 @@ class OutgoingTransfers:
         self._pump(request, request.outgoing)
 
     def give_up(self, request: PrefillRequest) -> None:
-        """Note that the request ends before decode's verdict: aborts the transfer."""
+        """Abort the transfer of a request that ends before decode's verdict."""
         if request.outgoing is not None:
             self._state.cancel(request.outgoing.io)
             if request.outgoing.open:
