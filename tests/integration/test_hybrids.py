@@ -42,7 +42,7 @@ def stack(
     """One instance of each kind; decode preempts a request every third step, and a prompt takes several."""
     plan = small_plan(hybrid, tmp_path_factory.mktemp(request.param))
     plan = dataclasses.replace(plan, block_size=BLOCK, kv_cache_memory_bytes=64 << 20, dram_bytes=64 << 20)
-    flags = ["--set", "preempt_every=3", "--set", "assumed_answer_tokens=4", "--set", "max_num_batched_tokens=80"]
+    flags = ["--set", "preempt_every=3", "--set", "assumed_answer_tokens=4", "--set", "chunked_prefill_size=80"]
     flags += ["--set", f"preemption={request.param}"]
     plan = with_flags(with_flags(plan, "decode", *flags), "conductor", *PATIENT)
     with CheckedStack(plan, invariants="decode") as stack:

@@ -34,7 +34,7 @@ def stack(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CheckedStack]:
     """Every running sequence is preempted in every fifth step."""
-    flags = ["--set", "preempt_every=5", "--set", "max_num_batched_tokens=40", "--set", f"preemption={request.param}"]
+    flags = ["--set", "preempt_every=5", "--set", "chunked_prefill_size=40", "--set", f"preemption={request.param}"]
     plan = with_flags(small_plan(model, tmp_path_factory.mktemp(request.param)), "decode", *flags)
     with CheckedStack(plan, invariants="decode") as stack:
         yield stack

@@ -72,12 +72,12 @@ class DraftModel:
         return len(self._free)
 
     def forget(self, number: int) -> None:
-        """Drops an answer that has ended."""
+        """Drop an answer that has ended."""
         if (answer := self._answers.pop(number, None)) is not None:
             self._free += answer.table
 
     async def guess(self, wanted: Sequence[DraftRequest]) -> list[list[int]]:
-        """Guesses for each answer, in order; none for an answer that the pool or the small model cannot hold.
+        """Guess for each answer, in order; none for an answer that the pool or the small model cannot hold.
 
         Raises:
             Unavailable: the engine has failed.
@@ -102,7 +102,7 @@ class DraftModel:
         return [found.get(asked.id, []) for asked in wanted]
 
     def _hold(self, request: DraftRequest, steps: int, kept: set[int]) -> _Drafted | None:
-        """Gives an answer blocks for tokens and guesses, or drops the answer; answers that are not `kept` make room."""
+        """Give an answer blocks for tokens and guesses, or drop it; answers that are not `kept` make room."""
         count = len(request.tokens)
         answer = self._answers.pop(request.id, None) or _Drafted()
         self._answers[request.id] = answer
@@ -122,7 +122,7 @@ class DraftModel:
         return answer
 
     async def _catch_up(self, tokens: "array[int]", answer: _Drafted) -> None:
-        """Computes an answer's tokens beyond one step's tokens."""
+        """Compute an answer's tokens beyond one step's tokens."""
         while len(tokens) - answer.agreed > self._chunk:
             end = answer.agreed + self._chunk
             part = SequenceStep(tokens_to_bytes(tokens[answer.agreed : end]), answer.agreed, tuple(answer.table))
@@ -136,7 +136,7 @@ def _part(request: DraftRequest, answer: _Drafted) -> SequenceStep:
 
 
 def _plainly(sample: SampleSpec) -> SampleSpec:
-    """The same draw without penalties, bans, format and log probabilities, which guesses do without."""
+    """Return the same draw without penalties, bans, format and log probabilities, which guesses do without."""
     asked = sample.params
     params = SamplingParams(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, min_p=asked.min_p)
     return SampleSpec(params, seed=sample.seed, position=sample.position)

@@ -152,7 +152,7 @@ class DecodeExecutor:
         return iter(list(self._live.requests.values()))
 
     def loras(self) -> set[bytes]:
-        """All requests' LoRA adapters."""
+        """Return all requests' LoRA adapters."""
         return {live.incoming.lora for live in self._live.requests.values()}
 
     @property
@@ -161,13 +161,13 @@ class DecodeExecutor:
         return self.core.planner.run_in_flight is not None
 
     def count(self, *states: TransferState) -> int:
-        """Requests that have not started, with a transfer in one of these states."""
+        """Return requests that have not started, with a transfer in one of these states."""
         return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> tuple[LiveRequest, float]:
-        """Reserves blocks for a request, as the checked message `asked` wants them.
+        """Reserve blocks for a request, as the checked message `asked` wants them.
 
         Returns:
             The request, and the predicted seconds between tokens.
@@ -210,12 +210,12 @@ class DecodeExecutor:
         return live, answer.tbt_s
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
-        """A transfer's request; None if the request is unknown, has ended or has another generation."""
+        """Return a transfer's request; None if the request is unknown, has ended or has another generation."""
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
     def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
-        """Binds a transfer's blocks: slices may arrive from now on, and `send_verdict` reports the end.
+        """Bind a transfer's blocks: slices may arrive from now on, and `send_verdict` reports the end.
 
         `older`: the KV may be older than a deletion of such blocks, so no block is kept.
 
@@ -230,14 +230,14 @@ class DecodeExecutor:
         live.send_verdict = send_verdict
 
     def transfer_progress(self, live: LiveRequest) -> None:
-        """Notes that a part of a request's KV has arrived."""
+        """Note that a part of a request's KV has arrived."""
         now = self._clock()
         if now - live.progress_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
             live.progress_at = now
             self._driver.post(TransferProgress(live.id))
 
     def transfer_complete(self, live: LiveRequest) -> None:
-        """Notes that all of a request's KV has arrived. The scheduler is told once the KV is where steps compute."""
+        """Note that all of a request's KV has arrived. The scheduler is told once the KV is where steps compute."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
         loading = self._engine.load()
         if loading is None:
@@ -250,18 +250,18 @@ class DecodeExecutor:
             self._post(TransferComplete(live.id))
 
     def abort(self, live: LiveRequest, why: str) -> None:
-        """Ends a request early."""
+        """End a request early."""
         self._post(AbortRequest(live.id, why, live.transfer.leading))
 
     # --- conductors ------------------------------------------------------------------------------------------------
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """A conductor has opened a stream."""
+        """Note that a conductor has opened a stream."""
         number = self._streams[subscriber] = next(self._stream_numbers)
         self._post(StreamOpened(number, conductor_identity(subscriber.conductor)))
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """A conductor's stream has ended. Idempotent."""
+        """Note that a conductor's stream has ended. Idempotent."""
         if (number := self._streams.pop(subscriber, None)) is not None:
             for live in self._live.requests.values():
                 if live.subscriber is subscriber:
@@ -269,7 +269,7 @@ class DecodeExecutor:
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with the answers' first tokens, or computes the prompt here."""
+        """Start a request with the answers' first tokens, or compute the prompt here."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             why = f"there is no transfer {message.transfer_id} here (any more)"
@@ -288,7 +288,7 @@ class DecodeExecutor:
             )
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
-        """Ends one of a request's answers; for the conductor, the answer is complete; other answers continue."""
+        """End one of a request's answers; for the conductor, the answer is complete; other answers continue."""
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
@@ -296,7 +296,7 @@ class DecodeExecutor:
                 self.running.cut(self.core.planner.run_in_flight.run.step)
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
-        """Lets a conductor take a request over, or read the retained output."""
+        """Let a conductor take a request over, or read the retained output."""
         self._driver.settle()  # so that the scheduler knows all that the executor knows
         if self.log.knows(message):
             positions = message.from_position, *(position.from_position for position in message.further)
@@ -305,7 +305,7 @@ class DecodeExecutor:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")
 
     def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        """Cancels a request, unless another conductor has the request now; returns how far the request was."""
+        """Cancel a request, unless another conductor has the request now; return how far the request was."""
         live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
         if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
@@ -320,7 +320,7 @@ class DecodeExecutor:
         order: Order,
         why: str,
     ) -> None:
-        """Ends the request if an order cannot be carried out, unless another conductor has the request."""
+        """End the request if an order cannot be carried out, unless another conductor has the request."""
         live = self.get(order.transfer_id, order.generation)
         if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
             live.subscriber = None
@@ -330,7 +330,7 @@ class DecodeExecutor:
     # --- the engine ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Runs steps until cancelled.
+        """Run steps until cancelled.
 
         Raises:
             Unavailable: the engine died and every request has failed.
@@ -345,15 +345,15 @@ class DecodeExecutor:
             await self.io.quiet()
 
     async def failure(self) -> NoReturn:
-        """Waits until the scheduler fails; raises Internal then."""
+        """Wait until the scheduler fails; raise Internal then."""
         await self._driver.failure()
 
     def close(self) -> None:
-        """Takes no more events, and closes the journal."""
+        """Take no more events, and close the journal."""
         self._driver.close()
 
     def die(self, why: str) -> None:
-        """Ends every request. The engine must not compute any more."""
+        """End every request. The engine must not compute any more."""
         if not self.dead:
             self.dead = why
             self.running.close()
@@ -365,7 +365,7 @@ class DecodeExecutor:
         self.notify()
 
     def _order(self, event: Event) -> None:
-        """Carries out a peer's order; an error ends the request, the call or the stream."""
+        """Carry out a peer's order; an error ends the request, the call or the stream."""
         self._driver.ask(event)
         self.notify()
 
@@ -396,14 +396,14 @@ class DecodeExecutor:
                 self._move_or_answer(action)
 
     def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
-        """Moves window blocks in the pool, or takes the answer to an order about the pool."""
+        """Move window blocks in the pool, or take the answer to an order about the pool."""
         if isinstance(action, MoveSlots):
             self._engine.pool.move_slots(action.moves)
         else:
             self.pool.answered(action)
 
     def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
-        """Reports an answer's or a request's end. An internal error ends this request only."""
+        """Report an answer's or a request's end. An internal error ends this request only."""
         if isinstance(action, RequestFreed):
             self._gone(self._live.take(action.id), retained=action.retained)
             return
@@ -441,13 +441,13 @@ class DecodeExecutor:
         self._recount()
 
     def _recount(self) -> None:
-        """Updates `empty` and notifies, after a request came or went."""
+        """Update `empty` and notify, after a request came or went."""
         (self.empty.clear if self._live.requests else self.empty.set)()
         self.notify()
 
 
 def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
-    """Number of tokens with KV that will arrive, and the most tokens in each sequence.
+    """Return number of tokens with KV that will arrive, and the most tokens in each sequence.
 
     Raises:
         InvalidRequest: the request can never fit, or no token is to be generated; names the field.
@@ -470,7 +470,7 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
 
 
 def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
-    """The transfer for a request's KV; the leading `held` blocks are cached here."""
+    """Return the transfer for a request's KV; the leading `held` blocks are cached here."""
     blocks = layout.blocks_for(tokens)
     last = layout.valid_tokens(tokens, blocks - 1)
     return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)

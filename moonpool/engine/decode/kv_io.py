@@ -28,11 +28,11 @@ class SwapSpace:
         return sum(map(len, self._saved.values()))
 
     def save(self, number: int, blocks: Sequence[int]) -> None:
-        """Copies a sequence's blocks; part-filled blocks are copied as they are."""
+        """Copy a sequence's blocks; part-filled blocks are copied as they are."""
         self._saved[number] = [[self._read(layer, block) for layer in self._layers] for block in blocks]
 
     def restore(self, number: int, first: int, blocks: Sequence[int]) -> None:
-        """Copies the saved blocks, from block `first` on, into these blocks, and forgets the copy."""
+        """Copy the saved blocks, from block `first` on, into these blocks, and forget the copy."""
         for saved, block in zip(self._saved.pop(number)[first:], blocks, strict=True):
             for layer, found in enumerate(saved):
                 if found is not None and self._pool.has(layer, block):
@@ -40,7 +40,7 @@ class SwapSpace:
                     self._pool.write(layer, block, memoryview(data), value)
 
     def drop(self, number: int) -> None:
-        """Forgets a sequence; unknown sequences are ignored."""
+        """Forget a sequence; unknown sequences are ignored."""
         self._saved.pop(number, None)
 
     def _read(self, layer: int, block: int) -> tuple[bytes, int] | None:
@@ -69,7 +69,7 @@ class BlockIo:
         """No block is written back any more."""
 
     def store(self, action: StoreBlock, sequence: LiveSequence) -> None:
-        """Writes a block to a kvstore if the write-back queue has a free place."""
+        """Write a block to a kvstore if the write-back queue has a free place."""
         store = sequence.request.stores[action.store]
         if self.closed or not self._write_back.room(store, 1):
             self._post(IoEnded(action.io, StoreEnd(False)))
@@ -83,11 +83,11 @@ class BlockIo:
         self._write_back.submit(store, [key], [parent], tenant, [action.block], over, windowed)
 
     def stop(self, action: StopReceiving, live: LiveRequest) -> None:
-        """Answers when no frame is being written into a request's blocks any more."""
+        """Answer when no frame is being written into a request's blocks any more."""
         live.transfer.once_quiet(lambda: self._post(IoEnded(action.io, ReceiveEnd())))
 
     def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
-        """Copies a request's blocks to DRAM or back, or drops the copy."""
+        """Copy a request's blocks to DRAM or back, or drop the copy."""
         match action:
             case SwapOut(io, number, blocks):
                 self._copy(io, lambda: self._space.save(number, blocks), fetch=blocks)
@@ -97,12 +97,12 @@ class BlockIo:
                 self._space.drop(number)
 
     async def quiet(self) -> None:
-        """Waits until no copy uses the pool."""
+        """Wait until no copy uses the pool."""
         while self._copying:
             await asyncio.wait(self._copying)
 
     def _copy(self, io: int, work: Callable[[], None], fetch: Sequence[int] = ()) -> None:
-        """Makes a copy in a thread, after the blocks `fetch` were fetched into the pool."""
+        """Make a copy in a thread, after the blocks `fetch` were fetched into the pool."""
 
         async def copy() -> None:
             began, ok = self._clock(), True

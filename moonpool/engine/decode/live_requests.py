@@ -68,7 +68,7 @@ class LiveSequence:
         return self.output.tokens
 
     def begin(self, *first_tokens: int) -> None:
-        """Takes the first token, and the known tokens behind; a search's sequence begins with the prompt alone."""
+        """Take the first token, and the known tokens behind; a search's sequence begins with the prompt alone."""
         output = self.output
         output.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(output.tokens)
@@ -76,24 +76,24 @@ class LiveSequence:
         output.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
-        """Takes the first token's log probabilities."""
+        """Take the first token's log probabilities."""
         if self.output.logprobs is not None:
             self.output.logprobs, self.output.scored_from = logprobs, self.output.length - 1
 
     def append(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """Takes the next token."""
+        """Take the next token."""
         self.output.tokens.append(token)
         if self.output.logprobs is not None and logprobs is not None:
             self.output.logprobs.extend(logprobs)
 
     def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
-        """Why the answer ends with the last token; unspecified if the answer continues. Called at a run's end."""
+        """Return why the answer ends with the last token; unspecified if it continues. Called at a run's end."""
         stopped, tokens = self.stopped, self.output.tokens
         self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
         return self.output.finish
 
     def set_table(self, blocks: tuple[int, ...]) -> None:
-        """Sets the block table; the first block table also binds the transfer."""
+        """Set the block table; the first block table also binds the transfer."""
         self.table, transfer = blocks, self.request.transfer
         if transfer.state is TransferState.PROMISED:
             transfer.bind(blocks)
@@ -108,11 +108,11 @@ class LiveSequence:
         return 0 if self.stopped or self.request.search is not None else min(room, self.most_steps(max_tokens) - 1)
 
     def most_steps(self, max_tokens: int) -> int:
-        """Most steps that the sequence can take in one run."""
+        """Return most steps that the sequence can take in one run."""
         return self.sampling.steady(len(self.tokens), max_tokens)
 
     def take_filled(self, block_size: int) -> list[tuple[int, BlockKey]]:
-        """The sequence's id and the key of the block that became full with the tokens computed so far, if any."""
+        """Return the id, and the key of the block that became full with the tokens computed so far, if any."""
         index, rest = divmod(len(self.tokens), block_size)
         if rest or index <= len(self.keys):
             return []
@@ -121,7 +121,7 @@ class LiveSequence:
         return [(self.id, key)]
 
     def add_keys(self, block_size: int) -> tuple[BlockKey, ...]:
-        """Adds the keys of all blocks that are full without the last token; returns the new keys."""
+        """Add the keys of all blocks that are full without the last token; return the new keys."""
         there, full = len(self.keys), (len(self.tokens) - 1) // block_size
         tokens = self.tokens[there * block_size : full * block_size]
         new = tuple(block_keys(self.parent(there), tokens, block_size))
@@ -139,7 +139,7 @@ class LiveSequence:
         full_hit: bool = False,
         may_skip: bool = False,
     ) -> SequenceStep:
-        """The sequence's part in a step: `count` tokens from `start` on.
+        """Return the sequence's part in a step: `count` tokens from `start` on.
 
         If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
         sequence may go without a token in a step.
@@ -157,7 +157,7 @@ class LiveSequence:
         )
 
     def draft_steps(self, guess: Sequence[int], block_size: int) -> list[SequenceStep]:
-        """The sequence's parts in a step that checks guessed next tokens: one for the last token, one for each guess.
+        """Return the parts in a step that checks guessed next tokens: one for the last token, one for each guess.
 
         Each part samples the token behind, as if all guesses before were right.
         """
@@ -171,7 +171,7 @@ class LiveSequence:
         return parts
 
     def send_new(self) -> None:
-        """Sends new tokens and the end, unless more tokens are to be gathered first."""
+        """Send new tokens and the end, unless more tokens are to be gathered first."""
         request, position = self.request, self.sent_tokens
         if request.subscriber is None or self.stopped:
             return
@@ -200,7 +200,7 @@ class LiveSearch:
         self._following = [()] * len(self.sequences)
 
     def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
-        """Takes a sequence's candidates; returns what the scheduler needs to know."""
+        """Take a sequence's candidates; return what the scheduler needs to know."""
         sequence, self._following[index] = self.sequences[index], found.tokens
         ends = (sequence.sampling.ends_with(token, len(sequence.tokens) + 1, max_tokens) for token in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
@@ -266,7 +266,7 @@ class LiveRequest:
             self.output.answers = [sequence.output for sequence in self.sequences]
 
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
-        """Takes the first tokens, and the known tokens behind.
+        """Take the first tokens, and the known tokens behind.
 
         Returns:
             Why each answer ends with these tokens, 0 if the answer continues; for a search, what may follow the prompt.
@@ -289,14 +289,14 @@ class LiveRequest:
         return tuple(other.sampling.finish(other.tokens, max_tokens) for other in self.sequences), ()
 
     def compute(self) -> None:
-        """Begins with the prompt alone; the missing part is computed here."""
+        """Begin with the prompt alone; the missing part is computed here."""
         [sequence] = self.sequences
         sequence.begin()
         before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_size
         del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
 
     def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:
-        """Forks the sequences as chosen, or sends the answers, best first, if the search is over."""
+        """Fork the sequences as chosen, or send the answers, best first, if the search is over."""
         assert self.search is not None
         if isinstance(action, ForkSequences):
             self.search.select(action)
@@ -337,7 +337,7 @@ class LiveRequest:
         return bool(self.sequences[0].tokens)
 
     def end(self, why: str) -> None:
-        """Ends early; tells the KV's sender and the conductor."""
+        """End early; tell the KV's sender and the conductor."""
         self.ending, self.output.why = True, why
         self.transfer.fail(why)
         if self.send_verdict is not None and not self.complete:
@@ -358,19 +358,18 @@ class LiveRequestTable:
         self.sequences: dict[int, LiveSequence] = {}
 
     def add(self, live: LiveRequest) -> None:
-        """Adds a request."""
         self.requests[live.id] = live
         self.sequences |= {sequence.id: sequence for sequence in live.sequences}
 
     def take(self, number: int) -> LiveRequest:
-        """Takes a request out."""
+        """Take a request out."""
         live = self.requests.pop(number)
         for sequence in live.sequences:
             del self.sequences[sequence.id]
         return live
 
     def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
-        """The promise that a conductor cancels without knowing the transfer."""
+        """Return the promise that a conductor cancels without knowing the transfer."""
         who = conductor_identity(subscriber.conductor)
         for live in self.requests.values() if not message.transfer_id else ():
             waits = live.transfer.state is TransferState.PROMISED and not live.started
@@ -379,7 +378,7 @@ class LiveRequestTable:
         return None
 
     def start_error(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
-        """Why a request cannot begin with this message; None if the request can."""
+        """Return why a request cannot begin with this message; None if the request can."""
         if live.started:
             return f"transfer {message.transfer_id} was started before"
         others = self.requests.values()
@@ -389,17 +388,17 @@ class LiveRequestTable:
 
 
 def stores_of(asked: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
-    """The kvstores that the answer goes to."""
+    """Return the kvstores that the answer goes to."""
     return [*([asked.write_back] if asked.HasField("write_back") else []), *asked.replicas]
 
 
 def search_rules_of(params: SamplingParams) -> SearchRules | None:
-    """A request's search rules; None without a search."""
+    """Return a request's search rules; None without a search."""
     return SearchRules(params.length_penalty, params.early_stopping) if params.deferred else None
 
 
 def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
-    """Why a request cannot begin with these first tokens, or none; None if the request can."""
+    """Return why a request cannot begin with these first tokens, or none; None if the request can."""
     params = live.incoming.sampling.params
     if message.compute_prompt:
         if params.scores_prompt:

@@ -35,7 +35,7 @@ class RequestOutput:
     why: str = ""
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether the conductor knows the request, the secret, and each answer up to the given position."""
+        """Return whether the conductor knows the request, the secret, and each answer up to the given position."""
         named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
         if not named or not self.secret or not compare_digest(asked.secret, self.secret):
             return False
@@ -54,7 +54,7 @@ class RequestOutput:
         return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
 
     def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
-        """Sends each answer from the given position on."""
+        """Send each answer from the given position on."""
         subscriber.drop(self.request_id)
         for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
             answer.send(subscriber, self.request_id, choice, position)
@@ -63,7 +63,7 @@ class RequestOutput:
         subscriber.flush()
 
     def without_prompt(self) -> Self:
-        """The same output, without the tokens of the prompt."""
+        """Return the same output, without the tokens of the prompt."""
         return replace(self, answers=[answer.without_prompt() for answer in self.answers])
 
 
@@ -92,15 +92,15 @@ class AnswerOutput:
         return len(self.tokens) - self.prompt_tokens
 
     def up_to(self, position: int) -> "array[int]":
-        """The answer's tokens before a position."""
+        """Return the answer's tokens before a position."""
         return self.tokens[self.prompt_tokens : self.prompt_tokens + position]
 
     def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
-        """Queues the output from a position on for a conductor; sent at the next `flush`."""
+        """Queue the output from a position on for a conductor; sent at the next `flush`."""
         logprobs = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
         tokens = self.tokens[self.prompt_tokens + position :].tolist()
         subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, logprobs)
 
     def without_prompt(self) -> Self:
-        """The same output, without the tokens of the prompt."""
+        """Return the same output, without the tokens of the prompt."""
         return replace(self, tokens=self.tokens[self.prompt_tokens :], prompt_tokens=0)

@@ -31,16 +31,16 @@ class OutputLog:
         """Requests taken over, and answers read again, so far."""
 
     def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether there is such a request that the conductor may take over."""
+        """Return whether there is such a request that the conductor may take over."""
         output = self._output(asked.transfer_id)
         return output is not None and output.matches(asked)
 
     def ended(self, live: LiveRequest) -> None:
-        """Keeps an ended request's output."""
+        """Keep an ended request's output."""
         self._ended[live.id] = live.output.without_prompt()
 
     def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
-        """Carries out a decision about retained output."""
+        """Carry out a decision about retained output."""
         match action:
             case RequestParked(number):
                 live = self._parked[number] = self._live.take(number)

@@ -63,11 +63,11 @@ class TransferReceiver:
         return self._credits.kept
 
     def welcome(self, transport: kv_pb2.TransportOffer | None) -> None:
-        """Answers the hello, offering a transport if any."""
+        """Answer the hello, offering a transport if any."""
         self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, transport)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
-        """Takes one message.
+        """Take one message.
 
         Raises:
             InvalidRequest: a stream has no such message here; the stream cannot go on.
@@ -84,7 +84,7 @@ class TransferReceiver:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def verdict(self, transfer: InboundTransfer) -> None:
-        """Tells the sender how a transfer has ended."""
+        """Tell the sender how a transfer has ended."""
         self._answer(
             transfer.transfer_id,
             transfer.generation,
@@ -98,7 +98,7 @@ class TransferReceiver:
             self._post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def broken(self) -> None:
-        """Ends requests if their KV was incomplete at the stream's end."""
+        """End requests if their KV was incomplete at the stream's end."""
         self.send_queue.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
             self._executor.abort(request, "the sender's stream broke")
@@ -155,7 +155,7 @@ class TransferReceiver:
         )
 
     def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
-        """The request to which a frame's KV belongs.
+        """Return the request to which a frame's KV belongs.
 
         None after the transfer has ended, as the blocks may be another request's by now.
         """
@@ -174,7 +174,7 @@ class TransferReceiver:
         intact: int,
         error: Exception | None,
     ) -> None:
-        """A payload lies in the pool, unless the transfer has ended meanwhile."""
+        """Note that a payload lies in the pool, unless the transfer has ended meanwhile."""
         there = request if self._receives(request, header) else None
         self._dealt_with(there, nbytes, lambda: self._accept(request, runs, intact, error))
 
@@ -183,7 +183,7 @@ class TransferReceiver:
         self._dealt_with(request, payload.nbytes, lambda: self._write(request, header, payload))
 
     def _dealt_with(self, request: LiveRequest | None, nbytes: int, take: Callable[[], None]) -> None:
-        """Takes a frame, unless the transfer has ended, and returns the frame's credits."""
+        """Take a frame, unless the transfer has ended, and return the frame's credits."""
         self.received_bytes += nbytes
         if request is None:
             self.stray_frames += 1
@@ -210,7 +210,7 @@ class TransferReceiver:
             self._complete(request)
 
     def _write(self, request: LiveRequest | None, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
-        """Verifies a frame's slices and writes them into the pool."""
+        """Verify a frame's slices and write them into the pool."""
         assert request is not None, "frames of others are not taken"
         for run, data, hashes in request.transfer.opener.open(header, payload):
             request.transfer.accept(run)
@@ -224,7 +224,7 @@ class TransferReceiver:
     def _accept(
         self, request: LiveRequest, runs: list[tuple[SliceRun, list[int]]], intact: int, error: Exception | None
     ) -> None:
-        """Accepts slices in the pool; the first `intact` are undamaged. Runs before a damaged run count as arrived."""
+        """Accept slices in the pool; the first `intact` are undamaged. Runs before a damaged run count as arrived."""
         if error is not None:
             raise TransferFailed(f"a defect: a frame could not be written: {error!r}") from error
         for run, hashes in runs:

@@ -69,20 +69,20 @@ class RunLoop:
         self.steps = 0
 
     def order(self, run: StartRun) -> None:
-        """Orders the next run."""
+        """Order the next run."""
         self._order = run
         self._wake.set()
 
     def cut(self, step: int, *, hurried: bool = False) -> None:
-        """Ends the run with the step being computed; see `StopRun`."""
+        """End the run with the step being computed; see `StopRun`."""
         self._engine.stop_run(step, urgent=hurried)
 
     def close(self) -> None:
-        """Begins no more runs."""
+        """Begin no more runs."""
         self._order = None
 
     async def run(self) -> None:
-        """Executes ordered runs until cancelled.
+        """Execute ordered runs until cancelled.
 
         Raises:
             Unavailable: the engine died.
@@ -117,13 +117,13 @@ class RunLoop:
         self._over(run, sequences, result)
 
     def _next_token(self, sequence: LiveSequence, steps: int = 1) -> SequenceStep:
-        """The sequence's part in a step, or in a run's first step, that computes the last token."""
+        """Return the sequence's part in a step, or in a run's first step, that computes the last token."""
         may_skip = sequence.request.search is None
         last = len(sequence.tokens) - 1
         return sequence.step(last, 1, self._block_size, sample=True, steps=steps, may_skip=may_skip)
 
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
-        """Some steps in the run have ended, not the last step. A run ends early if guesses pay now."""
+        """Take steps of a run that goes on, and end the run early if guesses pay now."""
         self._took_steps(run, sequences, (*result.earlier, result))
         if any(self._guesses(run, sequences)):
             self.cut(run.step)
@@ -144,7 +144,7 @@ class RunLoop:
         return self._drafts.plan(each, run.drafts)
 
     async def _draft_by_model(self, model: DraftModel, run: StartRun, sequences: list[LiveSequence]) -> bool:
-        """Executes a run that checks a small model's guesses; returns whether there were any."""
+        """Execute a run that checks a small model's guesses; return whether there were any."""
         context = sum(len(sequence.tokens) for sequence in sequences)
         most = self._drafts.model_guesses(len(sequences), context, model.speeds)
         most = min(most, run.drafts // len(sequences))
@@ -175,14 +175,14 @@ class RunLoop:
         return True
 
     def forget(self, number: int) -> None:
-        """A sequence is over."""
+        """Drop what the draft model keeps of a sequence."""
         if self._model is not None:
             self._model.forget(number)
 
     async def _check_guesses(
         self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]
     ) -> list[CheckedDraft]:
-        """Executes a run with one step that checks guesses; returns how many guesses were right."""
+        """Execute a run with one step that checks guesses; return how many guesses were right."""
         began, parts = self._clock(), list[SequenceStep]()
         for sequence, guess in zip(sequences, guesses, strict=True):
             parts += sequence.draft_steps(guess, self._block_size) if guess else [self._next_token(sequence)]
@@ -193,7 +193,7 @@ class RunLoop:
         return self._over(run, sequences, result, guesses)
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
-        """Steps have ended in which no sequence ended."""
+        """Take steps in which no sequence ended."""
         filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
         for result in results:
             filled += self._take(sequences, result)
@@ -210,7 +210,7 @@ class RunLoop:
             self._notify()
 
     def _take(self, sequences: list[LiveSequence], result: StepResult) -> list[tuple[int, BlockKey]]:
-        """Takes a step's tokens; returns the blocks that became full."""
+        """Take a step's tokens; return the blocks that became full."""
         filled = []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
             assert token is not None, "the run would be over"
@@ -226,7 +226,7 @@ class RunLoop:
     def _over(
         self, run: StartRun, sequences: list[LiveSequence], result: StepResult, guesses: Sequence[Sequence[int]] = ()
     ) -> list[CheckedDraft]:
-        """Ends the run after its last step; returns which guesses that step checked."""
+        """End the run after its last step; return which guesses that step checked."""
         if result.earlier:
             self._took_steps(run, sequences, result.earlier)
         told, index = _RunEnd(), 0
@@ -245,7 +245,7 @@ class RunLoop:
     def _take_last(
         self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
     ) -> None:
-        """Takes a sequence's tokens from a run's last step; the sequence's first part has this index."""
+        """Take a sequence's tokens from a run's last step; the sequence's first part has this index."""
         request, found = sequence.request, result.sampled[index]
         if index in result.failed:
             self._abort(request, result.failed[index])
@@ -280,13 +280,13 @@ class RunLoop:
             told.ended.append((sequence.id, int(reason)))
 
     def _defect(self, request: LiveRequest) -> None:
-        """A request cannot take or send tokens because of an internal error: only this request ends."""
+        """End a request that cannot take or send tokens because of an internal error; others go on."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._abort(request, "a defect: its tokens cannot be taken")
         request.ending = True  # at once: later tokens would follow a gap
 
     def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
-        """Counts a step; returns the step's seconds, since the step before in the run, and the waited seconds."""
+        """Count a step; return the step's seconds, since the step before in the run, and the waited seconds."""
         self.steps += 1
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
@@ -305,7 +305,7 @@ class _RunEnd:
 
 
 def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSequence], result: StepResult) -> None:
-    """Records a span for a computed step."""
+    """Record a span for a computed step."""
     if spans.enabled:
         spans.add(
             "decode.step",

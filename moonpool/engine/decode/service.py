@@ -115,14 +115,14 @@ class DecodeInstance:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises Unavailable if new requests are refused."""
+        """Raise Unavailable if new requests are refused."""
         if self.executor.dead:
             raise Unavailable(self.executor.dead)
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
 
     def retire(self, receiver: TransferReceiver) -> None:
-        """A prefill process's stream has ended."""
+        """Note that a prefill process's stream has ended."""
         receiver.broken()
         self._received_bytes += receiver.received_bytes
         self._stray_frames += receiver.stray_frames
@@ -130,7 +130,7 @@ class DecodeInstance:
     # --- lifecycle -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Runs until cancelled.
+        """Run until cancelled.
 
         Raises:
             Unavailable: the engine died.
@@ -146,23 +146,23 @@ class DecodeInstance:
             self.executor.close()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
-        """Refuses: decode keeps no replicas, and no conductor orders a replica."""
+        """Refuse: decode keeps no replicas, and no conductor orders a replica."""
         log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
 
     def drain(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuse new requests from now on."""
         self.draining = True
         self._notify()
 
     async def drained(self) -> None:
-        """Waits until no request is left and the write-back is idle."""
+        """Wait until no request is left and the write-back is idle."""
         await self.executor.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def load(self) -> conductor_pb2.LoadReport:
-        """The load now."""
+        """Return the load now."""
         self.loras.sweep()
         core = self.core
         return conductor_pb2.LoadReport(
@@ -182,7 +182,7 @@ class DecodeInstance:
         )
 
     def gauges(self) -> MetricSet:
-        """Everything the instance reports."""
+        """Return everything the instance reports."""
         metrics = self._context.metrics().add(DECODE_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
         metrics.add(LORA_METRICS, self.loras)
         return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.lending)
@@ -335,7 +335,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
 
 
 def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
-    """The scheduler's settings."""
+    """Return the scheduler's settings."""
     layout, engine = context.setup.layout, context.engine
     return DecodeSettings(
         num_blocks=engine.blocks,
@@ -366,7 +366,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
 
 
 def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
-    """Most guessed tokens that a step checks for a sequence; 0 = none.
+    """Return most guessed tokens that a step checks for a sequence; 0 = none.
 
     Raises:
         ConfigError: guesses are wanted, but this engine can check no guess.
@@ -393,7 +393,7 @@ class DecodeServicer:
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
-        """Promises blocks, or refuses."""
+        """Promise blocks, or refuse."""
         instance = self._instance
         instance.check_open()
         _check_stores(request)
@@ -419,7 +419,7 @@ class DecodeServicer:
     async def ReceiveKV(  # noqa: N802
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
-        """Receives KV for many transfers from one prefill process."""
+        """Receive KV for many transfers from one prefill process."""
         await _ReceiveStream(self._instance).run(requests, bare_write(context))
 
     async def ReadKV(  # noqa: N802
@@ -431,31 +431,31 @@ class DecodeServicer:
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
-        """Starts and cancels sequences; returns tokens."""
+        """Start and cancel sequences; return tokens."""
         await _StepsStream(self._instance).run(requests, bare_write(context))
 
     async def Forget(  # noqa: N802
         self, request: kv_pb2.ForgetRequest, context: Context
     ) -> kv_pb2.ForgetResponse:
-        """Deletes KV from the pool."""
+        """Delete KV from the pool."""
         return await self._instance.deletion.forget(request)
 
     async def LoadLora(  # noqa: N802
         self, request: kv_pb2.LoadLoraRequest, context: Context
     ) -> kv_pb2.LoadLoraResponse:
-        """Loads a LoRA adapter ahead of requests."""
+        """Load a LoRA adapter ahead of requests."""
         return await self._instance.loras.load(request)
 
     async def UnloadLora(  # noqa: N802
         self, request: kv_pb2.UnloadLoraRequest, context: Context
     ) -> kv_pb2.UnloadLoraResponse:
-        """Drops a LoRA adapter once no request uses the adapter."""
+        """Drop a LoRA adapter once no request uses the adapter."""
         return self._instance.loras.unload(request)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
-        """The instance's gauges."""
+        """Return the instance's gauges."""
         return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
     def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
@@ -491,7 +491,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         self._receiver: TransferReceiver
 
     async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
-        """Takes the engine's own KV only."""
+        """Take the engine's own KV only."""
         instance = self._instance
         check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
         self._receiver = TransferReceiver(
@@ -507,11 +507,11 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         self._receiver.welcome(self.offer_transport(message))
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
-        """Opens, frames and closes of transfers."""
+        """Open, frames and close of transfers."""
         self._receiver.take(message, payload)
 
     def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
-        """Whole slices land in the pool."""
+        """Return whole slices land in the pool."""
         return self._receiver.receive_into(message, nbytes)
 
     def end(self) -> None:
@@ -529,13 +529,13 @@ class _StepsStream(SubscribedStream):
         self._instance = instance
 
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
-        """Any conductor is served."""
+        """Serve any conductor."""
         self._subscriber = Subscriber(message.hello.conductor)
         self._instance.subscribers[self._subscriber] = None
         self._instance.executor.subscribe(self._subscriber)
 
     def carry_out(self, message: decode_pb2.StepsRequest) -> None:
-        """Carries out one order."""
+        """Carry out one order."""
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
@@ -548,7 +548,7 @@ class _StepsStream(SubscribedStream):
                 self._instance.executor.resume(self._subscriber, message.resume)
 
     def give_up(self, order: Order, reason: str) -> None:
-        """Ends the order's request."""
+        """End the order's request."""
         self._instance.executor.give_up(self._subscriber, order, reason)
 
     def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
@@ -559,7 +559,7 @@ class _StepsStream(SubscribedStream):
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
 
     def end(self) -> None:
-        """The conductor's sequences end, or wait for another conductor."""
+        """Let the conductor's sequences end, or wait for another conductor."""
         self._instance.subscribers.pop(self._subscriber, None)
         self._instance.executor.unsubscribe(self._subscriber)
 
@@ -581,7 +581,7 @@ def contract(instance: DecodeInstance) -> Service:
 
 
 async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
-    """Runs a decode instance until told to stop; raises as `run_instance`."""
+    """Run a decode instance until told to stop; raise as `run_instance`."""
     async with contextlib.AsyncExitStack() as stack:
         drafted = await _draft_setup(config)
         draft_model = None

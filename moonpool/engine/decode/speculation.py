@@ -58,7 +58,7 @@ class RightGuesses:
         self._guesses, self._right = [0.0] * len(FIRST_RATES), [0.0] * len(FIRST_RATES)
 
     def observe(self, matched: int, *, right: bool) -> None:
-        """Counts a guess behind `matched` agreeing tokens."""
+        """Count a guess behind `matched` agreeing tokens."""
         at = _class_of(matched)
         self._guesses[at] = self._guesses[at] * self._kept + 1.0
         self._right[at] = self._right[at] * self._kept + right
@@ -109,7 +109,7 @@ class NgramDrafter:
         return found
 
     def _read_new(self) -> None:
-        """Reads the tokens that came since the last call, and compares guesses with them."""
+        """Read the tokens that came since the last call, and compare guesses with them."""
         if len(self._tokens) - self._read > READ_SINGLY:
             self._read_together(len(self._tokens) - 1)
         for place in range(self._read, len(self._tokens)):
@@ -133,7 +133,7 @@ class NgramDrafter:
         self._place_at[at] = place + 1
 
     def _read_together(self, end: int) -> None:
-        """Remembers the places up to `end`, without guesses."""
+        """Remember the places up to `end`, without guesses."""
         first = max(self._read - GRAM + 1, 0)
         new = np.frombuffer(self._tokens, np.int32)[first:end].astype(np.uint64)
         hashes = np.zeros(len(new) - GRAM + 1, np.uint64)
@@ -148,7 +148,7 @@ class NgramDrafter:
         return (mixed & LOW_BITS) >> (32 - self._bits)
 
     def _agreeing(self, earlier: int, now: int) -> int:
-        """Tokens before two places that agree, one after the other."""
+        """Return tokens before two places that agree, one after the other."""
         tokens = self._tokens
         most = min(earlier, MOST_MATCHED)
         return next((n for n in range(most) if tokens[earlier - 1 - n] != tokens[now - 1 - n]), most)
@@ -211,15 +211,15 @@ class DraftPlanner:
         self._common = RightGuesses(KEPT_IN_COMMON)
 
     def drafter(self, tokens: "array[int]", most_tokens: int) -> NgramDrafter:
-        """A drafter for one answer; see `NgramDrafter`."""
+        """Return a drafter for one answer; see `NgramDrafter`."""
         return NgramDrafter(tokens, most_tokens, self._common)
 
     def observe_overhead(self, seconds: float) -> None:
-        """Learns how many seconds a step with guesses takes besides the engine's own seconds."""
+        """Learn how many seconds a step with guesses takes besides the engine's own seconds."""
         self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
 
     def model_guesses(self, sequences: int, context: int, draft: Speeds) -> int:
-        """How many guesses per sequence to ask a small model for; 0 = guesses would not pay.
+        """Return how many guesses per sequence to ask a small model for; 0 = guesses would not pay.
 
         Args:
             sequences: number of sequences in the step.
@@ -243,7 +243,7 @@ class DraftPlanner:
         return best
 
     def observe_model(self, checked: int, right: int, seconds: float, expected_s: float) -> None:
-        """Learns from a small model's guesses for a step.
+        """Learn from a small model's guesses for a step.
 
         Args:
             checked: guesses up to each sequence's first wrong guess, that guess included.
@@ -254,7 +254,7 @@ class DraftPlanner:
         self._model.observe(checked, right, seconds / expected_s if expected_s > 0 else 1.0)
 
     def may_pay(self, sequences: int, context: int) -> bool:
-        """Whether looked-up guesses would pay if all were right, in a step with so many sequences and tokens."""
+        """Return whether looked-up guesses would pay if all were right, in a step with so many sequences and tokens."""
         if not self._ngram:
             return False
         speeds = self._speeds()
@@ -264,7 +264,7 @@ class DraftPlanner:
         return self._always or best >= LEAST_GAIN * (plain_s + self._overhead_s + self._most * rows_s)
 
     def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
-        """The guesses to check for each sequence in the next step; `most`: limit for all sequences together."""
+        """Return the guesses to check for each sequence in the next step; `most`: limit for all sequences together."""
         speeds = self._speeds()
         costs = [decode_step_seconds(speeds, 1, sequence.context) - speeds.decode_base_s for sequence in sequences]
         plain_s = speeds.decode_base_s + sum(costs)
@@ -280,7 +280,7 @@ class DraftPlanner:
     def _counts(
         self, guesses: Sequence[Sequence[tuple[int, float]]], costs: Sequence[float], plain_s: float, most: int
     ) -> list[int]:
-        """How many guesses are checked for each sequence."""
+        """Return how many guesses are checked for each sequence."""
         tokens, seconds, counts = float(len(guesses)), plain_s + self._overhead_s, [0] * len(guesses)
         each = [(likely, index) for index, guess in enumerate(guesses) for _, likely in guess]
         each.sort(key=lambda guess: -guess[0] / costs[guess[1]] if costs[guess[1]] else -guess[0])

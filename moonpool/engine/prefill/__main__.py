@@ -9,7 +9,7 @@ from moonpool.engine.prefill.service import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until stopped; returns the process's exit code."""
+    """Run until stopped; return the process's exit code."""
     return run_main(PrefillConfig, serve, argv)
 
 

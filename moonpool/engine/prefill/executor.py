@@ -73,7 +73,7 @@ class PrefillExecutor:
         self.empty.set()
 
     def submit(self, request: LivePrefill) -> None:
-        """Hands a request to the scheduler, which accepts or refuses the request."""
+        """Hand a request to the scheduler, which accepts or refuses the request."""
         if self._group is None:
             raise Unavailable(self._dead)
         self._requests[request.id] = request
@@ -87,19 +87,19 @@ class PrefillExecutor:
             raise
 
     def post(self, event: events.Event | IoEnded[events.IoResult]) -> None:
-        """Hands an event to the scheduler."""
+        """Hand an event to the scheduler."""
         self._driver.tell(event)
         self._notify()
 
     def _order(
         self, event: events.AddRequest | events.ReplicateBlocks | events.StopReplicating | DeleteKV | LendBlocks
     ) -> None:
-        """Carries out a peer's order; an error ends the peer's call, replication or stream."""
+        """Carry out a peer's order; an error ends the peer's call, replication or stream."""
         self._driver.ask(event)
         self._notify()
 
     async def failure(self) -> NoReturn:
-        """Waits until the core fails where no request is to blame.
+        """Wait until the core fails where no request is to blame.
 
         Raises:
             Internal: then; every request has failed, as the core ends none any more.
@@ -117,11 +117,11 @@ class PrefillExecutor:
         return {request.incoming.lora for request in self._requests.values()}
 
     def find(self, request_id: str) -> list[LivePrefill]:
-        """Requests with an id that have not ended."""
+        """Return requests with an id that have not ended."""
         return [request for request in self._requests.values() if request.request_id == request_id]
 
     async def run(self) -> None:
-        """Works until cancelled.
+        """Work until cancelled.
 
         Raises:
             Unavailable: the engine died; every request has failed.
@@ -137,7 +137,7 @@ class PrefillExecutor:
         raise Unavailable(self._dead)
 
     def close(self) -> None:
-        """Takes no more events."""
+        """Take no more events."""
         self._driver.close()
 
     # --- actions ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class PrefillExecutor:
                 self._answer(action, self._requests[action.id])
 
     def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
-        """Opens a gate in a step in flight, drops a slice, or gives the step up."""
+        """Open a gate in a step in flight, drops a slice, or give the step up."""
         match action:
             case actions.OpenKVGate():
                 self._engine.open_gate(action.step, action.layer)
@@ -183,7 +183,7 @@ class PrefillExecutor:
         action: actions.LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
         request: LivePrefill,
     ) -> None:
-        """Loads or sends KV."""
+        """Load or send KV."""
         match action:
             case actions.LoadBlocks():
                 loaded = partial(self._layer_loaded, action.io)
@@ -202,7 +202,7 @@ class PrefillExecutor:
         self._begin(action.io, partial(_result_of, request, work, failed), lost)
 
     def _answer(self, action: actions.PrefillAnswer, request: LivePrefill) -> None:
-        """Reports to the conductor. An internal error ends this request only."""
+        """Report to the conductor. An internal error ends this request only."""
         try:
             self._report(action, request)
         except Exception as defect:
@@ -269,7 +269,7 @@ class PrefillExecutor:
     # --- I/O -------------------------------------------------------------------------------------------------------
 
     def _begin(self, io: int, work: IoWork, lost: events.IoResult) -> None:
-        """Starts I/O; `lost` is the result if the I/O is cancelled."""
+        """Start I/O; `lost` is the result if the I/O is cancelled."""
         if self._group is None:
             self.post(IoEnded(io, lost))
             return
@@ -286,7 +286,7 @@ class PrefillExecutor:
         self._driver.tell(events.LayerLoaded(io, layer))
 
     def _put(self, order: actions.WriteBackBlocks) -> None:
-        """Hands blocks to the write-back, as many as the queue takes."""
+        """Hand blocks to the write-back, as many as the queue takes."""
         incoming = self._requests[order.id].incoming
         store = self._requests[order.id].copies[order.copy]
         end = order.first + self._write_back.room(store, len(order.blocks))
@@ -302,7 +302,7 @@ class PrefillExecutor:
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def _start_step(self, order: actions.RunStep) -> None:
-        """Begins a step. If the step cannot be made into a message, only the step's requests end."""
+        """Begin a step. If the step cannot be made into a message, only the step's requests end."""
         try:
             step = self._step(order)
         except Exception as error:
@@ -373,7 +373,7 @@ class PrefillExecutor:
 
 
 async def _result_of(request: LivePrefill, work: IoWork, failed: events.IoResult) -> events.IoResult:
-    """The I/O's result; notes an error with the request. A defect costs this request, not the instance."""
+    """Return the I/O's result; notes an error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
     except DamagedInTransfer as error:

@@ -68,7 +68,7 @@ class BlockRead:
 
     @classmethod
     def of_request(cls, order: LoadBlocks, request: LivePrefill) -> "BlockRead":
-        """A prompt's prefix."""
+        """Return a prompt's prefix."""
         keys = request.incoming.spec.keys[order.first : order.first + len(order.blocks)]
         source, whose = request.sources[order.source].instance, (request.incoming.spec.tenant, request.request_id)
         return cls(source, keys, order.blocks, order.timeout_s, *whose, request.note_load)
@@ -94,18 +94,18 @@ class EmulatedLoadPace:
         self._quiet.set()
 
     def came(self, layer: int) -> None:
-        """A layer is in the pool."""
+        """Note that a layer is in the pool."""
         self._held.append(layer)
         self._quiet.clear()
         if self._timer is None:
             self._go_on()
 
     async def over(self) -> None:
-        """Waits until no layer is delayed."""
+        """Wait until no layer is delayed."""
         await self._quiet.wait()
 
     def close(self) -> None:
-        """Stops: `on_layer` is not called any more."""
+        """Stop: `on_layer` is not called any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -145,7 +145,7 @@ class BlockLoader:
 
     @property
     def sessions(self) -> int:
-        """Reads in flight."""
+        """Read in flight."""
         return sum(peers.channels for peers in self._peers.values())
 
     @property
@@ -154,12 +154,12 @@ class BlockLoader:
         return sum((peers.traffic for peers in self._peers.values()), StreamTraffic())
 
     async def aclose(self) -> None:
-        """Closes all streams."""
+        """Close all streams."""
         for peers in self._peers.values():
             await peers.aclose()
 
     async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
-        """Reads blocks. No writes follow the return.
+        """Read blocks. No writes follow the return.
 
         Args:
             read: what to read, and where to.
@@ -195,7 +195,7 @@ class BlockLoader:
         return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
 
     async def _read(self, reader: PrefixReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
-        """Reads from one source; returns how many leading blocks the source had. Raises as `read_prefix`."""
+        """Read from one source; return how many leading blocks the source had. Raises as `read_prefix`."""
         counts, last_ns = [0] * self._layout.layers, world.monotonic_ns()
         target = PoolTarget(self._pool, read.blocks)
 
@@ -252,11 +252,11 @@ class KVSender:
         return self._peers.traffic
 
     async def aclose(self) -> None:
-        """Closes all streams."""
+        """Close all streams."""
         await self._peers.aclose()
 
     async def open(self, request: LivePrefill) -> IoDone:
-        """Opens a request's transfer.
+        """Open a request's transfer.
 
         Raises:
             TransferFailed: decode refused the transfer.
@@ -272,7 +272,7 @@ class KVSender:
         return IoDone()
 
     async def send(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...]) -> SlicesSent:
-        """Sends slices. Their memory is not read after the return.
+        """Send slices. Their memory is not read after the return.
 
         Raises:
             TransferFailed: decode has given the transfer up, or does not take the slices in time.
@@ -287,7 +287,7 @@ class KVSender:
         return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
 
     def close(self, number: int, *, aborted: bool) -> None:
-        """Closes a request's transfer. `aborted`: not all slices were sent, or the verdict is not awaited any more."""
+        """Close a request's transfer. `aborted`: not all slices were sent, or the verdict is not awaited any more."""
         transfer = self._transfers.get(number)
         if transfer is not None:
             transfer.close(aborted)
@@ -296,7 +296,7 @@ class KVSender:
             del self._transfers[number]
 
     async def verdict(self, request: LivePrefill, timeout_s: float) -> IoDone:
-        """Waits until decode confirms the transfer; raises as `OutboundTransfer.verdict`."""
+        """Wait until decode confirms the transfer; raise as `OutboundTransfer.verdict`."""
         await self._transfers[request.id].verdict(timeout_s)
         del self._transfers[request.id]
         return IoDone()
@@ -333,7 +333,7 @@ class ReplicationOrders:
         self._orders: dict[int, tuple[ReplicateBlocks, kv_pb2.Instance]] = {}
 
     def order(self, message: conductor_pb2.ReplicateOrder) -> None:
-        """Takes an order; a wrong order is logged."""
+        """Take an order; a wrong order is logged."""
         try:
             keys = unpack_keys(message.keys, max_keys=MAX_REPLICA_BLOCKS)
             if not keys:
@@ -357,7 +357,7 @@ class ReplicationOrders:
             self.ended(number)
 
     def work(self, action: ReadReplica) -> Callable[[], Coroutine[Any, Any, LoadEnded]]:
-        """Reads the blocks."""
+        """Read the blocks."""
         event, source = self._orders[action.number]
         keys = event.keys[action.first :]
         read = BlockRead(source, keys, action.blocks, action.timeout_s, event.tenant, f"copy {action.number}")
@@ -371,9 +371,9 @@ class ReplicationOrders:
             return LoadEnded(0, failed=True)
 
     def ended(self, number: int) -> None:
-        """A replication has ended."""
+        """Note that a replication has ended."""
         self._orders.pop(number, None)
 
 
 def _ignore_layer(_: int) -> None:
-    """Ignores a layer: a replication needs no report for single layers."""
+    """Ignore a layer: a replication needs no report for single layers."""

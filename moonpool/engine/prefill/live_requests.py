@@ -66,7 +66,6 @@ class LivePrefill:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.incoming.request_id
 
     @property
@@ -93,7 +92,7 @@ class LivePrefill:
         return [*(first if asked.HasField("write_back") else ()), *(replica.held_blocks for replica in asked.replicas)]
 
     def arrival(self) -> AddRequest:
-        """The event for the scheduler."""
+        """Return the event for the scheduler."""
         asked, held = self.asked, zip(self.copies, self._held, strict=True)
         return AddRequest(
             self.id,
@@ -107,7 +106,7 @@ class LivePrefill:
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
-        """Takes a step's results for this request, the step's sequence at `index`; chunks come in order."""
+        """Take a step's results for this request, the step's sequence at `index`; chunks come in order."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         token = result.sampled[index]
@@ -123,13 +122,13 @@ class LivePrefill:
             )
 
     def _failure(self, why: str) -> MoonpoolError:
-        """Why no token was sampled."""
+        """Return why no token was sampled."""
         if self.incoming.sampling.params.response_format:
             return InvalidRequest("sequence.sampling.grammar", why)
         return Internal(why)
 
     def first_token(self, told: ReportFirstToken) -> prefill_pb2.PrefillResponse:
-        """The event for the conductor when the prompt's next tokens are known."""
+        """Return the event for the conductor when the prompt's next tokens are known."""
         found = self.first
         assert found is not None, "the last chunk samples"
         sources = [source.instance for source in self.sources]
@@ -161,27 +160,27 @@ class LivePrefill:
         return prefill_pb2.PrefillResponse(first_token=first)
 
     def note_load(self, tokens: int, began: float, ended: float) -> None:
-        """Records loaded tokens; begin and end in seconds of `time.monotonic()`."""
+        """Record loaded tokens; begin and end in seconds of `time.monotonic()`."""
         self.loads.append(self._timed(tokens, began, ended))
 
     def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
         return prefill_pb2.TimedTokens(tokens=tokens, begin_s=began - self._came, end_s=ended - self._came)
 
     def report(self, event: prefill_pb2.PrefillResponse) -> None:
-        """Queues an event for the conductor."""
+        """Queue an event for the conductor."""
         self._events.put_nowait(event)
 
     def stale(self, drain_s: float, taken: int) -> None:
-        """Refuses the prompt: the queue is longer than the conductor assumed."""
+        """Refuse the prompt: the queue is longer than the conductor assumed."""
         self.report(prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)))
         self.end()
 
     def end(self, error: MoonpoolError | None = None) -> None:
-        """Ends the events, with an error if one is given."""
+        """End the events, with an error if one is given."""
         self._events.put_nowait(error)
 
     async def next(self) -> prefill_pb2.PrefillResponse | None:
-        """The next event, None after the last; raises the error given to `end`."""
+        """Return the next event, None after the last; raises the error given to `end`."""
         event = await self._events.get()
         if isinstance(event, MoonpoolError):
             raise event
@@ -189,7 +188,7 @@ class LivePrefill:
 
 
 def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest) -> None:
-    """Checks a request except the sequence; `incoming` was read from the sequence.
+    """Check a request except the sequence; `incoming` was read from the sequence.
 
     Raises:
         InvalidRequest: naming the field at fault.
@@ -219,7 +218,7 @@ def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
 
 
 def kv_source(instance: kv_pb2.Instance, blocks: int) -> KVSource:
-    """An instance as a source for so many blocks. A restarted instance is a new source: past failures do not count."""
+    """Return an instance as a source. A restarted instance is a new source: past failures do not count."""
     peer = instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
     return KVSource(f"{instance.id} {instance.epoch}", blocks, peer)
 
@@ -232,5 +231,5 @@ def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefil
 
 
 def _store_name(store: kv_pb2.Instance) -> str:
-    """Names a store by id and address, whatever the epoch."""
+    """Name a store by id and address, whatever the epoch."""
     return f"{store.id} {store.address}"

@@ -95,7 +95,7 @@ class PrefillInstance:
         return self.core.state.manager
 
     async def submit(self, request: prefill_pb2.PrefillRequest) -> LivePrefill:
-        """Takes a request; the first event says whether the request is accepted.
+        """Take a request; the first event says whether the request is accepted.
 
         Raises:
             Unavailable: the instance does not run, or the request was cancelled meanwhile.
@@ -111,11 +111,11 @@ class PrefillInstance:
         return taken
 
     def cancel(self, request: LivePrefill) -> None:
-        """Cancels a request; ignored if the request has ended."""
+        """Cancel a request; ignored if the request has ended."""
         self.executor.post(CancelPrefill(request.id))
 
     async def run(self) -> None:
-        """Runs until cancelled.
+        """Run until cancelled.
 
         Raises:
             Unavailable: the engine died.
@@ -134,16 +134,16 @@ class PrefillInstance:
         self.executor.copying.order(order)
 
     def drain(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuse new requests from now on."""
         self.executor.post(Drain())
 
     async def drained(self) -> None:
-        """Waits until no request is left and what can be written back has been."""
+        """Wait until no request is left and what can be written back has been."""
         await self.executor.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     def load(self) -> conductor_pb2.LoadReport:
-        """The load now."""
+        """Return the load now."""
         self.loras.sweep()
         state = self.core.state
         return conductor_pb2.LoadReport(
@@ -159,7 +159,7 @@ class PrefillInstance:
         )
 
     def gauges(self) -> MetricSet:
-        """Everything the instance reports."""
+        """Return everything the instance reports."""
         metrics = self._context.metrics().add(PREFILL_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
         metrics.add(LORA_METRICS, self.loras)
         return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.state.lending)
@@ -294,7 +294,7 @@ class PrefillServicer:
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """Computes one prompt; leaving the call cancels the prompt."""
+        """Compute one prompt; leaving the call cancels the prompt."""
         taken = await self._instance.submit(request)
         try:
             while (event := await taken.next()) is not None:
@@ -311,7 +311,7 @@ class PrefillServicer:
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context
     ) -> prefill_pb2.CancelResponse:
-        """Cancels a prefill by request id."""
+        """Cancel a prefill by request id."""
         found = self._instance.executor.find(request.request_id)
         read = self._instance.request_reader.cancel(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else kv_pb2.CANCEL_OUTCOME_UNKNOWN
@@ -325,25 +325,25 @@ class PrefillServicer:
     async def Forget(  # noqa: N802
         self, request: kv_pb2.ForgetRequest, context: Context
     ) -> kv_pb2.ForgetResponse:
-        """Deletes KV from the pool."""
+        """Delete KV from the pool."""
         return await self._instance.deletion.forget(request)
 
     async def LoadLora(  # noqa: N802
         self, request: kv_pb2.LoadLoraRequest, context: Context
     ) -> kv_pb2.LoadLoraResponse:
-        """Loads a LoRA adapter ahead of requests."""
+        """Load a LoRA adapter ahead of requests."""
         return await self._instance.loras.load(request)
 
     async def UnloadLora(  # noqa: N802
         self, request: kv_pb2.UnloadLoraRequest, context: Context
     ) -> kv_pb2.UnloadLoraResponse:
-        """Drops a LoRA adapter once no request uses the adapter."""
+        """Drop a LoRA adapter once no request uses the adapter."""
         return self._instance.loras.unload(request)
 
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context
     ) -> prefill_pb2.PrefillStatsResponse:
-        """Everything the instance holds."""
+        """Return everything the instance holds."""
         return prefill_pb2.PrefillStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
 
@@ -353,7 +353,7 @@ def contract(instance: PrefillInstance) -> Service:
 
 
 async def serve(context: ProcessContext, config: PrefillConfig, start: StartEngine = start_engine) -> None:
-    """Runs a prefill instance until told to stop; raises as `run_instance`."""
+    """Run a prefill instance until told to stop; raise as `run_instance`."""
 
     def build(shared: InstanceContext) -> tuple[PrefillInstance, Service]:
         instance = PrefillInstance(shared, config)

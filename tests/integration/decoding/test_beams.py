@@ -28,7 +28,7 @@ PREEMPTING = (
     "--set",
     "assumed_answer_tokens=4",
     "--set",
-    "max_num_batched_tokens=40",
+    "chunked_prefill_size=40",
     "--set",
     "blocks=40",
 )

@@ -72,7 +72,7 @@ class Served:
 PREEMPTING = (
     *("--speculative", "off"),  # a step is a token, so each token is a place of preemption
     *("--set", "preempt_every=1", "--set", "assumed_answer_tokens=4"),
-    *("--set", "max_num_batched_tokens=40", "--set", f"blocks={POOL}"),
+    *("--set", "chunked_prefill_size=40", "--set", f"blocks={POOL}"),
 )
 WAYS = {
     "recompute": ["--set", "preemption=recompute"],

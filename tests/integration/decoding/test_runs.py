@@ -25,7 +25,7 @@ WAYS = {"swap": "swaps_total", "recompute": "recomputed_tokens_total"}
 """Ways of preemption, and what counts that they were taken."""
 
 
-CROWDED = ("--set", "assumed_answer_tokens=4", "--set", "max_num_batched_tokens=40", "--set", f"blocks={POOL}")
+CROWDED = ("--set", "assumed_answer_tokens=4", "--set", "chunked_prefill_size=40", "--set", f"blocks={POOL}")
 
 
 def borders(folder: Path) -> int:

@@ -33,7 +33,7 @@ class DecodeAdmission:
         self._lengths = lengths
 
     def predicted_tbt_s(self, event: ReserveBlocks, others: Collection[DecodeRequest]) -> float:
-        """Seconds per step with this request and all others, running or promised, in the batch.
+        """Return seconds per step with this request and all others, running or promised, in the batch.
 
         If the request says when it starts, only the requests expected to be here at that time count. If promised
         requests start later and overlap, the longest step of these times counts.
@@ -54,7 +54,7 @@ class DecodeAdmission:
         return max([self._step_at(at, others, (sequences, context), step_s) for at in (starts_at, *times)])
 
     def _step_at(self, at: float, others: Collection[DecodeRequest], total: tuple[int, int], step_s: float) -> float:
-        """Seconds per step at time `at`, for those of the `total` sequences and tokens that are expected to be here."""
+        """Return seconds per step at time `at`, for what is expected to be here of the `total` sequences and tokens."""
         batch, (sequences, context) = self._planner.batch, total
         away = [request for request in others if self._is_away(request, at, step_s)]
         sequences -= sum([request.num_seqs for request in away])
@@ -66,7 +66,7 @@ class DecodeAdmission:
         )
 
     def _is_away(self, request: DecodeRequest, at: float, step_s: float) -> bool:
-        """Whether a request has not started by time `at`, or the request's only sequence is expected to have ended."""
+        """Return whether a request has not started by time `at`, or its only sequence is expected to have ended."""
         now = self._state.now
         starts_at = now if request.is_started else max(request.starts_at, now)
         if at < starts_at or request.spec.width > 1:
@@ -76,32 +76,32 @@ class DecodeAdmission:
         return self._has_ended(made, request.total_tokens - tokens, (at - starts_at) / step_s)
 
     def _has_ended(self, made: int, most: int, steps: float) -> bool:
-        """Whether an answer is expected to end within some steps, with at most `most` further tokens."""
+        """Return whether an answer is expected to end within some steps, with at most `most` further tokens."""
         return min(most, self._lengths.expected(made, MEDIAN_PERCENTILE) - made) <= steps
 
     def refuse(
         self, event: ReserveBlocks, request: DecodeRequest, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
-        """Promises blocks for the prompt and returns None; if refused, returns a reason and a sentence."""
+        """Promise blocks for the prompt and return None; if refused, returns a reason and a sentence."""
         breaks = self._breaks_tbt(event, tbt_s, others) if event.tbt_slo_s else None
         return breaks or self._admit(request, others)
 
     def _breaks_tbt(
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
-        """Why a time between tokens could not be kept that the new request or an earlier request was promised."""
+        """Return why a time between tokens could not be kept that the new or an earlier request was promised."""
         taken, most = self._planner.slots.num_running + self._planner.slots.num_kept, self._state.settings.max_num_seqs
         if taken + event.request.width > most:
             return "tbt_slo", f"{taken} of the {most} batch slots are taken, {event.request.width} are needed"
         limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])
-        if tbt_s <= limit:
+        if tbt_s <= limit:  # contexts grow: checked with those of today alone, promises were broken (ADR 7)
             tbt_s = self._longest_step_s(event, tbt_s, others)
         if tbt_s > limit:
             return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
         return None
 
     def _longest_step_s(self, event: ReserveBlocks, step_s: float, others: Collection[DecodeRequest]) -> float:
-        """Seconds of the longest step while a request is here, if all grow and end as expected."""
+        """Return seconds of the longest step while a request is here, if all grow and end as expected."""
         planner, now = self._planner, self._state.now
         steps_in = event.starts_in_s / step_s if step_s else 0.0
         spec = event.request
@@ -117,12 +117,12 @@ class DecodeAdmission:
         return worst + planner.least_chunk_s
 
     def _growth(self, made: int, most: int) -> int:
-        """Steps that an answer with at most `most` further tokens is expected to be here for."""
+        """Return steps that an answer with at most `most` further tokens is expected to be here for."""
         made = max(0, made)
         return max(0, min(most, self._lengths.expected(made) - made) - 1)
 
     def _admit(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> tuple[str, str] | None:
-        """Promises blocks for the prompt if the blocks expected later fit, too; else says why not."""
+        """Promise blocks for the prompt if the blocks expected later fit, too; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
         settings, whole_from = self._state.settings, self._state.settings.first_windowed_block(sequence.tokens)
         held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_size)
@@ -130,6 +130,7 @@ class DecodeAdmission:
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new
         self._planner.update_expected(request)
+        # Alone, a request may take the whole pool: nobody else is expected to need the rest.
         reserve = budget.watermark + self._expected_beside(request, others) if others else 0
         if budget.available < cost + reserve:
             needed = cost + request.expected_growth
@@ -159,7 +160,7 @@ class DecodeAdmission:
         return needed - budget.window_blocks_available
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
-        """Blocks that an admission leaves free, because requests are expected to need the blocks later.
+        """Return blocks that an admission leaves free, because requests are expected to need the blocks later.
 
         If the request's tenant stays within the tenant's pool share, blocks that another tenant expects beyond that
         other tenant's share do not count. A tenant without blocks is left as many blocks as the tenant's largest
@@ -199,7 +200,7 @@ class RequestForecast(NamedTuple):
 
 
 def peak_steps(forecasts: list[RequestForecast], watched: RequestForecast) -> Iterator[tuple[int, int]]:
-    """Sequences and tokens of the steps in which a request ends, while `watched` is in the batch.
+    """Return sequences and tokens of the steps in which a request ends, while `watched` is in the batch.
 
     The longest step is among these: between two ends every request grows and others only come.
     """

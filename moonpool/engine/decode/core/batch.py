@@ -62,18 +62,18 @@ class RunningBatch:
         return not self._hurried
 
     def tokens_of(self, sequence: RequestSequence) -> int:
-        """A sequence's tokens, in the batch or not."""
+        """Return a sequence's tokens, in the batch or not."""
         return sequence.tokens + self.ticks if sequence.id in self._sequences else sequence.tokens
 
     def context_of(self, request: DecodeRequest) -> int:
-        """Tokens in a request's sequences, in the batch or not; before the start, in the sequences to come."""
+        """Return tokens in a request's sequences, in the batch or not; before the start, in the sequences to come."""
         if request.spec.width == 1:
             return self.tokens_of(request.sequences[0])
         tokens = sum(map(self.tokens_of, request.sequences))
         return tokens * request.num_seqs // len(request.sequences)
 
     def join(self, request: DecodeRequest) -> None:
-        """Adds a request."""
+        """Add a request."""
         self._requests[request.id] = request
         self._hurried += not request.patient
         for sequence in request.sequences:
@@ -84,7 +84,7 @@ class RunningBatch:
         self._ids = self._tbt_s = None
 
     def leave(self, request: DecodeRequest) -> None:
-        """Removes a request."""
+        """Remove a request."""
         for sequence in request.sequences:
             self._remove(sequence)
         del self._requests[request.id]
@@ -93,7 +93,7 @@ class RunningBatch:
         self._tbt_s = None
 
     def end(self, sequence: RequestSequence) -> None:
-        """A request's sequence has ended; others continue."""
+        """End a request's sequence; others continue."""
         self._remove(sequence)
 
     def _remove(self, sequence: RequestSequence) -> None:
@@ -103,27 +103,27 @@ class RunningBatch:
         self.context -= sequence.tokens
 
     def advance(self, steps: int = 1) -> None:
-        """Adds a token to each sequence for each step."""
+        """Add a token to each sequence for each step."""
         self.ticks += steps
         self.context += steps * len(self._sequences)
 
     def gained(self, sequence: RequestSequence, tokens: int) -> None:
-        """Notes a sequence's tokens in the last step beyond the token that `advance` counts; -1 = no token."""
+        """Note a sequence's tokens in the last step beyond the token that `advance` counts; -1 = no token."""
         if sequence.id in self._sequences:
             sequence.tokens += tokens
             self.context += tokens
             self.grew(sequence)
 
     def grew(self, sequence: RequestSequence) -> None:
-        """Notes when a sequence needs the next block; call this after giving a block."""
+        """Note when a sequence needs the next block; call this after giving a block."""
         heappush(self._needs, (self._need(sequence), sequence.id))
 
     def forked(self, request: DecodeRequest) -> None:
-        """Notes that a request's sequences share the block that they write to next."""
+        """Note that a request's sequences share the block that they write to next."""
         self._forked[request.id] = request
 
     def due(self) -> list[DecodeRequest]:
-        """Takes the requests that need blocks for the next step, lowest id first."""
+        """Take the requests that need blocks for the next step, lowest id first."""
         found, self._forked = self._forked, {}
         while self._needs and self._needs[0][0] <= self.ticks:
             tick, number = heappop(self._needs)
@@ -145,7 +145,7 @@ class RunningBatch:
         return any(request.search is not None for request in self._requests.values())
 
     def soonest(self, steps: int) -> tuple[DecodeRequest, RequestSequence] | None:
-        """The sequence that runs out of blocks first, if within `steps` steps."""
+        """Return the sequence that runs out of blocks first, if within `steps` steps."""
         while self._needs and self._needs[0][0] < self.ticks + steps:
             tick, number = self._needs[0]
             sequence, request = self._sequences.get(number, (None, None))
@@ -155,16 +155,16 @@ class RunningBatch:
         return None
 
     def covered(self, most: int) -> int:
-        """Steps for which all sequences' blocks suffice; at most `most`."""
+        """Return steps for which all sequences' blocks suffice; at most `most`."""
         short = self.soonest(most)
         return self._need(short[1]) - self.ticks if short is not None else most
 
     def _need(self, sequence: RequestSequence) -> int:
-        """The tick from which the blocks do not hold all tokens."""
+        """Return the tick from which the blocks do not hold all tokens."""
         return len(sequence.table) * self._block_size + 1 - sequence.tokens
 
     def check_invariants(self) -> None:
-        """Asserts that the sums and the heap agree with the requests."""
+        """Assert that the sums and the heap agree with the requests."""
         assert self.context == sum(sequence.tokens + self.ticks for sequence, _ in self._sequences.values())
         sequences = [(sequence.id, request.id) for request in self._requests.values() for sequence in request.sequences]
         assert sequences == [(number, request.id) for number, (_, request) in self._sequences.items()]

@@ -580,7 +580,7 @@ class BatchPlanner:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def digest(self) -> bytes:
-        """Hash of the lists and counters; requests have their own."""
+        """Return a hash of the lists and counters; requests have their own."""
         lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         run = self.run_in_flight.run if self.run_in_flight is not None else None

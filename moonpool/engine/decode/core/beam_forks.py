@@ -9,7 +9,7 @@ from moonpool.engine.decode.core.state import DecodeState
 
 
 def advance_search(state: DecodeState, request: DecodeRequest, candidates: Sequence[Candidates]) -> bool:
-    """Advances a request's search; sequences fork by reference, and dropped sequences release their blocks.
+    """Advance a request's search; sequences fork by reference, and dropped sequences release their blocks.
 
     Returns:
         Whether the search is over; the sequences are then as before.
@@ -41,7 +41,7 @@ def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], par
 def group_by_search(
     found: tuple[tuple[int, Candidates], ...], of: Callable[[int], DecodeRequest | None]
 ) -> list[tuple[DecodeRequest, list[Candidates]]]:
-    """Groups a step's candidates by request; leaves out requests that are finishing."""
+    """Group a step's candidates by request, without requests that are finishing."""
     requests: dict[int, tuple[DecodeRequest, list[Candidates]]] = {}
     for number, candidates in found:
         request = of(number)

@@ -57,7 +57,7 @@ class BeamSearch:
     def advance(
         self, request: int, candidates: Sequence[Candidates]
     ) -> tuple[list[int], list[ForkSequences | AnswersRanked]]:
-        """Takes each beam's candidates, in beam order.
+        """Take each beam's candidates, in beam order.
 
         Returns:
             Each continuing beam's parent, best first; empty if the search is over. And the actions.
@@ -71,7 +71,7 @@ class BeamSearch:
         return [parent for parent, _ in beams], [selected]
 
     def step(self, candidates: Sequence[Candidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Scores each beam's candidates, in beam order.
+        """Score each beam's candidates, in beam order.
 
         Returns:
             The beams that continue, best first, as (parent, candidate); empty if the search is over. And the new
@@ -92,7 +92,7 @@ class BeamSearch:
         return [(beam, index) for _, beam, index, _ in live], ended
 
     def _end(self, found: list[tuple[float, int, int, bool]]) -> list[tuple[int, int, int]]:
-        """Keeps the best hypotheses; returns the new hypotheses that are kept."""
+        """Keep the best hypotheses; return the new hypotheses that are kept."""
         new = {}
         for negative, beam, index, _ in found:
             self.kept.append(Hypothesis(self.ended, self._score(-negative, self.length)))
@@ -105,7 +105,7 @@ class BeamSearch:
         return float(total / length**self.rules.length_penalty)
 
     def _is_decided(self, best: float) -> bool:
-        """Whether there are enough hypotheses, and no beam is expected to become a better hypothesis."""
+        """Return whether there are enough hypotheses, and no beam is expected to become a better hypothesis."""
         if len(self.kept) < self.width:
             return False
         if self.rules.early_stopping is True:
@@ -114,7 +114,7 @@ class BeamSearch:
         return self._score(best, self.longest if grows else self.length) <= self.kept[-1].score
 
     def check_invariants(self) -> None:
-        """Asserts that beams and hypotheses are in order and at most `width`."""
+        """Assert that beams and hypotheses are in order and at most `width`."""
         assert self.scores == sorted(self.scores, reverse=True)
         scores = [hypothesis.score for hypothesis in self.kept]
         assert scores == sorted(scores, reverse=True)

@@ -46,14 +46,14 @@ class BlockBudget:
         return new + sum(self.blocks.is_cached(block) for block in held)
 
     def exclusive_blocks(self, request: DecodeRequest) -> int:
-        """Blocks that only this request references (freed on preemption). Other sequences share leading blocks only."""
+        """Return how many blocks only this request references: those that preemption frees."""
         if request.spec.width > 1:
             return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
-        table = request.blocks
+        table = request.blocks  # blocks shared with others are leading ones, so a bisection finds the border
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
     def promise(self, request: DecodeRequest, held: list[int], new: int, whole_from: int) -> None:
-        """Acquires the cached prefix and promises `new` blocks for the remainder.
+        """Acquire the cached prefix and promise `new` blocks for the remainder.
 
         Also promises window blocks for blocks from `whole_from` on, counted in the prompt's blocks.
         """
@@ -67,7 +67,7 @@ class BlockBudget:
             self.promised_window_blocks += request.promised_window_blocks
 
     def bind(self, request: DecodeRequest) -> None:
-        """Turns the promise into blocks, which have no window blocks yet; cannot fail."""
+        """Turn the promise into blocks, which have no window blocks yet; cannot fail."""
         [sequence] = request.sequences
         sequence.table += self.blocks.allocate(request.promised)
         self._promise_over(request)
@@ -86,7 +86,7 @@ class BlockBudget:
         request.promised = request.promised_window_blocks = 0
 
     def keep_continuable(self, request: DecodeRequest, most: int, window_blocks: int) -> bool:
-        """Gives back matched blocks behind which the prompt cannot be continued here, and promises new blocks instead.
+        """Give back matched blocks behind which the prompt cannot be continued here, and promise new blocks instead.
 
         Args:
             request: has only its promise and the matched blocks.
@@ -114,25 +114,25 @@ class BlockBudget:
         return True
 
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
-        """Registers keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
+        """Register keys for full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
         [sequence] = request.sequences
         for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
             self.blocks.register(block, key, request.owner)
 
     def expect(self, request: DecodeRequest, blocks: int) -> None:
-        """Sets the blocks that a request is expected to need beyond the present blocks."""
+        """Set the blocks that a request is expected to need beyond the present blocks."""
         self.expected += blocks - request.expected_growth
         request.expected_growth = blocks
 
     def release(self, request: DecodeRequest) -> None:
-        """Takes all blocks and any promise from a request."""
+        """Take all blocks and any promise from a request."""
         for sequence in request.sequences:
             self.blocks.release(sequence.table, sequence.past)
             sequence.table, sequence.past = [], 0
         self._promise_over(request)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that counts match the requests, and that promises can be kept."""
+        """Assert that counts match the requests, and that promises can be kept."""
         self.blocks.check_invariants()
         assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
         assert 0 <= self.promised_window_blocks <= self.blocks.num_slots_available, "a promise of window blocks, alike"
@@ -143,7 +143,7 @@ class BlockBudget:
 
 
 def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
-    """Most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
+    """Return most blocks needed beyond blocks taken now, if all sequences grow alike and end as expected.
 
     The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
 
@@ -159,6 +159,6 @@ def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
 
 
 def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -> int:
-    """Blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
+    """Return blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
     shared = prompt // settings.block_size
     return shared + width * (settings.blocks_for(total) - shared)

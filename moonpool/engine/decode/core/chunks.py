@@ -9,10 +9,10 @@ from moonpool.engine.decode.core.windows import pass_windows
 
 
 def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
-    """Chunks with up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
+    """Return chunks with up to `tokens` tokens in all, first request first.
 
-    The chunks' blocks get window blocks; if these are missing, chunks are shorter. If a chunk's KV is held, the chunk
-    is a full hit, even if the pool does not find the block by key any more.
+    Blocks that a sequence shares are computed first. The chunks' blocks get window blocks; if these are missing, chunks
+    are shorter. If a chunk's KV is held, the chunk is a full hit, even if the pool does not find the block by key.
     """
     found = []
     for request in recomputing:
@@ -29,7 +29,7 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
 
 
 def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
-    """Gives window blocks to the blocks of a sequence's next `count` tokens; returns how many tokens have them.
+    """Give window blocks to the blocks of a sequence's next `count` tokens; return how many tokens have them.
 
     Layers with a window write KV in each block. Recurrent states are written behind the chunk and where the request's
     other sequences begin; also behind the sequence's last full block if a window block is left.
@@ -57,25 +57,25 @@ def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequen
 
 
 def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
-    """Whether the tokens shared with earlier sequences have been computed."""
+    """Return whether the tokens shared with earlier sequences have been computed."""
     before = request.sequences[: request.sequences.index(sequence)]
     return all(other.computed >= min(recompute_goal(request, other), sequence.shared) for other in before)
 
 
 def recompute_goal(request: DecodeRequest, sequence: RequestSequence) -> int:
-    """Leading tokens that a sequence computes before running again; a lone sequence thereby samples the next token."""
+    """Return how many tokens a sequence computes before running again; a lone sequence then samples the next token."""
     return sequence.tokens - request.is_group
 
 
 def is_recomputed(request: DecodeRequest) -> bool:
-    """Whether only the sequences' last tokens lack KV."""
+    """Return whether only the sequences' last tokens lack KV."""
     return all(sequence.computed >= sequence.tokens - 1 for sequence in request.sequences)
 
 
 def take_computed_chunk(
     request: DecodeRequest, chunk: Chunk, settings: DecodeSettings, manager: BlockManager
 ) -> RequestSequence:
-    """Counts a computed chunk and registers keys for blocks that are full now; returns the chunk's sequence."""
+    """Count a computed chunk and register keys for blocks that are full now; return the chunk's sequence."""
     sequence, size = request.find(chunk.id), settings.block_size
     assert sequence is not None, "sequences end in the batch only"
     sequence.computed = chunk.start + chunk.count

@@ -27,7 +27,7 @@ class BlockCopy:
 def copy_on_write(
     state: DecodeState, request: DecodeRequest, sequence: RequestSequence, index: int
 ) -> BlockCopy | None:
-    """Gives a sequence a separate block in place of a shared block; None if the block is not shared."""
+    """Give a sequence a separate block in place of a shared block; None if the block is not shared."""
     source = sequence.table[index]
     if state.blocks.ref_count(source) == 1:
         return None
@@ -38,7 +38,7 @@ def copy_on_write(
 
 
 def undo_copy_on_write(state: DecodeState, copied: BlockCopy) -> None:
-    """Undoes a copy that was not made.
+    """Undoe a copy that was not made.
 
     The source still exists: another sequence in the request refers to the source.
     """
@@ -53,7 +53,7 @@ def _replace_block(state: DecodeState, sequence: RequestSequence, index: int, bl
 
 
 def count_lacking_blocks(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
-    """Blocks missing for the last tokens' KV; `writes`: sequences, each with the index of the block written to."""
+    """Return blocks missing for the last tokens' KV; `writes`: sequences with the index of the block written to."""
     count, shared = 0, set[int]()
     for sequence, index in writes:
         if index == len(sequence.table):
@@ -65,7 +65,7 @@ def count_lacking_blocks(writes: list[tuple[RequestSequence, int]], manager: Blo
 
 
 def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
-    """Forks a request's one sequence into `width` sequences that refer to the same blocks."""
+    """Fork a request's one sequence into `width` sequences that refer to the same blocks."""
     [first] = request.sequences
     for number in range(first.id + 1, first.id + request.spec.width):
         manager.acquire(first.table, first.past)
@@ -82,7 +82,7 @@ def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
 
 
 def check_block_writes(batch: RunningBatch, state: DecodeState, copies: list[BlockCopy]) -> None:
-    """Asserts that each sequence writes to an unshared block, and that copied blocks stay allocated."""
+    """Assert that each sequence writes to an unshared block, and that copied blocks stay allocated."""
     for request in batch.requests:
         for sequence in request.sequences:
             written = state.settings.blocks_for(batch.tokens_of(sequence))

@@ -44,7 +44,7 @@ class OrphanedRequests:
         self.retained = OutputRetention(state)
 
     def __len__(self) -> int:
-        """Number of requests that run without a conductor."""
+        """Return number of requests that run without a conductor."""
         return len(self._graces) + len(self._late)
 
     @property
@@ -53,18 +53,18 @@ class OrphanedRequests:
         return any(self._planner.in_flight(request) for request in self._late)
 
     def due(self) -> float | None:
-        """When the next grace period ends, or output is dropped."""
+        """Return when the next grace period ends, or output is dropped."""
         return earliest(self._graces.next(), self.retained.due())
 
     # --- losing a conductor ----------------------------------------------------------------------------------------
 
     def orphan(self, request: DecodeRequest) -> None:
-        """A started request has lost the conductor."""
+        """Note that a started request has lost the conductor."""
         request.stream = NO_STREAM
         self._graces.set(request.id, self._state.now + self._state.settings.grace_s)
 
     def of(self, conductor: str) -> list[DecodeRequest]:
-        """A conductor's orphans, by the conductor's identity."""
+        """Return a conductor's orphans, by the conductor's identity."""
         if not conductor or not len(self):
             return []
         orphans = (
@@ -75,7 +75,7 @@ class OrphanedRequests:
         return [request for request in orphans if request.conductor == conductor]
 
     def request_ended(self, request: DecodeRequest) -> None:
-        """A request has ended: the output is kept if a conductor may ask."""
+        """Keep an ended request's output if a conductor may ask."""
         self._clear_grace(request)
         retained = request.asked.resumable and request.is_started
         self._state.act(RequestFreed(request.id, retained))
@@ -83,13 +83,13 @@ class OrphanedRequests:
             self.retained.keep_ended(request)
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Note that time has passed."""
         while (number := self._graces.pop_due(self._state.now)) is not None:
             self._late.append(self._requests[number])
         self.retained.expire()
 
     def park_late(self) -> list[DecodeRequest]:
-        """Parks requests after the grace period, unless a step or copy uses their blocks.
+        """Park requests after the grace period, unless a step or copy uses their blocks.
 
         Returns:
             Requests to be aborted instead: their KV has not arrived whole.
@@ -108,7 +108,7 @@ class OrphanedRequests:
         return aborted
 
     def _park(self, request: DecodeRequest) -> None:
-        """Takes all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
+        """Take all of a request's blocks. Full blocks stay in the pool as cache until they are needed."""
         self._planner.try_remove(request)
         self._planner.slots.kept.pop(request.id, None)
         if request.status is not RequestStatus.PREEMPTED:
@@ -125,7 +125,7 @@ class OrphanedRequests:
     # --- takeover --------------------------------------------------------------------------------------------------
 
     def adopt(self, event: AdoptRequest, conductor: str) -> None:
-        """Gives a request, or the retained output, to a conductor with a higher fence than the last conductor's."""
+        """Give a request, or the retained output, to a conductor with a higher fence than the last conductor's."""
         request, output = self._requests.get(event.id), self.retained.get(event.id)
         if output is not None:
             fence = output.fence
@@ -159,7 +159,7 @@ class OrphanedRequests:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts that each orphan's grace period ends, and that parked requests hold no blocks."""
+        """Assert that each orphan's grace period ends, and that parked requests hold no blocks."""
         self.retained.check_invariants()
         for request in self._requests.values():
             waits = self._graces.at(request.id) is not None or request in self._late
@@ -174,7 +174,7 @@ class OrphanedRequests:
                 assert held == ([], 0, 0, 0), "it holds something"
 
     def digest(self) -> bytes:
-        """Hash of the grace periods and the retained output."""
+        """Return a hash of the grace periods and the retained output."""
         graces = [(number, at) for number in self._requests if (at := self._graces.at(number)) is not None]
         return digest_of(graces, [request.id for request in self._late], self.retained)
 

@@ -26,14 +26,14 @@ class OutputLengths:
         self._sorted: list[int] = []
 
     def observe(self, tokens: int) -> None:
-        """Records the length after an answer ended normally."""
+        """Record the length after an answer ended normally."""
         self._recent.append(tokens)
         insort(self._sorted, tokens)
         if len(self._recent) > LENGTH_WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
-        """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
+        """Return length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
 
         Out of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
         """
@@ -44,5 +44,5 @@ class OutputLengths:
         return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
 
     def digest(self) -> bytes:
-        """Hash input: the recent lengths, from which the sorted lengths follow."""
+        """Return a hash input: the recent lengths, from which the sorted lengths follow."""
         return b"".join(tokens.to_bytes(8, "little") for tokens in self._recent)

@@ -51,40 +51,39 @@ class OutputRetention:
         return iter(self._outputs.items())
 
     def get(self, number: int) -> RetainedOutput | None:
-        """A request's output."""
+        """Return a request's output."""
         return self._outputs.get(number)
 
     def due(self) -> float | None:
-        """When the oldest output is dropped."""
+        """Return when the oldest output is dropped."""
         return next(iter(self._outputs.values())).until if self._outputs else None
 
     @property
     def parked(self) -> list[DecodeRequest]:
-        """The parked requests."""
         return [output.request for output in self._outputs.values() if output.request is not None]
 
     def keep_ended(self, request: DecodeRequest) -> None:
-        """Keeps an ended request's answers."""
+        """Keep an ended request's answers."""
         self._keep(request, RETAINED_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request), None)
 
     def keep_parked(self, request: DecodeRequest) -> None:
-        """Keeps a parked request: tokens (as received, and as int32), log probabilities and keys."""
+        """Keep a parked request: tokens (as received, and as int32), log probabilities and keys."""
         size = RETAINED_BYTES + TOKEN_BYTES * _retained_tokens(request) + _logprob_bytes(request)
         size += KEY_BYTES * sum(len(sequence.keys) for sequence in request.sequences)
         self._keep(request, size, request)
 
     def set_fence(self, number: int, fence: int) -> None:
-        """A conductor with a higher fence reads an ended request's output. The output is not kept longer."""
+        """Note the higher fence of a conductor that reads an ended request's output, which is not kept longer."""
         self._outputs[number] = replace(self._outputs[number], fence=fence)
 
     def take(self, number: int) -> DecodeRequest:
-        """Takes a parked request out."""
+        """Take a parked request out."""
         output = self._remove(number)
         assert output.request is not None, "the request has ended"
         return output.request
 
     def expire(self) -> None:
-        """Drops output that is too old."""
+        """Drop output that is too old."""
         while self._outputs and (first := next(iter(self._outputs.items())))[1].until <= self._state.now:
             self._drop(first[0])
 
@@ -105,18 +104,18 @@ class OutputRetention:
         return output
 
     def check_invariants(self) -> None:
-        """Asserts that the bytes are right and within the limit, and that the oldest output is dropped first."""
+        """Assert that the bytes are right and within the limit, and that the oldest output is dropped first."""
         assert self.bytes == sum(output.bytes for output in self._outputs.values()) <= self._state.settings.log_bytes
         ends = [output.until for output in self._outputs.values()]
         assert ends == sorted(ends)
 
     def digest(self) -> bytes:
-        """Hash of the outputs."""
+        """Return a hash of the outputs."""
         return digest_of(self._outputs)
 
 
 def _retained_tokens(request: DecodeRequest) -> int:
-    """Tokens kept from a parked request: from each sequence, running or ended, with the prompt's."""
+    """Return tokens kept from a parked request: from each sequence, running or ended, with the prompt's."""
     tokens = sum(2 * sequence.tokens for sequence in request.sequences)
     if request.search is not None:
         search = request.search
@@ -125,5 +124,5 @@ def _retained_tokens(request: DecodeRequest) -> int:
 
 
 def _logprob_bytes(request: DecodeRequest) -> int:
-    """Bytes for the answers' log probabilities."""
+    """Return bytes for the answers' log probabilities."""
     return request.spec.logprob_bytes * request.answer_tokens

@@ -44,7 +44,7 @@ class OverdueGrants:
         self._last: dict[str, int] = {}  # by tenant, when its last grant began
 
     def choose(self, active: list[DecodeRequest], waiting: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Requests that may hold the grant now, best first: the holder, or one for each tenant with overdue requests.
+        """Return who may hold the grant now, best first: the holder, or one for each tenant with overdue requests.
 
         Args:
             active: requests that run or could run.
@@ -72,7 +72,7 @@ class OverdueGrants:
         )
 
     def _waited(self, request: DecodeRequest) -> int:
-        """Steps since a request was preempted; -1 if the request was never preempted, or has run since."""
+        """Return steps since a request was preempted; -1 if the request was never preempted, or has run since."""
         since = request.preemption.since
         return self._preempted.steps - since if since is not None else -1
 
@@ -86,13 +86,13 @@ class OverdueGrants:
             self.holder, self._left = request, self._settings.grant_steps
 
     def advance(self, steps: int, running: RunningBatch) -> None:
-        """Counts steps that the holder ran."""
+        """Count steps that the holder ran."""
         if self.holder is not None and self.holder in running:
             self._left -= steps
             self._last[self.holder.spec.tenant] = self._preempted.steps
 
     def giving_way(self, holder: DecodeRequest, requests: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Selects the requests that give way to the holder."""
+        """Select the requests that give way to the holder."""
         return [
             request
             for request in requests
@@ -101,7 +101,7 @@ class OverdueGrants:
         ]
 
     def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
-        """Blocks, or window blocks, that a preempted request lacks now.
+        """Return blocks, or window blocks, that a preempted request lacks now.
 
         None if the holder lacked blocks even after all of `giving` gave theirs.
         """
@@ -117,9 +117,9 @@ class OverdueGrants:
         return max(0, budget.cost(held, new) - budget.available, windows)
 
     def digest(self) -> tuple[object, ...]:
-        """Hash input: the grant, and each tenant's last grant."""
+        """Return a hash input: the grant, and each tenant's last grant."""
         return self.holder.id if self.holder is not None else None, self._left, list(self._last.items())
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that the holder is a request of the instance."""
+        """Assert that the holder is a request of the instance."""
         assert self.holder is None or self.holder.status in _OVER or self.holder in requests

@@ -57,12 +57,12 @@ class PreemptedRequests:
     # --- giving up blocks ------------------------------------------------------------------------------------------
 
     def preempt(self, request: DecodeRequest) -> None:
-        """Takes the blocks from a request that is in no list and no step any more."""
+        """Take the blocks from a request that is in no list and no step any more."""
         request.preemption.count += 1
         self.preemptions += 1
         self._note_wait(request)
         sharing = request.preemption.sharing = block_sharing_of(request, self._settings)
-        is_whole = request.status is not RequestStatus.RECOMPUTING
+        is_whole = request.status is not RequestStatus.RECOMPUTING  # else blocks without KV would be copied
         blocks = tuple(request.blocks_of(sharing)) if is_whole else ()
         if blocks and self._choose_mode(request, len(blocks)) is Preemption.SWAP:
             self._swap_out(request, blocks)
@@ -71,7 +71,7 @@ class PreemptedRequests:
         self.enqueue(request)
 
     def predicted_s(self, request: DecodeRequest, blocks: int) -> dict[Preemption, float]:
-        """Predicted seconds until a request is restored, by mode; cached blocks may be gone by then."""
+        """Return predicted seconds until a request is restored, by mode; cached blocks may be gone by then."""
         tokens = tokens_to_recompute(request, self._settings)
         steps = steps_of(tokens, self._settings.chunked_prefill_size)
         return {
@@ -80,7 +80,7 @@ class PreemptedRequests:
         }
 
     def _choose_mode(self, request: DecodeRequest, blocks: int) -> Preemption:
-        if self.swapped_blocks + blocks > self._settings.swap_blocks:
+        if self.swapped_blocks + blocks > self._settings.swap_blocks:  # swap memory is bounded
             return Preemption.RECOMPUTE
         if self._settings.preemption is not Preemption.AUTO:
             return self._settings.preemption
@@ -97,7 +97,7 @@ class PreemptedRequests:
         self._state.act(SwapOut(self._state.ios.begin(SwapPin(request, True, blocks)), request.id, blocks))
 
     def enqueue(self, request: DecodeRequest) -> None:
-        """Lets a request without blocks wait until restored."""
+        """Let a request without blocks wait until restored."""
         request.set_status(RequestStatus.PREEMPTED)
         self._note_wait(request)
         needed = blocks_to_resume(request, self._settings)
@@ -109,7 +109,7 @@ class PreemptedRequests:
             request.preemption.since = self.steps
 
     def recompute_known(self, request: DecodeRequest) -> None:
-        """Lets a request begin behind known tokens, with KV computed as after preemption."""
+        """Let a request begin behind known tokens, with KV computed as after preemption."""
         request.prompt_here = True
         request.preemption.sharing = block_sharing_behind_prompt(request, self._settings)
         self._budget.release(request)  # full blocks stay in the pool as cache until they are needed
@@ -118,18 +118,18 @@ class PreemptedRequests:
     # --- restoring -------------------------------------------------------------------------------------------------
 
     def next_to_restore(self, active: list[DecodeRequest]) -> DecodeRequest | None:
-        """The request that is restored next: the first request of the tenant with fewest blocks per weight."""
+        """Return the request that is restored next: the first request of the tenant with fewest blocks per weight."""
         if not several_tenants(self.queue):
             return self.queue[0] if self.queue else None
         return min(self.queue, key=block_use(active).of)
 
     def blocks_to_restore(self, request: DecodeRequest) -> tuple[list[int], int]:
-        """A queued request's cached blocks, and how many new blocks the request needs to be restored."""
+        """Return a queued request's cached blocks, and how many new blocks the request needs to be restored."""
         held = list(find_cached_blocks(request, self._state.blocks).values())
         return held, blocks_to_resume(request, self._settings) - len(held)
 
     def restore(self, request: DecodeRequest, active: list[DecodeRequest], kept: int = 0) -> bool:
-        """Restores a queued request if the request's blocks fit now, and all blocks fit as requests grow and end.
+        """Restore a queued request if the request's blocks fit now, and all blocks fit as requests grow and end.
 
         Args:
             request: `next_to_restore`; WAITING, RECOMPUTING or SWAPPING_IN afterwards.
@@ -142,7 +142,7 @@ class PreemptedRequests:
         # A request that grows as expected takes as much from available as from expected blocks: the balance is
         # unchanged.
         asked = request.id, self._budget.available - kept - self._budget.expected, len(self.queue), len(active)
-        if active and asked == self._refused:
+        if active and asked == self._refused:  # nothing has changed since: most steps come here
             return False
         held = find_cached_blocks(request, self._state.blocks)
         new = blocks_to_resume(request, self._settings) - len(held)
@@ -151,6 +151,7 @@ class PreemptedRequests:
         windows = self._budget.window_blocks_available - window_blocks_to_resume(request, self._settings)
         if windows < sum(expected_window_blocks(other, self._settings) for other in active):
             return False
+        # Room for the worst moment, not for all growth: that would leave a fifth of the pool unused (ADR 7).
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked
             return False
@@ -162,13 +163,13 @@ class PreemptedRequests:
         return True
 
     def _needed(self, active: list[DecodeRequest], growth: int, new: int) -> int:
-        """Blocks that all requests will need beyond their own, if a request with these new blocks and growth joins."""
+        """Return blocks that all requests will need beyond their own, if one with these new blocks and growth joins."""
         known = sum(request.expected_growth for request in (*active, *self.queue))
         ends = [(request.expected_growth, self._budget.exclusive_blocks(request)) for request in active]
         return self._budget.expected - known + peak_blocks([*ends, (growth, new)])
 
     def _fill(self, request: DecodeRequest, held: dict[int, int], blocks: list[int]) -> None:
-        """Chooses how the KV that is not cached is restored."""
+        """Choose how the KV that is not cached is restored."""
         if request.preemption.swapped_blocks > len(held):
             copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
             for sequence in request.sequences:
@@ -179,11 +180,11 @@ class PreemptedRequests:
             io = self._state.ios.begin(SwapPin(request, False, copied))
             self._state.act(SwapIn(io, request.id, len(held), copied))
             return
-        self.drop_swapped(request)
+        self.drop_swapped(request)  # the pool still has as many blocks as the copy
         resume_with_blocks(request, held, self._settings, self._state.blocks)
 
     def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
-        """A copy has ended. The caller handles a request that has ended meanwhile."""
+        """Note that a copy has ended. The caller handles a request that has ended meanwhile."""
         if result.ok:
             self._observe(self._settings.moved_bytes(len(pin.blocks)), result.seconds)
         if pin.out:
@@ -207,7 +208,7 @@ class PreemptedRequests:
             self._budget.release(request)
             self.enqueue(request)
             return
-        for sequence in request.sequences:
+        for sequence in request.sequences:  # copied blocks are found by their keys again
             for block, key in zip(sequence.table, sequence.keys, strict=False):
                 self._state.blocks.register(block, key, request.owner)
         request.set_status(RequestStatus.WAITING)
@@ -221,7 +222,7 @@ class PreemptedRequests:
         request.preemption.swapped_blocks = 0
 
     def drop_swapped(self, request: DecodeRequest) -> None:
-        """Drops the blocks that a request has swapped out, if any."""
+        """Drop the blocks that a request has swapped out, if any."""
         if request.preemption.swapped_blocks:
             self._state.act(SwapDrop(request.id))
             self._count_no_swapped(request)
@@ -229,13 +230,13 @@ class PreemptedRequests:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def digest(self) -> bytes:
-        """Hash of the queue and the counters; requests have their own."""
+        """Return a hash of the queue and the counters; requests have their own."""
         waiting = [request.id for request in self.queue]
         counts = (self.blocks_being_freed, self.swapped_blocks, self.preemptions, self.swaps, self.swap_bytes_per_s)
         return digest_of(waiting, self._refused, counts)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that queue and counters match the requests."""
+        """Assert that queue and counters match the requests."""
         preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         assert sorted(r.id for r in self.queue) == sorted(request.id for request in preempted)
         assert not any(request.blocks for request in preempted)
@@ -248,7 +249,7 @@ class PreemptedRequests:
 def choose_victim(
     active: list[DecodeRequest], wanting: DecodeRequest, holder: DecodeRequest | None = None
 ) -> DecodeRequest | None:
-    """Chooses the request to preempt so that `wanting` gets a block.
+    """Choose the request to preempt so that `wanting` gets a block.
 
     The tenant with most blocks per weight gives up its last request in order. The tenant with fewest blocks never gives
     up its first request, so this request can always finish. Requests preempted twice are spared if possible.

@@ -205,7 +205,7 @@ class DecodeRequest:
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
-        """A request on arrival."""
+        """Return a request on arrival."""
         spec = event.request
         there = [len(spec.keys)] * event.stores
         first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=there, borders=list(there))
@@ -244,13 +244,13 @@ class DecodeRequest:
         return self.asked.stores
 
     def set_status(self, status: RequestStatus) -> None:
-        """Changes the status, along `TRANSITIONS` only."""
+        """Change the status, along `TRANSITIONS` only."""
         assert status in TRANSITIONS[self.status], f"request {self.id} cannot go from {self.status} to {status}"
         self.status = status
 
     @property
     def order_key(self) -> tuple[float, int]:
-        """Orders requests: the lowest goes first, the highest is preempted first."""
+        """Order requests: the lowest goes first, the highest is preempted first."""
         return self.rank, self.id
 
     @property
@@ -269,11 +269,11 @@ class DecodeRequest:
         return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:
-        """The sequence with this id; None after the sequence's end."""
+        """Return the sequence with this id; None after the sequence's end."""
         return next((sequence for sequence in self.sequences if sequence.id == number), None)
 
     def take_known_tokens(self) -> bool:
-        """Adds the tokens known behind the first tokens to the sequences; returns whether there are any."""
+        """Add the tokens known behind the first tokens to the sequences; return whether there are any."""
         known = self.takeover
         for sequence, tokens, keys in zip(self.sequences, known.known_tokens, known.known_keys, strict=False):
             sequence.tokens += tokens
@@ -289,7 +289,7 @@ class DecodeRequest:
         return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table))
 
     def blocks_of(self, sharing: BlockSharing) -> Iterator[int]:
-        """The blocks that `sharing` counts, in order, while the sequences still have them."""
+        """Return the blocks that `sharing` counts, in order, while the sequences still have them."""
         seen = set[int]()
         for sequence, table in zip(self.sequences, sharing.tables, strict=True):
             for number, block in zip(table, sequence.table, strict=False):
@@ -310,13 +310,13 @@ class DecodeRequest:
         return self.ended_tokens + sum(max(0, sequence.tokens - self.spec.prompt_tokens) for sequence in self.sequences)
 
     def keep_nothing(self) -> None:
-        """From now on no block gets a key or is looked up in kvstores."""
+        """From now on give no block a key, and look none up in kvstores."""
         self.owner.transient = True
         for sequence in self.sequences:
             sequence.stored, sequence.borders = [0] * self.stores, [0] * self.stores
 
     def check_invariants(self, *, leased: bool) -> None:
-        """Asserts what the status means. `leased`: the request has a lease."""
+        """Assert what the status means. `leased`: the request has a lease."""
         assert 1 <= len(self.sequences) <= self.spec.width
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
@@ -326,7 +326,7 @@ class DecodeRequest:
         self._check_search()
 
     def _check_search(self) -> None:
-        """Asserts that a search that has begun has a score for each sequence."""
+        """Assert that a search that has begun has a score for each sequence."""
         search = self.search
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
@@ -343,31 +343,29 @@ class RequestTable:
         self._by_sequence: dict[int, DecodeRequest] = {}  # also of sequences that have ended, or not begun
 
     def add(self, request: DecodeRequest) -> None:
-        """Adds a request."""
         self.requests[request.id] = request
         self._by_sequence |= dict.fromkeys(range(request.id, request.id + request.spec.width), request)
 
     def remove(self, request: DecodeRequest) -> None:
-        """Removes a request."""
         del self.requests[request.id]
         for number in range(request.id, request.id + request.spec.width):
             del self._by_sequence[number]
 
     def of(self, number: int) -> DecodeRequest:
-        """The request to which a sequence belongs; the sequence may have ended."""
+        """Return the request to which a sequence belongs; the sequence may have ended."""
         return self._by_sequence[number]
 
     def get(self, number: int) -> DecodeRequest | None:
-        """The request to which a sequence belongs; None if the request is not in the table."""
+        """Return the request to which a sequence belongs; None if the request is not in the table."""
         return self._by_sequence.get(number)
 
     def find(self, number: int) -> RequestSequence | None:
-        """A sequence; None if the sequence has ended or the request is not in the table."""
+        """Return a sequence; None if the sequence has ended or the request is not in the table."""
         request = self._by_sequence.get(number)
         return request.find(number) if request is not None else None
 
     def check_invariants(self) -> None:
-        """Asserts that each sequence leads to the right request."""
+        """Assert that each sequence leads to the right request."""
         for request in self.requests.values():
             assert all(self._by_sequence[sequence.id] is request for sequence in request.sequences)
         assert len(self._by_sequence) == sum(request.spec.width for request in self.requests.values())

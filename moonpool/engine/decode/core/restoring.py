@@ -10,7 +10,7 @@ from moonpool.engine.decode.core.windows import pass_windows
 
 
 def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
-    """How a request shares the blocks with the request's tokens that have KV; leaves out blocks for further tokens."""
+    """Return how a request shares the blocks of its tokens that have KV, without blocks for further tokens."""
     numbers: dict[int, int] = {}
     tables = []
     for sequence in request.sequences:
@@ -20,7 +20,7 @@ def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockS
 
 
 def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
-    """How sequences share blocks if known tokens have no KV yet: they share the prompt's full blocks only."""
+    """Return how sequences share blocks if known tokens have no KV yet: they share the prompt's full blocks only."""
     shared = count = request.spec.prompt_tokens // settings.block_size
     tables = []
     for sequence in request.sequences:
@@ -31,7 +31,7 @@ def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings
 
 
 def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[int, int]:
-    """A request's blocks that the pool still has, by index in the request's `BlockSharing`. Not acquired.
+    """Return a request's blocks that the pool still has, by index in the request's `BlockSharing`. Not acquired.
 
     A group's sequences may continue behind any block that they share: all must be whole.
     """
@@ -48,7 +48,7 @@ def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[in
 def rebuild_tables(
     request: DecodeRequest, held: dict[int, int], settings: DecodeSettings, manager: BlockManager
 ) -> list[int]:
-    """Gives a request's sequences their tables again; cannot fail if the blocks are available.
+    """Give a request's sequences their tables again; cannot fail if the blocks are available.
 
     Args:
         request: preempted, without blocks.
@@ -77,19 +77,19 @@ def rebuild_tables(
 
 
 def growth_blocks(sequence: RequestSequence, table: tuple[int, ...], settings: DecodeSettings) -> int:
-    """Blocks that a sequence needs for the last token, which has no KV yet."""
+    """Return blocks that a sequence needs for the last token, which has no KV yet."""
     return settings.blocks_for(sequence.tokens) - len(table)
 
 
 def blocks_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Blocks that a preempted request is restored with."""
+    """Return blocks that a preempted request is restored with."""
     sharing = request.preemption.blocks
     sequences = zip(request.sequences, sharing.tables, strict=True)
     return sharing.blocks + sum(growth_blocks(sequence, table, settings) for sequence, table in sequences)
 
 
 def window_blocks_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Window blocks that a preempted request is restored with, at most."""
+    """Return window blocks that a preempted request is restored with, at most."""
     if not settings.window_blocks:
         return 0
     numbers, growth = set[int](), 0
@@ -100,7 +100,7 @@ def window_blocks_to_resume(request: DecodeRequest, settings: DecodeSettings) ->
 
 
 def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
-    """The first sequence's leading blocks that are held."""
+    """Return the first sequence's leading blocks that are held."""
     table = request.preemption.blocks.tables[0]
     return next((number for number in table if number not in held), len(table))
 
@@ -108,7 +108,7 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
 def resume_with_blocks(
     request: DecodeRequest, held: Collection[int], settings: DecodeSettings, manager: BlockManager
 ) -> None:
-    """Restores a request that holds some blocks: WAITING if no KV is missing, else RECOMPUTING."""
+    """Restore a request that holds some blocks: WAITING if no KV is missing, else RECOMPUTING."""
     _skip_held(request, held, settings)
     for sequence in request.sequences:
         pass_windows(sequence, sequence.computed, settings, manager)
@@ -126,7 +126,7 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
 
 
 def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings, manager: BlockManager) -> None:
-    """Lets a request compute the prompt behind the first `held` blocks, as after preemption.
+    """Let a request compute the prompt behind the first `held` blocks, as after preemption.
 
     If the request holds the whole prompt in full blocks, which may not be written again, the request computes the last
     token as a chunk.
@@ -146,7 +146,7 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
 
 
 def tokens_to_recompute(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Tokens computed again if no block of a preempted request is cached."""
+    """Return tokens computed again if no block of a preempted request is cached."""
     tokens, seen, size = 0, set[int](), settings.block_size
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         tokens += sequence.tokens - min(sequence.tokens, size * sum(number in seen for number in table))

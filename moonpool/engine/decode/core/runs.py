@@ -43,11 +43,11 @@ class RunInFlight:
     is_hurried: bool = False
 
     def advanced(self, now: float, steps: int, context: int) -> "RunInFlight":
-        """The run after `steps` steps."""
+        """Return the run after `steps` steps."""
         return RunInFlight(self.run, context, now, self.copies, self.left - steps, self.is_stopped, self.is_hurried)
 
     def overdue(self, now: float, speeds: Speeds) -> Speeds:
-        """The engine's speeds, lower if the step being computed takes too long."""
+        """Return the engine's speeds, lower if the step being computed takes too long."""
         if self.run.chunks:
             return speeds
         expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
@@ -57,7 +57,7 @@ class RunInFlight:
         return speeds.slowed_decode(late) if late > OVERDUE_RATIO else speeds
 
     def stopped(self, state: DecodeState, *waiting: list[DecodeRequest]) -> "RunInFlight":
-        """The run, told to end with the step being computed; hurried if a waiting request is not patient."""
+        """Return the run, told to end with the step being computed; hurried if a waiting request is not patient."""
         hurried = self.run.patient and not all(request.patient for queue in waiting for request in queue)
         if (self.left == 1 or self.is_stopped) and hurried <= self.is_hurried:
             return self
@@ -66,7 +66,7 @@ class RunInFlight:
 
 
 def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
-    """Steps that the batch can take before a decision other than about blocks is needed, if no event comes.
+    """Return steps that the batch can take before a decision other than about blocks is needed, if no event comes.
 
     A decision is needed when the batch becomes too slow for a promise, and after each step of a search.
 
@@ -86,7 +86,7 @@ def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
 def sequences_short_ahead(
     batch: RunningBatch, state: DecodeState, steps: int
 ) -> Iterator[tuple[DecodeRequest, RequestSequence]]:
-    """Sequences that need a block during the next run, soonest first; the caller gives the block now.
+    """Return sequences that need a block during the next run, soonest first; the caller gives the block now.
 
     Only surplus blocks are given ahead, so requests that arrive or grow find as many blocks as without this.
     """
@@ -104,7 +104,7 @@ def sequences_short_ahead(
 
 
 def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
-    """Learns steps' speed, once per report, from their mean.
+    """Learn steps' speed, once per report, from their mean.
 
     A step with chunks teaches the chunks' speed; the progress's batch counts with the predicted time.
     """

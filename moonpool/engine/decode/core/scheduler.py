@@ -109,15 +109,15 @@ class DecodeScheduler:
         return self._lengths.expected(0)
 
     def count(self, *statuses: RequestStatus) -> int:
-        """Requests with any of these statuses."""
+        """Return requests with any of these statuses."""
         return sum(request.status in statuses for request in self.requests.values())
 
     def due(self) -> float | None:
-        """When the next lease or grace period ends, or output is dropped."""
+        """Return when the next lease or grace period ends, or output is dropped."""
         return earliest(self._leases.next(), self.orphans.due())
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
-        """Takes an event and adds the actions to `out`."""
+        """Take an event and add the actions to `out`."""
         self._state.now = self.blocks.now = now
         self._state.out = out
         match event:
@@ -138,10 +138,11 @@ class DecodeScheduler:
                 self._pool_event(event)
             case _:
                 self._request_event(event)
+        # After each event: a run or copy that has ended may have been what a late orphan waited for.
         self._abort(self.orphans.park_late(), "its conductor was lost")
         if not self._dead:
             self.planner.plan()
-            if not isinstance(event, RunProgress | RunDone):
+            if not isinstance(event, RunProgress | RunDone):  # what the run itself reports is no reason to end it
                 self.planner.stop_run(leaving=bool(self._finishing) or self.orphans.waits_for_run)
         out[:0] = self.blocks.take_slot_moves()
         self._state.out = []
@@ -164,7 +165,7 @@ class DecodeScheduler:
         self._state.act(ReservationGranted(event.id, len(request.blocks), tbt_s))
 
     def _promise_s(self, conductor: str) -> float:
-        """Seconds for which a promise needs no news; fewer if the conductor was lost before the request was read."""
+        """Return how long a promise needs no news; less if the conductor was lost before the request was read."""
         there = not conductor or conductor in self._streams.values()
         return self.settings.lease_s if there else min(self.settings.grace_s, self.settings.lease_s)
 
@@ -225,7 +226,7 @@ class DecodeScheduler:
             self._abort([request], "the prompt cannot be computed here now" if nothing_came else began)
 
     def _join(self, request: DecodeRequest) -> None:
-        """Lets a request wait for the first step once both the KV and the first token are there."""
+        """Let a request wait for the first step once both the KV and the first token are there."""
         if request.status is not RequestStatus.RECEIVED or not request.is_started:
             return
         self._leases.clear(request.id)
@@ -243,14 +244,14 @@ class DecodeScheduler:
         self.planner.add(request)
         for sequence, _ in ended:
             self.planner.end(request, sequence)
-        if behind_first:
+        if behind_first:  # tokens known from an earlier attempt have no KV here: computed as after preemption
             self.planner.try_remove(request)
             self.preempted.recompute_known(request)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Aborts requests with an expired lease, except requests that only wait while their conductor is connected."""
+        """Abort requests with an expired lease, except requests that only wait while their conductor is connected."""
         now, conductors = self._state.now, set(self._streams.values())
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
@@ -287,12 +288,13 @@ class DecodeScheduler:
                 self._finish(request)
 
     def _finish(self, request: DecodeRequest) -> None:
-        """Frees a request as soon as no step, copy or transfer uses the request's blocks."""
+        """Free a request as soon as no step, copy or transfer uses the request's blocks."""
         self._leases.clear(request.id)
         self.budget.expect(request, 0)
         if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING):
             for sequence in request.sequences:
                 self.write_back.write_window(request, sequence)
+        # Blocks stay until whoever reads or writes them has ended; else their next owner would be damaged.
         in_use = request.status in COPYING or self._stop_receiving(request)
         quiet = not in_use and self.planner.try_remove(request)
         self.planner.slots.kept.pop(request.id, None)
@@ -303,14 +305,14 @@ class DecodeScheduler:
             self._finishing.append(request)
 
     def _stop_receiving(self, request: DecodeRequest) -> bool:
-        """Stops an ending request's transfer; returns whether there is a transfer."""
+        """Stop an ending request's transfer; return whether there is a transfer."""
         if request.status is not RequestStatus.RECEIVING:
             return False
         self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
         return True
 
     def _finish_step(self) -> None:
-        """Frees requests that waited for the run's end."""
+        """Free requests that waited for the run's end."""
         for request in self._finishing:
             self.planner.finish_step(request)
             self._free(request)
@@ -335,7 +337,7 @@ class DecodeScheduler:
             self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_window_blocks)
 
     def _delete_kv(self, event: DeleteKV) -> None:
-        """Deletes KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
+        """Delete KV; from now on, the requests concerned keep no block and look up no block in kvstores."""
         requests = [*self.requests.values(), *self.orphans.retained.parked]
         keys = ((other.owner, [key for sequence in other.sequences for key in sequence.keys]) for other in requests)
         self._state.act(delete_kv(self.blocks, event, keys))
@@ -382,7 +384,7 @@ class DecodeScheduler:
                 self.planner.batch.forked(request)
 
     def _sequence_ended(self, number: int) -> None:
-        """A sequence has ended with the step's token; so has the request after the last sequence."""
+        """End a sequence with the step's token, and the request with its last sequence."""
         sequence = self._table.find(number)
         if sequence is None:
             return
@@ -423,7 +425,7 @@ class DecodeScheduler:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
         requests = list(self.requests.values())
         self.budget.check_invariants(requests)
         self.preempted.check_invariants(requests)
@@ -442,7 +444,7 @@ class DecodeScheduler:
             assert request.status is not RequestStatus.FINISHING or request in copying or request in self._finishing
 
     def digest(self) -> bytes:
-        """Hash of the whole state."""
+        """Return a hash of the whole state."""
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],

@@ -32,5 +32,5 @@ class DecodeState:
         self.out: list[Action] = []
 
     def act(self, action: Action) -> None:
-        """Adds an action."""
+        """Add an action."""
         self.out.append(action)

@@ -23,11 +23,11 @@ class TbtLimiter:
         self._batch = batch
 
     def step_s(self, sequences: int, context: int) -> float:
-        """A step's predicted seconds."""
+        """Return a step's predicted seconds."""
         return decode_step_seconds(self._state.tracker.speeds, sequences, context)
 
     def chunk_s(self, recomputing: list[DecodeRequest], tokens: int = 1) -> float:
-        """Predicted seconds for `tokens` recomputed tokens; 0 if no request recomputes."""
+        """Return predicted seconds for `tokens` recomputed tokens; 0 if no request recomputes."""
         longest = max((sequence.computed for request in recomputing for sequence in request.sequences), default=0)
         return prefill_seconds(self._state.tracker.speeds, tokens, longest) if recomputing else 0.0
 
@@ -47,12 +47,12 @@ class TbtLimiter:
         return min((request.tbt_slo_s for request in requests if self._can_keep(request)), default=0.0)
 
     def _can_keep(self, request: DecodeRequest) -> bool:
-        """Whether the request has a promise that a step with this request alone keeps."""
+        """Return whether the request has a promise that a step with this request alone keeps."""
         alone_s = self.step_s(len(request.sequences), self._batch.context_of(request))
         return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
 
     def next_to_leave(self) -> DecodeRequest | None:
-        """The request that leaves the batch because the step is too long; None if no request need leave.
+        """Return the request that leaves the batch because the step is too long; None if no request need leave.
 
         Requests without promise leave first, then requests with a promise. Each time, the tenant whose requests take
         most step time per weight gives up the last request.
@@ -68,11 +68,11 @@ class TbtLimiter:
         return max(leaving, key=use.order, default=None)
 
     def _own_s(self, request: DecodeRequest) -> float:
-        """Seconds that a request adds to a step."""
+        """Return seconds that a request adds to a step."""
         return self.step_s(len(request.sequences), self._batch.context_of(request)) - self.step_s(0, 0)
 
     def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
-        """Whether one more request fits into the batch within the promised times.
+        """Return whether one more request fits into the batch within the promised times.
 
         A request with a promise may displace requests that would leave: later requests, and requests without a promise.
         """
@@ -88,7 +88,7 @@ class TbtLimiter:
         return not limit or self.step_s(count, context + sum(map(batch.context_of, before))) <= limit
 
     def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:
-        """Tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
+        """Return tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
         tokens, strictest, step_s = self._state.settings.chunked_prefill_size, self._batch.tbt_slo_s, self._now_s
         while strictest and tokens > 1 and step_s + self.chunk_s(recomputing, tokens) > strictest:
             tokens //= 2

@@ -67,5 +67,5 @@ class TenantRotation:
         return chosen if lacking <= 0 else []
 
     def digest(self) -> list[tuple[str, float]]:
-        """Hash input: the steps."""
+        """Return a hash input: the steps."""
         return list(self._steps.items())

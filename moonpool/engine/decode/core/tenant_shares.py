@@ -27,7 +27,7 @@ class TenantUse:
     level: float = 0.0
 
     def of(self, request: DecodeRequest) -> float:
-        """The use of the request's tenant, divided by the tenant's weight."""
+        """Return the use of the request's tenant, divided by the tenant's weight."""
         return self.taken.get(request.spec.tenant, 0.0)
 
     def order(self, request: DecodeRequest) -> tuple[float, tuple[float, int]]:
@@ -42,7 +42,7 @@ def tenant_use(
     total: float = 0.0,
     others: Iterable[DecodeRequest] = (),
 ) -> TenantUse:
-    """Computes what the requests' tenants take.
+    """Compute what the requests' tenants take.
 
     Args:
         taking: requests that take something.
@@ -61,19 +61,19 @@ def tenant_use(
 
 
 def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
-    """Blocks out of `total` that tenants have or were promised."""
+    """Return blocks out of `total` that tenants have or were promised."""
     return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
 
 
 def several_tenants(requests: Iterable[DecodeRequest]) -> bool:
-    """Whether the requests have more than one tenant."""
+    """Return whether the requests have more than one tenant."""
     tenants = iter(requests)
     first = next(tenants, None)
     return first is not None and any(request.spec.tenant != first.spec.tenant for request in tenants)
 
 
 def by_tenant(requests: Iterable[DecodeRequest]) -> dict[str, list[DecodeRequest]]:
-    """Requests by tenant, each in the order given."""
+    """Return requests by tenant, each in the order given."""
     found: dict[str, list[DecodeRequest]] = {}
     for request in requests:
         found.setdefault(request.spec.tenant, []).append(request)
@@ -83,7 +83,7 @@ def by_tenant(requests: Iterable[DecodeRequest]) -> dict[str, list[DecodeRequest
 def leave_for_share(
     running: list[DecodeRequest], request: DecodeRequest, lacking: int, use: TenantUse
 ) -> list[DecodeRequest]:
-    """Requests that leave the batch so that `request` gets batch slots within the tenant's share.
+    """Return requests that leave the batch so that `request` gets batch slots within the tenant's share.
 
     No tenant falls below the tenant's share. The tenant with most slots per weight gives up a request first, the last
     in order. A promised time between tokens is kept, so a request with a promise stays.

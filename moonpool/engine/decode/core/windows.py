@@ -9,7 +9,7 @@ from moonpool.engine.decode.core.settings import DecodeSettings
 
 
 def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSettings, manager: BlockManager) -> None:
-    """Notes that a sequence reads no windowed slices before the window of the token behind `tokens` tokens."""
+    """Note that a sequence reads no windowed slices before the window of the token behind `tokens` tokens."""
     first = min(settings.first_windowed_block(tokens), len(sequence.table))
     if first > sequence.past:
         manager.pass_windows(sequence.table[sequence.past : first])
@@ -17,14 +17,14 @@ def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSetting
 
 
 def count_lacking_window_blocks(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
-    """Window blocks missing for the last tokens' KV, besides those of missing blocks; `writes` as below."""
+    """Return window blocks missing for the last tokens' KV, besides those of missing blocks; `writes` as below."""
     if not manager.num_slots:
         return 0
     return sum(index < len(sequence.table) and manager.is_partial(sequence.table[index]) for sequence, index in writes)
 
 
 def expected_window_blocks(request: DecodeRequest, settings: DecodeSettings) -> int:
-    """Window blocks that a request is expected to need beyond those held and promised."""
+    """Return window blocks that a request is expected to need beyond those held and promised."""
     if not settings.window_blocks:
         return 0
     have = sum(len(sequence.table) - sequence.past for sequence in request.sequences) + request.promised_window_blocks

@@ -26,7 +26,7 @@ class BlockWriteBack:
     def write(
         self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int, *, windowed: bool = False
     ) -> None:
-        """Writes a full block to one of the request's kvstores; the pool keeps the block until the write ends.
+        """Write a full block to one of the request's kvstores; the pool keeps the block until the write ends.
 
         Returns at once if the request's blocks may not be kept. `windowed`: also writes the slices of layers with a
         window, which the block must have; without such layers, a block is always written whole.
@@ -43,7 +43,7 @@ class BlockWriteBack:
         self._state.act(StoreBlock(io, sequence.id, index, block, store, windowed))
 
     def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
-        """Writes the window behind which a sequence's full blocks are continued, to the stores that have the blocks.
+        """Write the window behind which a sequence's full blocks are continued, to the stores that have the blocks.
 
         Writes no block if a slice is missing, or if writes already hold their share of the window blocks.
         """
@@ -52,7 +52,7 @@ class BlockWriteBack:
             return
         for store, border in enumerate(sequence.borders):
             first = max(border, end - self._settings.window_blocks)
-            full = self._windows_written * WRITTEN_PART > blocks.num_slots
+            full = self._windows_written * WRITTEN_PART > blocks.num_slots  # running answers need window blocks, too
             lacking = sequence.stored[store] < end or any(map(blocks.is_partial, sequence.table[first:end]))
             if first < end and not full and not lacking:
                 for index in range(first, end):
@@ -60,7 +60,7 @@ class BlockWriteBack:
                 sequence.borders[store] = end
 
     def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
-        """A sequence's next block is full: registers the block's key and writes the block to the kvstores.
+        """Register the key of a sequence's next block, which is full now, and write the block to the kvstores.
 
         A block with a key was already cached when the prompt came: the kvstores are believed to hold the block.
         """
@@ -75,7 +75,7 @@ class BlockWriteBack:
             self.write(request, sequence, index, store)
 
     def write_prompt(self, request: DecodeRequest) -> None:
-        """Writes a prompt's full blocks if the prompt is computed here; prefill writes other prompts' blocks."""
+        """Write a prompt's full blocks if the prompt is computed here; prefill writes other prompts' blocks."""
         if not request.prompt_here:
             return
         for sequence in request.sequences:
@@ -87,7 +87,7 @@ class BlockWriteBack:
                 self.write_window(request, sequence)
 
     def written(self, pin: StorePin, result: object) -> None:
-        """A write has ended."""
+        """Note that a write has ended."""
         self._windows_written -= pin.windowed and self._state.blocks.num_slots > 0
         self._state.blocks.release([pin.block], 0 if pin.windowed else 1)
         if not (isinstance(result, StoreEnd) and result.ok):
@@ -96,7 +96,7 @@ class BlockWriteBack:
             borders[pin.store] = 0 if pin.windowed else borders[pin.store]
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that beliefs about stores are possible."""
+        """Assert that beliefs about stores are possible."""
         written = sum(pin.windowed for _, pin in self._state.ios if isinstance(pin, StorePin))
         assert self._windows_written == (written if self._state.blocks.num_slots else 0)
         for request in requests:

@@ -23,7 +23,7 @@ OVERDUE_RATIO = 2.0
 
 
 def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
-    """Seconds between two layers of a load: measured after two layers, predicted before.
+    """Return seconds between two layers of a load: measured after two layers, predicted before.
 
     The first layer is left out: that time includes connecting and looking up.
     """
@@ -34,12 +34,12 @@ def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
 
 
 def stall_grace(state: PrefillState, load: PrefixLoad) -> float:
-    """Seconds for which a step waits for a late layer."""
+    """Return seconds for which a step waits for a late layer."""
     return LAYER_STALL_S + 2.0 * layer_seconds(state, load)
 
 
 def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> float | None:
-    """Seconds after which a step would find each layer of the load in time.
+    """Return seconds after which a step would find each layer of the load in time.
 
     Args:
         state: the scheduler's state.
@@ -64,7 +64,7 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
 
 
 def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, others: int) -> float | None:
-    """When computing a load's blocks becomes faster than waiting for the rest, if no layer comes before; None = never.
+    """Return when computing a load's blocks becomes faster than waiting, if no layer comes before; None = never.
 
     Computing takes the engine from the `others` requests: the wait must be longer than computing for each other
     request, too. A late load without a layer is expected to take as long again. Each missing layer is expected to take
@@ -88,7 +88,7 @@ def overtake_at(state: PrefillState, request: PrefillRequest, load: PrefixLoad, 
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
-    """Seconds until all queued requests are computed, with all the engine's cores.
+    """Return seconds until all queued requests are computed, with all the engine's cores.
 
     Each prompt counts alone: tokens attend to the prompt's own context only. Short prompts share steps. Pipeline stages
     compute several steps at once, so the time of all steps is divided among them. The step in front is partly done.
@@ -107,7 +107,7 @@ def queue_seconds(state: PrefillState, now: float) -> float:
 
 
 def speeds_now(state: PrefillState, now: float) -> Speeds:
-    """The engine's speeds at `now`: a step that takes too long counts before the end."""
+    """Return the engine's speeds at `now`: a step that takes too long counts before the end."""
     speeds, front = state.tracker.speeds, state.front
     if front is None or front.gated:
         return speeds
@@ -117,7 +117,7 @@ def speeds_now(state: PrefillState, now: float) -> Speeds:
 
 
 def _done_seconds(state: PrefillState, now: float) -> float:
-    """Seconds done of the step being computed, at most the prediction; 0 in a pipeline, where steps overlap."""
+    """Return seconds done of the step being computed, at most the prediction; 0 in a pipeline, where steps overlap."""
     front = state.front
     if front is None or state.settings.stages > 1:
         return 0.0
@@ -125,7 +125,7 @@ def _done_seconds(state: PrefillState, now: float) -> float:
 
 
 def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
-    """Predicted seconds of a step."""
+    """Return predicted seconds of a step."""
     speeds = state.tracker.speeds
     chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
     costs = [
@@ -136,7 +136,7 @@ def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
 
 
 def shared_tokens(state: PrefillState, request: PrefillRequest) -> int:
-    """A request's leading tokens that earlier requests compute, so the request will find the tokens cached."""
+    """Return a request's leading tokens that earlier requests compute, so the request will find the tokens cached."""
     keys, most = request.spec.keys[: state.reusable_blocks(request)], 0
     for other in state.requests.values() if keys else ():
         if other.id < request.id and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
@@ -145,7 +145,7 @@ def shared_tokens(state: PrefillState, request: PrefillRequest) -> int:
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
-    """Notes that a request has ended early: the first request that was to find the blocks computes missing blocks."""
+    """Let the first request that was to find the blocks of a request that is gone compute them."""
     for request in state.requests.values():
         if request.id > gone.id and request.shared_tokens and request.spec.keys[:1] == gone.spec.keys[:1]:
             held = len(state.manager.match(request.spec.keys[: state.reusable_blocks(request)]))
@@ -155,12 +155,12 @@ def reassign_shared_prefix(state: PrefillState, gone: PrefillRequest) -> None:
 
 
 def common_prefix(keys: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
-    """Leading keys that two chains share; equal keys follow equal keys only."""
+    """Return leading keys that two chains share; equal keys follow equal keys only."""
     return bisect_left(range(min(len(keys), len(other))), True, key=lambda at: keys[at] != other[at])
 
 
 def _done_tokens(request: PrefillRequest) -> int:
-    """Leading tokens that have KV, or are expected to get KV without being computed."""
+    """Return leading tokens that have KV, or are expected to get KV without being computed."""
     if request.table is None and request.token_at is None:
         return max(request.expected_tokens, request.shared_tokens)
     shares = request.first_step_at is None and request.prefix.load is None
@@ -168,7 +168,7 @@ def _done_tokens(request: PrefillRequest) -> int:
 
 
 def wait_for_other_load_until(state: PrefillState, request: PrefillRequest) -> float | None:
-    """Until when a request without steps waits for another request to load the blocks that are to be computed first.
+    """Return until when a request without steps waits for another to load the blocks that it would compute first.
 
     The request waits only if the whole load is expected before these blocks could be computed, and only until a load's
     layer is late.
@@ -189,7 +189,7 @@ def wait_for_other_load_until(state: PrefillState, request: PrefillRequest) -> f
 
 
 def _wait_for_replica_until(state: PrefillState, request: PrefillRequest, at: int) -> float | None:
-    """Until when a request waits for a replication that brings block `at`; None if computing from there is faster."""
+    """Return until when a request waits for a replication that brings block `at`; None if computing is faster."""
     replica = state.replica
     if replica is None or not replica.first <= at < len(replica.keys) or replica.keys[at] != request.spec.keys[at]:
         return None
@@ -202,7 +202,7 @@ def _wait_for_replica_until(state: PrefillState, request: PrefillRequest, at: in
 
 
 def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
-    """Predicted seconds for computing a prompt's blocks [first, end)."""
+    """Return predicted seconds for computing a prompt's blocks [first, end)."""
     size = state.settings.block_size
     tokens = (end - first) * size
     steps = steps_of(tokens, state.settings.max_num_batched_tokens)
@@ -210,7 +210,7 @@ def _compute_seconds(state: PrefillState, first: int, end: int) -> float:
 
 
 def is_computed_by_other(state: PrefillState, request: PrefillRequest) -> bool:
-    """Whether an earlier started request is to compute all blocks that this request's sources hold, and has not yet."""
+    """Return whether an earlier started request has yet to compute all blocks that this request's sources hold."""
     most = min(max(source.blocks for source in request.sources), state.reusable_blocks(request))
     for other in state.started.values():
         computes = other.prefix.load is None and other.computed < most * state.settings.block_size
@@ -225,7 +225,7 @@ def is_computed_by_other(state: PrefillState, request: PrefillRequest) -> bool:
 def _wait_pays_until(
     state: PrefillState, request: PrefillRequest, at: int, other: PrefillRequest, load: PrefixLoad
 ) -> float | None:
-    """When a load will be late; None if the load is late, or computing is faster than waiting."""
+    """Return when a load will be late; None if the load is late, or computing is faster than waiting."""
     each_s = layer_seconds(state, load)
     late_at = load.progressed_at + each_s + stall_grace(state, load)
     if load.stalled or other.owner.transient or state.now >= late_at:

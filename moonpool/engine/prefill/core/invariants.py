@@ -9,7 +9,7 @@ from moonpool.engine.prefill.core.step_planner import StepPlanner
 
 
 def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
-    """Asserts that blocks are pinned exactly by their users, and that every request's place agrees with the status."""
+    """Assert that blocks are pinned exactly by their users, and that every request's place agrees with the status."""
     state.manager.check_invariants()
     _check_block_pins(state)
     _check_steps_in_flight(state, steps)

@@ -41,11 +41,11 @@ class PrefixLoads:
         self.overtaken = 0
 
     def decide(self, request: PrefillRequest) -> None:
-        """Loads a prefix into a starting request's blocks, from the best source for which loading pays.
+        """Load a prefix into a starting request's blocks, from the best source for which loading pays.
 
         If another request loads or computes the same blocks, the decision waits for that request (`decide_again`).
         """
-        if self._comes_for_other(request):
+        if self._comes_for_other(request):  # soon cached: a second load would bring the same blocks
             self.undecided[request.id] = None
             return
         while request.prefix.next_source < len(request.sources):
@@ -56,7 +56,7 @@ class PrefixLoads:
             request.prefix.next_source += 1
 
     def decide_again(self) -> None:
-        """Decides for requests that waited for another request and need not any more."""
+        """Decide for requests that waited for another request and need not any more."""
         for number in list(self.undecided):
             request = self._state.requests.get(number)
             if request is None or request.first_step_at is not None:
@@ -67,13 +67,13 @@ class PrefixLoads:
                 self.decide(request)
 
     def _comes_for_other(self, request: PrefillRequest) -> bool:
-        """Whether another request loads or computes the blocks that this request could load."""
+        """Return whether another request loads or computes the blocks that this request could load."""
         return bool(request.sources) and (
             wait_for_other_load_until(self._state, request) is not None or is_computed_by_other(self._state, request)
         )
 
     def layer_loaded(self, io: int, layer: int) -> None:
-        """Notes that all of a layer's blocks are in the pool."""
+        """Note that all of a layer's blocks are in the pool."""
         request = self._request_of(io)
         if request is None or request.prefix.load is None:
             return
@@ -84,7 +84,7 @@ class PrefixLoads:
         self._steps.open_gates(request)
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
-        """A load has ended; blocks that did not arrive are computed."""
+        """End a load; blocks that did not arrive are computed."""
         del self._in_flight[io]
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
@@ -111,14 +111,14 @@ class PrefixLoads:
             self._load_over(request, end)
 
     def digest(self) -> bytes:
-        """Hash of the paused sources, the undecided requests and the counters."""
+        """Return a hash of the paused sources, the undecided requests and the counters."""
         counts = self.loaded_blocks, self.failures, self.overtaken
         return digest_of(self._paused, self.undecided, self._in_flight, *counts)
 
     # --- overtaking ------------------------------------------------------------------------------------------------
 
     def overtake_at(self) -> float | None:
-        """When the next load is overtaken, if no event comes before; None = not foreseen."""
+        """Return when the next load is overtaken, if no event comes before; None = not foreseen."""
         if not self._in_flight:
             return None  # most of the time
         state, others = self._state, self._others()
@@ -133,7 +133,7 @@ class PrefixLoads:
         return min([at for at in times if at is not None], default=None)
 
     def overtake(self) -> None:
-        """Computes the blocks of loads that take longer than computing, into other blocks, while the loads go on."""
+        """Compute the blocks of loads that take longer than computing, into other blocks, while the loads go on."""
         if not self._in_flight:
             return  # most of the time
         state, others = self._state, self._others()
@@ -147,7 +147,7 @@ class PrefixLoads:
                 self._overtake(request, load, io)
 
     def _others(self) -> int:
-        """Requests that wait for the engine beside a request that loads."""
+        """Return requests that wait for the engine beside a request that loads."""
         state = self._state
         return len(state.waiting) + sum([not request.finished for request in state.started.values()]) - 1
 
@@ -155,6 +155,7 @@ class PrefixLoads:
         state, flight = self._state, self._state.ios.get(io)
         assert request.table is not None
         assert isinstance(flight, LoadFlight)
+        # The load goes on into its blocks; computing gets new ones, as both would write the same.
         own = BlockTable(request.table.blocks[load.first : load.end], pins=2)
         request.table.blocks[load.first : load.end] = state.manager.allocate(load.end - load.first)
         state.unpin(request.table)
@@ -164,7 +165,7 @@ class PrefixLoads:
         self.overtaken += 1
 
     def computed(self, request: PrefillRequest) -> None:
-        """Drops or takes an overtaken load, after a part of the request was computed."""
+        """Drop or takes an overtaken load, after a part of the request was computed."""
         overtaken, size = request.prefix.overtaken, self._state.settings.block_size
         if overtaken is None:
             return
@@ -178,14 +179,14 @@ class PrefixLoads:
             self._take_rest(request, overtaken)
 
     def give_up(self, request: PrefillRequest) -> None:
-        """An overtaken load is not wanted any more."""
+        """Cancel an overtaken load."""
         overtaken, request.prefix.overtaken = request.prefix.overtaken, None
         if overtaken is not None:
             self._state.cancel(overtaken.load.io)
             self._state.unpin(overtaken.table)
 
     def _learn_from_part(self, load: PrefixLoad) -> None:
-        """Learns how slow a load was that did not arrive whole: as if half of the next layer had come."""
+        """Learn how slow a load was that did not arrive whole: as if half of the next layer had come."""
         state, flight = self._state, self._state.ios.get(load.io)
         assert isinstance(flight, LoadFlight)
         nbytes = flight.nbytes * (load.layers + 0.5) / state.settings.layers
@@ -205,10 +206,10 @@ class PrefixLoads:
             self.give_up(request)
 
     def _take_rest(self, request: PrefillRequest, overtaken: OvertakenLoad) -> None:
-        """Takes the blocks that are not computed from the load, once no step computes any."""
+        """Take the blocks that are not computed from the load, once no step computes any."""
         state, load, table = self._state, overtaken.load, request.table
         if request.slices_in_flight:
-            return
+            return  # a step writes into the blocks that would be exchanged
         assert table is not None
         first = request.computed // state.settings.block_size
         at = first - load.first
@@ -226,7 +227,7 @@ class PrefixLoads:
     # --- parts -----------------------------------------------------------------------------------------------------
 
     def _load_over(self, request: PrefillRequest, end: int) -> None:
-        """The load is over: blocks up to `end` are whole."""
+        """Count the blocks up to `end` as loaded: they are whole."""
         tokens = self._state.settings.reused_tokens(request.spec.tokens, end)
         request.prefix.load, request.prefix.blocks = None, end
         request.prefix.loaded = tokens - request.prefix.cached
@@ -258,7 +259,7 @@ class PrefixLoads:
         state.act(LoadBlocks(io, request.id, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, request: PrefillRequest) -> int:
-        """Leading blocks that the prompt should have after loading from the next source; 0: computing is cheaper."""
+        """Return leading blocks that the prompt should have after the next source's load; 0: computing is cheaper."""
         source, settings = request.sources[request.prefix.next_source], self._state.settings
         speeds, blocks = self._speeds(source), min(source.blocks, self._state.reusable_blocks(request))
         if self.is_paused(source) or blocks <= request.prefix.blocks:
@@ -273,7 +274,7 @@ class PrefixLoads:
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
     def expected_seconds(self, request: PrefillRequest, held: int) -> float:
-        """Predicted seconds for loading what is behind `held` blocks, from the request's first source."""
+        """Return predicted seconds for loading what is behind `held` blocks, from the request's first source."""
         source = next(iter(request.sources), None)
         blocks = min(source.blocks, self._state.reusable_blocks(request)) - held if source is not None else 0
         if source is None or blocks <= 0:
@@ -281,11 +282,11 @@ class PrefixLoads:
         return load_seconds(self._speeds(source), self._state.settings.read_bytes(blocks))
 
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
-        """Longest time for reading `nbytes`, seconds."""
+        """Return longest time for reading `nbytes`, seconds."""
         return self._state.settings.load_timeout_s + LOAD_SLACK * load_seconds(self._speeds(source), nbytes)
 
     def learn(self, source: KVSource, nbytes: int, blocks: int, result: LoadEnded) -> None:
-        """Learns from a read of `blocks` blocks; pauses a source that failed."""
+        """Learn from a read of `blocks` blocks; pause a source that failed."""
         if result.failed:
             self.failures += 1
             self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
@@ -294,16 +295,16 @@ class PrefixLoads:
             self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
     def _speeds(self, source: KVSource) -> Speeds:
-        """The instance's speeds, with the load rate for this kind of source."""
+        """Return the instance's speeds, with the load rate for this kind of source."""
         speeds = self._state.tracker.speeds
         return speeds.loading_from_peers() if source.peer else speeds
 
     def is_paused(self, source: KVSource) -> bool:
-        """Whether a source is paused after a failure."""
+        """Return whether a source is paused after a failure."""
         return self._paused.get(source.name, 0.0) > self._state.now
 
     def _request_of(self, io: int) -> PrefillRequest | None:
-        """The load's request; None if the request has ended or does not use the load any more."""
+        """Return the load's request; None if the request has ended or does not use the load any more."""
         flight = self._state.ios.get(io)
         request = self._state.requests.get(flight.request) if isinstance(flight, LoadFlight) else None
         return (

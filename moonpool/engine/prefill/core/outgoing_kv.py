@@ -40,7 +40,7 @@ class OutgoingKV:
 
     @classmethod
     def of(cls, settings: "PrefillSettings", tokens: int, held_blocks: int) -> "OutgoingKV":
-        """Prepares a prompt for which decode holds the leading `held_blocks`. Slices behind the window are not sent."""
+        """Prepare a prompt for which decode holds the leading `held_blocks`. Slices behind the window are not sent."""
         windowed = max(held_blocks, tokens // settings.block_size - settings.window_blocks)
         first = [windowed if layer in settings.windowed_layers else held_blocks for layer in range(settings.layers)]
         return cls(settings.blocks_for(tokens), [(1 << begin) - 1 for begin in first])
@@ -51,10 +51,12 @@ class OutgoingKV:
         return all(handed == (1 << self.num_blocks) - 1 for handed in self.handed)
 
     def add(self, layer: int, first: int, end: int, step: int | None) -> None:
-        """Queues blocks [first, end) of a layer, which must not change any more; skips blocks queued before."""
+        """Queue blocks [first, end) of a layer, which must not change any more; skip blocks queued before."""
         todo = _block_bits(first, end) & ~self.handed[layer]
         self.handed[layer] |= todo
-        while todo:
+        while (
+            todo
+        ):  # a span for each run of ones: `begin` is the lowest one, `length` the ones from there to the next zero
             begin = (todo & -todo).bit_length() - 1
             run = todo >> begin
             length = (~run & run + 1).bit_length() - 1
@@ -62,7 +64,7 @@ class OutgoingKV:
             todo = run >> length << begin + length
 
     def take_back(self, first: int) -> None:
-        """Removes blocks from `first` on from the queue: they will be computed again and sent then."""
+        """Remove blocks from `first` on from the queue: they will be computed again and sent then."""
         kept = deque[BlockSpan]()
         for span in self.pending:
             if span.first < first:
@@ -72,7 +74,7 @@ class OutgoingKV:
         self.pending = kept
 
     def take(self, slice_bytes: int) -> list[BlockSpan]:
-        """The next batch to send: one layer's spans, and further layers' spans up to `MERGE_BYTES`."""
+        """Return the next batch to send: one layer's spans, and further layers' spans up to `MERGE_BYTES`."""
         batch, size = [self.pending.popleft()], 0
         while self.pending:
             size += (batch[-1].end - batch[-1].first) * slice_bytes

@@ -43,7 +43,7 @@ class Replication:
             yield flight.owner, flight.keys
 
     def begin(self, event: ReplicateBlocks) -> None:
-        """Reads a chain's blocks that are not cached, behind earlier orders; or skips the order."""
+        """Read a chain's blocks that are not cached, behind earlier orders; or skips the order."""
         if len(self._orders) < MAX_ORDERS:
             self._orders[event.number] = event
             self._begin_next()
@@ -57,7 +57,7 @@ class Replication:
                 self._state.act(EndReplication(event.number, 0))
 
     def _begin(self, event: ReplicateBlocks) -> bool:
-        """Reads the blocks; False if all blocks are cached, or the pool has no room now."""
+        """Read the blocks; False if all blocks are cached, or the pool has no room now."""
         state, manager = self._state, self._state.manager
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)
@@ -80,7 +80,7 @@ class Replication:
         return True
 
     def ended(self, flight: ReplicaFlight, result: LoadEnded) -> None:
-        """Keeps the blocks that arrived whole."""
+        """Keep the blocks that arrived whole."""
         self._io = self._state.replica = None
         self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
         manager, end = self._state.manager, flight.first + result.blocks
@@ -94,7 +94,7 @@ class Replication:
         self._begin_next()
 
     def call_off(self, tail: BlockKey) -> None:
-        """The chain that ends with this key is not wanted any more."""
+        """Cancel the replication of the chain that ends with this key."""
         for number in [number for number, event in self._orders.items() if event.keys[-1] == tail]:
             del self._orders[number]
             self._state.act(EndReplication(number, 0))
@@ -103,12 +103,12 @@ class Replication:
             self._state.cancel(self._io)
 
     def stop(self) -> None:
-        """Cancels all replications."""
+        """Cancel all replications."""
         for number in self._orders:
             self._state.act(EndReplication(number, 0))
         self._orders.clear()
         self._state.cancel(self._io)
 
     def digest(self) -> bytes:
-        """Hash over the orders, the replication in flight and the counter."""
+        """Return a hash over the orders, the replication in flight and the counter."""
         return digest_of(self._io, self._orders, self._state.replica, self.copied_blocks)

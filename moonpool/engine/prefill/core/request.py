@@ -167,7 +167,7 @@ class PrefillRequest:
 
     @classmethod
     def of(cls, event: AddRequest, settings: PrefillSettings, now: float) -> "PrefillRequest":
-        """A request on arrival."""
+        """Return a request on arrival."""
         spec, outgoing = event.request, None
         if event.held_blocks is not None:
             outgoing = OutgoingKV.of(settings, spec.tokens, event.held_blocks)
@@ -201,7 +201,7 @@ class PrefillRequest:
         return self.asked.copies
 
     def set_status(self, status: PrefillStatus) -> None:
-        """Changes the status, along `TRANSITIONS` only."""
+        """Change the status, along `TRANSITIONS` only."""
         assert status in TRANSITIONS[self.status], f"request {self.id} cannot go from {self.status} to {status}"
         self.status = status
 

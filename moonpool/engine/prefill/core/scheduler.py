@@ -127,7 +127,7 @@ class PrefillScheduler:
         return earliest(earliest(self.steps.plan_at, self.steps.stalled_at()), self.loads.overtake_at())
 
     def check_invariants(self) -> None:
-        """Asserts what must hold between any two events."""
+        """Assert what must hold between any two events."""
         check_prefill_state(self.state, self.steps)
 
     def digest(self) -> bytes:
@@ -161,7 +161,7 @@ class PrefillScheduler:
         return sum(request.spec.tokens - request.computed for request in self.state.requests.values())
 
     def drain_seconds(self, now: float | None = None) -> float:
-        """Predicted seconds until all requests queued now are computed.
+        """Return predicted seconds until all requests queued now are computed.
 
         Args:
             now: seconds; None = time of the last event.
@@ -169,11 +169,11 @@ class PrefillScheduler:
         return queue_seconds(self.state, self.state.now if now is None else now)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds at `now`: a step that takes too long counts before the end."""
+        """Return the engine's speeds at `now`: a step that takes too long counts before the end."""
         return speeds_now(self.state, now)
 
     def started(self, request: int) -> bool:
-        """Whether a request has blocks, or had them."""
+        """Return whether a request has blocks, or had them."""
         found = self.state.requests.get(request)
         return found is not None and found.status is not PrefillStatus.WAITING
 
@@ -186,6 +186,7 @@ class PrefillScheduler:
             retry_s = max(MIN_RETRY_S, self.drain_seconds()) if why is RefusalReason.QUEUE_FULL else 0.0
             state.act(RefuseRequest(event.id, why, retry_s))
             return
+        # The conductor did not know of other conductors' prompts: it plans again with the real queue (ADR 35).
         if event.max_queue_s is not None and self.drain_seconds() > event.max_queue_s:
             state.act(RefuseStaleRequest(event.id, self.drain_seconds(), self.taken))
             return
@@ -211,6 +212,7 @@ class PrefillScheduler:
         return None if self._may_enter(event) else RefusalReason.QUEUE_FULL
 
     def _may_enter(self, event: AddRequest) -> bool:
+        """Return whether the queue takes a request; a full queue takes one from a tenant below its share (ADR 17)."""
         requests, limit = self.state.requests.values(), self.state.settings.max_queue
         if len(requests) < limit:
             return True
@@ -222,7 +224,7 @@ class PrefillScheduler:
         )
 
     def _go_on(self) -> None:
-        """Starts requests and steps as far as possible, and drops stalled slices from the step in front."""
+        """Start requests and steps as far as possible, and drop stalled slices from the step in front."""
         if self._stopped:
             self.steps.plan_at = None
             return
@@ -240,12 +242,12 @@ class PrefillScheduler:
             going = self.steps.plan()
 
     def _end_early(self, number: int, outcome: PrefillOutcome) -> None:
-        """Ends a request early, without the request's pin on the blocks; steps and I/O in flight keep their pins."""
+        """End a request early, without the request's pin on the blocks; steps and I/O in flight keep their pins."""
         request = self.state.requests.get(number)
         if request is None:
             return
         self._forget(request)
-        if not request.finished:
+        if not request.finished:  # whoever was to find its blocks cached computes them now
             reassign_shared_prefix(self.state, request)
         self._sends.give_up(request)
         self.state.cancel(request.prefix.load.io if request.prefix.load is not None else None)
@@ -325,7 +327,7 @@ class PrefillScheduler:
             self._sends.sent(request, result.nbytes, result.seconds)
 
     def _io_failed(self, number: int, result: IoFailed) -> None:
-        """The request fails. A damaged block, and the blocks behind, are not found by key any more."""
+        """Fail a request. A damaged block, and the blocks behind, are not found by key any more."""
         request = self.state.requests.get(number)
         if request is not None and request.outgoing is not None:
             request.outgoing.io = None
@@ -334,7 +336,7 @@ class PrefillScheduler:
         self._end_early(number, PrefillOutcome.IO_FAILED)
 
     def _computed(self, request: PrefillRequest) -> None:
-        """A prompt is computed: reports the first token at once, without waiting for the transfer."""
+        """Report a computed prompt's first token at once, without waiting for the transfer."""
         now = self.state.now
         request.set_status(PrefillStatus.COMPUTED)
         request.token_at = now

@@ -45,12 +45,12 @@ class PrefillSettings:
     states_alone: bool = False
 
     def read_bytes(self, blocks: int) -> int:
-        """Bytes to read for `blocks` blocks from elsewhere; for windowed layers, only the last blocks are read."""
+        """Return bytes to read for `blocks` blocks from elsewhere; of windowed layers, only the last ones are read."""
         behind = max(0, blocks - self.window_blocks)
         return blocks * self.layers * self.slice_bytes - behind * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
+        """Return blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def first_windowed_block(self, tokens: int) -> int:
@@ -58,7 +58,7 @@ class PrefillSettings:
         return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0
 
     def held_window_blocks(self, tokens: int) -> int:
-        """Window blocks that a prompt with `tokens` tokens holds between two steps."""
+        """Return window blocks that a prompt with `tokens` tokens holds between two steps."""
         return min(self.blocks_for(tokens), self.window_blocks + 1) if self.window_blocks else 0
 
     @property
@@ -69,5 +69,5 @@ class PrefillSettings:
         return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.max_num_batched_tokens) + 1)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Tokens not to compute if `blocks` leading blocks have KV; a prompt's last token is always computed."""
+        """Return tokens not to compute if `blocks` leading blocks have KV; a prompt's last token is always computed."""
         return min(blocks * self.block_size, tokens - 1)

@@ -54,17 +54,17 @@ class PrefillState:
         return next(iter(self.steps.values()), None)
 
     def act(self, action: Action) -> None:
-        """Adds an action."""
+        """Add an action."""
         self.out.append(action)
 
     def begin(self, flight: IoInFlight) -> int:
-        """Starts I/O, which pins the flight's tables; returns the I/O's number."""
+        """Start I/O, which pins the flight's tables; return the I/O's number."""
         for table in flight.tables:
             table.pins += 1
         return self.ios.begin(flight)
 
     def end(self, io: int) -> IoInFlight:
-        """I/O has ended: unpins the tables, and unblocks requests that waited for the end."""
+        """End I/O: unpin the tables, and unblock requests that waited for the end."""
         flight = self.ios.end(io)
         for table in flight.tables:
             self.unpin(table)
@@ -75,28 +75,28 @@ class PrefillState:
         return flight
 
     def cancel(self, io: int | None) -> None:
-        """Cancels I/O that is still in flight."""
+        """Cancel I/O that is still in flight."""
         if io is not None and io in self.ios:
             self.act(CancelIo(io))
 
     def unpin(self, table: BlockTable) -> None:
-        """Drops one pin; dropping the last pin releases the blocks."""
+        """Drop one pin; dropping the last pin releases the blocks."""
         table.pins -= 1
         if not table.pins:
             self.manager.release(table.blocks, table.past)
 
     def unbind(self, request: PrefillRequest) -> None:
-        """Drops the request's own pin on the blocks."""
+        """Drop the request's own pin on the blocks."""
         if request.table is not None:
             self.unpin(request.table)
             request.table = None
 
     def reusable_blocks(self, request: PrefillRequest) -> int:
-        """Leading full blocks, which may be cached or loaded; with recurrent states, only before the last token."""
+        """Return how many full blocks may be cached or loaded; with recurrent states, only before the last token."""
         return (request.spec.tokens - self.settings.recurrent) // self.settings.block_size if request.reuse else 0
 
     def hold_prefix(self, request: PrefillRequest, held: list[int], more: list[int]) -> None:
-        """Takes cached leading blocks for a request without steps: `held` were taken before; acquires `more`."""
+        """Take cached leading blocks for a request without steps: `held` were taken before; acquire `more`."""
         assert request.table is not None
         blocks = len(held) + len(more)
         first = self.settings.first_windowed_block(blocks * self.settings.block_size)
@@ -109,7 +109,7 @@ class PrefillState:
         )
 
     def note_borders(self, request: PrefillRequest) -> None:
-        """Notes behind which blocks the prompt, or another that leaves the chain, may be continued."""
+        """Note behind which blocks the prompt, or another that leaves the chain, may be continued."""
         if not self.settings.window_blocks:
             return
         tokens, size = request.spec.tokens, self.settings.block_size
@@ -119,7 +119,7 @@ class PrefillState:
         request.borders = frozenset((*ends, *(copy.held or 0 for copy in request.copies)))
 
     def pass_windows(self, request: PrefillRequest) -> None:
-        """Notes that the request reads no windowed slices behind the next token's window."""
+        """Note that the request reads no windowed slices behind the next token's window."""
         table, first = request.table, self.settings.first_windowed_block(request.computed)
         if table is not None and first > table.past:
             window = self.settings.window_blocks
@@ -129,7 +129,7 @@ class PrefillState:
             table.past = first
 
     def advance(self, request: PrefillRequest, end: int) -> None:
-        """Registers the keys of the full blocks up to token `end`, whose KV is there."""
+        """Register the keys of the full blocks up to token `end`, whose KV is there."""
         size = self.settings.block_size
         assert request.table is not None
         for index in range(request.computed // size, end // size):

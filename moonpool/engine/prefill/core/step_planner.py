@@ -41,7 +41,7 @@ class StepPlanner:
         self.idle_since = 0.0
 
     def are_full(self) -> bool:
-        """Whether `stages` steps are in flight."""
+        """Return whether `stages` steps are in flight."""
         return len(self._flights) >= self._state.settings.stages
 
     @property
@@ -52,7 +52,7 @@ class StepPlanner:
     # --- starting requests -----------------------------------------------------------------------------------------
 
     def start_next(self) -> PrefillRequest | None:
-        """Binds the blocks of the first waiting request, if they are available and the engine lacks work before it.
+        """Bind the blocks of the first waiting request, if they are available and the engine lacks work before it.
 
         Returns:
             The request, for which the caller decides at once whether to load a prefix; None if none can start now.
@@ -61,6 +61,7 @@ class StepPlanner:
         started = len(state.started)
         if started == len(state.requests) or started >= state.settings.max_started:
             return None
+        # The first in fair order alone: a prompt that waits for blocks keeps its turn.
         first = state.waiting.first()
         if not self._is_short_of_work(first):
             return None
@@ -81,7 +82,7 @@ class StepPlanner:
         return request
 
     def _has_window_blocks(self, request: PrefillRequest) -> bool:
-        """Whether all started requests and this request leave enough window blocks for the steps in flight."""
+        """Return whether all started requests and this request leave enough window blocks for the steps in flight."""
         settings = self._state.settings
         tokens = [other.spec.tokens for other in self._state.started.values() if other.table is not None]
         if not settings.window_blocks or not tokens:
@@ -90,7 +91,7 @@ class StepPlanner:
         return held + settings.window_blocks_in_work <= settings.window_slots
 
     def _is_short_of_work(self, first: QueueKey) -> bool:
-        """Whether the started requests before `first` have less to compute than the steps in flight at most, plus one.
+        """Return whether the requests before `first` have less to compute than the steps in flight, plus one.
 
         A request that waits for layers, from the request's own load or another, does not count: a slow store must not
         keep the engine from work that needs no load. A request with a load starts as much sooner as the load is
@@ -120,7 +121,7 @@ class StepPlanner:
     # --- planning --------------------------------------------------------------------------------------------------
 
     def plan(self) -> bool:
-        """Starts the next step; False if no token can be computed now, or `stages` steps are in flight."""
+        """Start the next step; False if no token can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
         if self.are_full() or not self._state.started:
             return False
@@ -138,7 +139,7 @@ class StepPlanner:
         return True
 
     def forgive_idle(self) -> None:
-        """Tells the tenants' shares how long the engine was idle, before they decide anything."""
+        """Tell the tenants' shares how long the engine was idle, before they decide anything."""
         if not self._flights:
             self._state.shares.forgive_idle(self._state.now - self.idle_since)
             self.idle_since = self._state.now
@@ -151,9 +152,11 @@ class StepPlanner:
             part = self._next_slice(request, budget)
             if part is None:
                 break  # less than a block of budget left; others behind wait for their turn
+            # Computing what is computed or loaded at this moment would cost a step and a second copy of the blocks.
             if self._is_under_way(request, part, under_way) or self._is_loaded(request):
                 continue
             with_it = seconds + self._seconds(part)
+            # A gate that stays shut would hold up all others in the step.
             if request.prefix.load is not None and not self._ready(request, with_it):
                 continue
             if not self._give_window_blocks(request, part):
@@ -167,7 +170,7 @@ class StepPlanner:
         return slices
 
     def _give_window_blocks(self, request: PrefillRequest, part: SequenceSlice) -> bool:
-        """Gives window blocks to a slice's blocks; makes the slice shorter if they do not suffice.
+        """Give window blocks to a slice's blocks; make the slice shorter if they do not suffice.
 
         Layers with a window write KV in each block. Recurrent states are written behind the slice, behind the prompt's
         last full block, and behind further borders if any are left. Idle window blocks take states for blocks between:
@@ -201,7 +204,7 @@ class StepPlanner:
         return part.end > part.start
 
     def _fair_order(self) -> Iterator[PrefillRequest]:
-        """Started requests that have something to compute, in fair order."""
+        """Return started requests that have something to compute, in fair order."""
         state = self._state
         queues: dict[str, list[QueueEntry]] = {}
         for request in state.started.values():
@@ -214,7 +217,7 @@ class StepPlanner:
         return (state.requests[entry.key.number] for entry in state.shares.order(queues.values()))
 
     def _next_s(self, request: PrefillRequest) -> float:
-        """Predicted seconds for a request's largest slice that fits a step."""
+        """Return predicted seconds for a request's largest slice that fits a step."""
         settings = self._state.settings
         start = self._start(request)
         end = min(request.spec.tokens, start + settings.max_num_batched_tokens)
@@ -228,6 +231,7 @@ class StepPlanner:
             self._state.shares.serve(key.tenant, self._seconds(part), key.weight)
 
     def _plannable(self, request: PrefillRequest) -> bool:
+        # One gated step per request: what is computed again after a failed load was then never sent on (ADR 2).
         if request.table is None or request.gated or request.blocked_by:
             return False
         if request.prefix.overtaken is not None and request.prefix.overtaken.whole:
@@ -235,7 +239,7 @@ class StepPlanner:
         return request.scheduled < request.spec.tokens
 
     def _under_way(self) -> set[BlockKey]:
-        """Keys for blocks that steps in flight compute."""
+        """Return keys for blocks that steps in flight compute."""
         found: set[BlockKey] = set()
         for flight in self._flights.values():
             for part in flight.slices:
@@ -244,25 +248,25 @@ class StepPlanner:
         return found
 
     def _keys(self, request: PrefillRequest, part: SequenceSlice) -> tuple[BlockKey, ...]:
-        """Keys for blocks that a slice fills."""
+        """Return keys for blocks that a slice fills."""
         size = self._state.settings.block_size
         return () if part.full_hit else request.spec.keys[part.start // size : part.end // size]
 
     def _is_under_way(self, request: PrefillRequest, part: SequenceSlice, under_way: set[BlockKey]) -> bool:
-        """Whether a request without steps would compute a block that another request computes now."""
+        """Return whether a request without steps would compute a block that another request computes now."""
         at = part.start // self._state.settings.block_size
         begins = request.may_match and not part.full_hit
         return begins and at < self._state.reusable_blocks(request) and request.spec.keys[at] in under_way
 
     def _is_loaded(self, request: PrefillRequest) -> bool:
-        """Whether another request loads what this request would compute; notes until when to wait."""
+        """Return whether another request loads what this request would compute; notes until when to wait."""
         until = wait_for_other_load_until(self._state, request)
         if until is not None:
             self._look_again(until)
         return until is not None
 
     def _ready(self, request: PrefillRequest, step_s: float) -> bool:
-        """Whether the request's layers arrive in time for a step of `step_s` seconds; notes the time if not."""
+        """Return whether the request's layers arrive in time for a step of `step_s` seconds; notes the time if not."""
         assert request.prefix.load is not None
         wait = wait_for_layers(self._state, request.prefix.load, step_s)
         if wait is None:
@@ -275,7 +279,7 @@ class StepPlanner:
         self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
     def _next_slice(self, request: PrefillRequest, budget: int) -> SequenceSlice | None:
-        """The request's next slice within the budget; a slice ends at a block border or at the prompt's end.
+        """Return the request's next slice within the budget; a slice ends at a block border or at the prompt's end.
 
         Tokens that take longer make a slice shorter: every step takes about equally long.
         """
@@ -284,11 +288,11 @@ class StepPlanner:
             fewest = size if budget == self._state.settings.max_num_batched_tokens else 0
             most = max(fewest, budget // request.spec.token_cost)
         if request.may_match:
-            self.match_again(request)
+            self.match_again(request)  # others may have computed the prefix while this request waited
         start = self._start(request)
         end = min(request.spec.tokens, start + most)
         if end < request.spec.tokens:
-            end -= end % size
+            end -= end % size  # whole blocks only: a block is sent and stored once it does not change any more
         if end <= start:
             return None
         begins = request.prefix.load is not None or start == request.prefix.cached + request.prefix.loaded
@@ -297,13 +301,13 @@ class StepPlanner:
         return SequenceSlice(request.id, start, end, begins, end == request.spec.tokens, loading, full_hit)
 
     def _start(self, request: PrefillRequest) -> int:
-        """The next token to compute; while a prefix is loading, the first token behind the prefix."""
+        """Return the next token to compute; while a prefix is loading, the first token behind the prefix."""
         if request.prefix.load is None:
             return request.scheduled
         return self._state.settings.reused_tokens(request.spec.tokens, request.prefix.load.end)
 
     def match_again(self, request: PrefillRequest) -> None:
-        """Takes blocks that other requests have computed since this request started."""
+        """Take blocks that other requests have computed since this request started."""
         state = self._state
         assert request.table is not None
         held = request.prefix.blocks
@@ -338,7 +342,7 @@ class StepPlanner:
     # --- in flight -------------------------------------------------------------------------------------------------
 
     def layer_computed(self, io: int, layer: int) -> None:
-        """Sends a step's layer, whose KV is in the pool."""
+        """Send a step's layer, whose KV is in the pool."""
         flight = self._flights.get(io)
         if flight is None:
             return
@@ -350,7 +354,7 @@ class StepPlanner:
                 self._sends.add(request, layer, part.start // size, -(-part.end // size), io)
 
     def ended(self, io: int, flight: StepFlight, result: StepEnded) -> "StepOutcome":
-        """Ends a step. Steps end in the order of planning, except steps without a live slice."""
+        """End a step. Steps end in the order of planning, except steps without a live slice."""
         assert self._state.front is flight or not any(part.live for part in flight.slices), "steps end in order"
         del self._flights[io]
         self.done += 1
@@ -372,7 +376,7 @@ class StepPlanner:
         return news
 
     def _to_the_front(self) -> None:
-        """The next step is in front: from now on the step's gates may hold others up."""
+        """Note that the next step is in front: from now on the step's gates may hold others up."""
         front = self._state.front
         if front is not None:
             front.progressed_at = max(front.progressed_at, self._state.now)
@@ -391,7 +395,7 @@ class StepPlanner:
         request.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        """Learns a step's speed. A step alone in the engine counts until the report of the end.
+        """Learn a step's speed. A step alone in the engine counts until the report of the end.
 
         A step with prompts' log probabilities is left out: its speed does not predict other steps.
         """
@@ -400,6 +404,7 @@ class StepPlanner:
         ]
         if flight.gated or result.aborted or any(request.spec.token_cost > 1 for request in requests):
             return
+        # In a pipeline steps overlap, so the time until the report is that of several steps.
         alone = self._state.settings.stages == 1
         seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds
         chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
@@ -409,14 +414,14 @@ class StepPlanner:
     # --- gates -----------------------------------------------------------------------------------------------------
 
     def open_gates(self, request: PrefillRequest) -> None:
-        """Notes that more layers of the request's prefix have arrived."""
+        """Note that more layers of the request's prefix have arrived."""
         if request.gated:
             for io, flight in self._flights.items():
                 if any(part.request == request.id for part in flight.slices):
                     self._open(io, flight)
 
     def _open(self, io: int, flight: StepFlight) -> None:
-        """Opens the gates up to the last layer that has arrived for all requests of a step."""
+        """Open the gates up to the last layer that has arrived for all requests of a step."""
         layer = min((self._layers_of(part) for part in flight.slices), default=0) - 1
         if flight.gated and layer > flight.opened:
             flight.opened = layer
@@ -429,17 +434,17 @@ class StepPlanner:
         return request.prefix.load.layers
 
     def rewind(self, request: PrefillRequest, first: int) -> None:
-        """Blocks from `first` on are computed again, once no I/O reads or writes them."""
+        """Compute blocks from `first` on again, once no I/O reads or writes them."""
         request.blocked_by.update(self._drop(request))
         self._sends.take_back(request, first)
         request.scheduled = request.computed
 
     def drop_request(self, request: PrefillRequest) -> None:
-        """The request ends: the request's slices do not count any more."""
+        """Drop the slices of a request that ends."""
         self._drop(request)
 
     def _drop(self, request: PrefillRequest) -> list[int]:
-        """Drops the request's slices; returns their steps. Gives up a step without a live slice."""
+        """Drop the request's slices; return their steps. Gives up a step without a live slice."""
         dropped = []
         for io, flight in self._flights.items():
             for index, part in enumerate(flight.slices):
@@ -460,7 +465,7 @@ class StepPlanner:
     # --- stalled loads ---------------------------------------------------------------------------------------------
 
     def stalled_at(self) -> float | None:
-        """When the step in front will have waited too long at a gate while other requests wait; None = never."""
+        """Return when the step in front will have waited too long at a gate while other requests wait; None = never."""
         flight = self._state.front
         if flight is None or not flight.gated:
             return None
@@ -471,24 +476,25 @@ class StepPlanner:
         return flight.progressed_at + max(stall_grace(self._state, load) for load in loads)
 
     def _late(self, flight: StepFlight) -> list[PrefillRequest]:
-        """The requests that a step waits for at the next gate."""
+        """Return the requests that a step waits for at the next gate."""
         if flight.opened >= flight.layers or flight.layers == self._state.settings.layers:
             return []
         late = [part.request for part in flight.slices if self._layers_of(part) <= flight.layers]
         return [self._state.requests[number] for number in late]
 
     def _others_wait(self, late: list[PrefillRequest]) -> bool:
-        """Whether another request could be computed if the step did not wait."""
+        """Return whether another request could be computed if the step did not wait."""
         return bool(self._state.waiting) or any(
             request not in late and request.prefix.load is None and not request.finished
             for request in self._state.started.values()
         )
 
     def drop_stalled(self) -> None:
-        """Drops late requests' slices from the step in front; the step continues without these slices."""
+        """Drop late requests' slices from the step in front; the step continues without these slices."""
         at = self.stalled_at()
         if at is None or self._state.now < at:
             return
+        # Not the whole step: with a flaky store the others would lose their work again and again (ADR 8).
         front = self._state.front
         assert front is not None
         for request in self._late(front):

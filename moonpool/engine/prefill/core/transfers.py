@@ -14,26 +14,26 @@ class OutgoingTransfers:
         self._state = state
 
     def open(self, request: PrefillRequest) -> None:
-        """Opens a starting request's transfer, so that the first layer need not wait for the opening."""
+        """Open a starting request's transfer, so that the first layer need not wait for the opening."""
         if request.outgoing is not None:
             request.outgoing.io = self._state.begin(TransferFlight(request.id, opens=True))
             self._state.act(OpenTransfer(request.outgoing.io, request.id))
 
     def add(self, request: PrefillRequest, layer: int, first: int, end: int, step: int | None) -> None:
-        """Sends a layer's blocks [first, end), which are whole."""
+        """Send a layer's blocks [first, end), which are whole."""
         if request.outgoing is not None:
             request.outgoing.add(layer, first, end, step)
             self._pump(request, request.outgoing)
 
     def leading(self, request: PrefillRequest, blocks: int) -> None:
-        """Sends the leading blocks, which are whole in all layers."""
+        """Send the leading blocks, which are whole in all layers."""
         if request.outgoing is not None:
             for layer in range(self._state.settings.layers):
                 request.outgoing.add(layer, 0, blocks, None)
             self._pump(request, request.outgoing)
 
     def take_back(self, request: PrefillRequest, first: int) -> None:
-        """Blocks from `first` on will be computed again, once every batch that may read these blocks was sent."""
+        """Note that blocks from `first` on will be computed again, once every batch that may read them was sent."""
         outgoing = request.outgoing
         if outgoing is None:
             return
@@ -42,7 +42,7 @@ class OutgoingTransfers:
             request.blocked_by.add(outgoing.io)
 
     def finish(self, request: PrefillRequest) -> bool:
-        """The request is computed; returns whether no KV is left to send or wait for."""
+        """Return the request is computed; returns whether no KV is left to send or wait for."""
         if request.outgoing is None:
             self._state.unbind(request)
             return True
@@ -51,7 +51,7 @@ class OutgoingTransfers:
         return False
 
     def opened(self, number: int) -> None:
-        """A transfer is open; aborts the transfer if the request has ended meanwhile."""
+        """Begin to send over an open transfer; abort it if the request has ended meanwhile."""
         request = self._state.requests.get(number)
         if request is None or request.outgoing is None:
             self._state.act(CloseTransfer(number, aborted=True))
@@ -68,14 +68,14 @@ class OutgoingTransfers:
         self._pump(request, request.outgoing)
 
     def give_up(self, request: PrefillRequest) -> None:
-        """The request ends before decode's verdict: aborts the transfer."""
+        """Abort the transfer of a request that ends before decode's verdict."""
         if request.outgoing is not None:
             self._state.cancel(request.outgoing.io)
             if request.outgoing.open:
                 self._state.act(CloseTransfer(request.id, aborted=True))
 
     def _pump(self, request: PrefillRequest, outgoing: OutgoingKV) -> None:
-        """Sends queued slices; after the last slice closes the transfer. The verdict needs no block."""
+        """Send queued slices; after the last slice closes the transfer. The verdict needs no block."""
         if outgoing.io is not None or not outgoing.open:
             return
         table, state = request.table, self._state

@@ -16,7 +16,7 @@ class PromptWriteBack:
         self._state = state
 
     def write(self, request: PrefillRequest) -> None:
-        """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
+        """Write full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
         if request.owner.transient:
             return
         prefix, full = request.prefix.blocks, request.computed // self._state.settings.block_size
@@ -38,7 +38,7 @@ class PromptWriteBack:
     def _windowed(
         self, request: PrefillRequest, table: Sequence[int], blocks: range, held: int | None
     ) -> tuple[int, ...]:
-        """Blocks whose windowed slices a store gets, for requests that continue the prompt or fork where `held` ends.
+        """Return blocks whose windowed slices a store gets: for who continues the prompt or forks where `held` ends.
 
         The store holds `held` blocks of another prompt, maybe without the windows needed to continue behind these
         blocks.
@@ -50,7 +50,7 @@ class PromptWriteBack:
             len(flight.blocks) - flight.past for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)
         )
         if written * WRITTEN_PART > self._state.settings.window_slots:
-            return ()
+            return ()  # slow stores must not hold the window blocks that prompts need
         tokens, size = request.spec.tokens, self._state.settings.block_size
         ends = (tokens // size, (tokens - self._state.settings.recurrent) // size, held or 0)
         wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
