@@ -34,6 +34,7 @@ from pydantic_settings import (
 )
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.settings import default_of, statements
 from moonpool.base.sizes import format_size, parse_size
 
 ENV_PREFIX = "MOONPOOL_"
@@ -370,6 +371,12 @@ class ServiceConfig(BaseSettings):
                 "advertise", f"must be set when listening at {self.listen!r}, which other hosts cannot connect to"
             )
         return self
+
+
+def stated(record: type[Any], name: str) -> Any:
+    """The field of a config for a setting that a core's settings record states (`moonpool.base.settings`)."""
+    meaning, bounds = statements(record)[name]
+    return Field(default_of(record, name), description=meaning, **bounds)  # type: ignore[call-overload]
 
 
 def _flag(name: str) -> str:

@@ -19,6 +19,7 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import RunningServer, serving
 from moonpool.base.rpc.tls import Security, Tls
 from moonpool.base.runtime.driver import Driver
+from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
@@ -199,29 +200,15 @@ def _run_until_exit(work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> N
 
 def _core(config: ConductorConfig) -> ConductorCore:
     limits = SchedulerLimits(
-        retries=config.retries,
-        recovery_s=config.recovery_s,
-        room_wait_s=config.room_wait_s,
-        reserve_timeout_s=config.reserve_timeout_s,
-        admission=config.admission,
-        adopt_wait_s=config.adopt_wait_s,
-        max_queued=config.max_queued,
-        max_queued_bytes=config.max_queued_bytes,
-        heartbeat_s=config.heartbeat_s,
         budgets=config.budgets,
+        **stated_values(SchedulerLimits, config),
     )
     routing = RoutingConfig(
-        balancing_threshold=config.balancing_threshold,
-        kvstore_replicas=config.kvstore_replicas,
         policy=load_policy(config.policy),
         decode_policy=load_decode_policy(config.decode_policy),
         shadow_policy=load_policy(config.shadow_policy) if config.shadow_policy else None,
         seed=seed_of(config.id) if config.policy_seed is None else config.policy_seed,
-        decode_prompt_tokens=config.decode_prompt_tokens,
-        slow_factor=config.slow_factor,
-        peers=config.peers,
-        copy_share=config.copy_share,
-        prefetch_share=config.prefetch_share,
+        **stated_values(RoutingConfig, config),
     )
     return ConductorCore(limits, ClusterView(routing, config.max_index_keys), config.role_limits)
 
