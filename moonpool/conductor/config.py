@@ -14,7 +14,6 @@ from moonpool.base.kv.delete_kv import check_ttls
 from moonpool.base.rpc.auth import ClientPortConfig
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.conductor.core.admission import AdmissionMode
-from moonpool.conductor.core.roles import RoleLimits
 from moonpool.conductor.core.router import RoutingConfig
 from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.conductor.core.tenant_activity import TenantBudget
@@ -99,7 +98,6 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         "conductors side by side draw differently",
     )
     decode_prompt_tokens: int = stated(RoutingConfig, "decode_prompt_tokens")
-    balancing_threshold: float = stated(RoutingConfig, "balancing_threshold")
     peers: bool = stated(RoutingConfig, "peers")
     copy_share: float = stated(RoutingConfig, "copy_share")
     prefetch_share: float = stated(RoutingConfig, "prefetch_share")
@@ -119,9 +117,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     reserve_timeout_s: float = stated(SchedulerLimits, "reserve_timeout_s")
     slow_factor: float = stated(RoutingConfig, "slow_factor")
     retries: int = stated(SchedulerLimits, "retries")
-    recovery_s: float = stated(SchedulerLimits, "recovery_s")
     admission: AdmissionMode = stated(SchedulerLimits, "admission")
-    room_wait_s: float = stated(SchedulerLimits, "room_wait_s")
     queue_deadline_s: float = Field(
         0.0,
         ge=0,
@@ -146,32 +142,12 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         "named; give all conductors the same; docs/overload.md",
     )
     adopt_wait_s: float = stated(SchedulerLimits, "adopt_wait_s")
-    deletion_wait_s: float = Field(
-        4.0,
-        ge=0,
-        description="seconds after a conductor's start in which a deletion waits, so "
-        "that instances have joined and delete, too",
-    )
     swap_roles: bool = Field(
         False,
         description=(
             "instances with `either_role` change between prefill and decode by the load on both; docs/roles.md"
         ),
     )
-    role_ttft_s: float = Field(
-        10.0,
-        gt=0,
-        description="seconds of waiting prefill work that count as much load as a prefill pool that computes all the "
-        "time",
-    )
-    role_tbt_s: float = Field(
-        0.1, gt=0, description="seconds of a decode step at which a decode instance counts as fully loaded"
-    )
-    role_ratio: float = Field(
-        1.5, gt=1, description="an instance changes roles when the other pool's load is this many times as high"
-    )
-    role_hold_s: float = Field(60.0, gt=0, description="seconds for which the load must have been that much higher")
-    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance keeps a new role")
     tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
         default_factory=dict,
         description="seconds that a tenant's KV may stay in any one place, as YAML or JSON: {NAME: SECONDS}; NAME '*' "
@@ -192,13 +168,6 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="how proxies connect to `picker_listen`: none = in plaintext; server = within TLS, by `tls_cert`; "
         "mutual = proxies also show a certificate of `tls_ca`; auto = server with `tls_cert`, else none",
     )
-    max_index_keys: int = Field(
-        4_000_000,
-        ge=1,
-        description="KV blocks of all instances together that the conductor remembers; about 250 bytes of memory each",
-    )
-    explain_history: int = Field(4096, ge=1, description="requests with placements that `Explain` remembers")
-    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
 
     @model_validator(mode="after")
     def _weights_are_shares(self) -> Self:
@@ -211,10 +180,3 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     def budgets(self) -> dict[str, TenantBudget]:
         """What tenants may use."""
         return {name: TenantBudget(it.rpm, it.tpm, it.concurrent) for name, it in self.tenant_budgets.items()}
-
-    @property
-    def role_limits(self) -> RoleLimits:
-        """When instances change their roles."""
-        return RoleLimits(
-            self.swap_roles, self.role_ttft_s, self.role_tbt_s, self.role_ratio, self.role_hold_s, self.role_dwell_s
-        )

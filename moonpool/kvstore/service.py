@@ -164,7 +164,7 @@ def open_tiers(
 
     `files` gives the file layer of a data folder; None: the file system.
     """
-    pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"), max_pins=config.max_pins)
+    pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"))
     account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
@@ -222,11 +222,11 @@ class KVStoreService(StoreListener):
         ahead = ByteCredits(config.read_ahead_bytes)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
-        self.prefetcher = prefetcher = Prefetcher(self._operations, config.ssd_prefetch_bytes_per_s)
+        self.prefetcher = prefetcher = Prefetcher(self._operations)
         measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, prefetcher)
         self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.listener)
         self.metrics.watch(self.gauges)
-        self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool, config.ssd_scrub_bytes_per_s)
+        self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool)
         self.servicer = self._make_servicer(instance, ahead)
         keyring = None if ssd is None else ssd.keyring
         self._key_watch = None if keyring is None else KeyWatch(keyring, self.servicer.deletions)

@@ -45,10 +45,14 @@ def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
             return StoreInstanceState(facts, -1)
 
 
+MAX_INDEX_KEYS = 4_000_000
+"""KV blocks of all instances together that are remembered: a gigabyte of memory, at 250 bytes each."""
+
+
 class ClusterView:
     """The cluster according to one conductor. Times are arguments, in seconds on one clock."""
 
-    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
+    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = MAX_INDEX_KEYS) -> None:
         """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
         self.index = PrefixIndex(max_index_keys)
         self.shape: KVShape | None = None

@@ -632,18 +632,15 @@ class RoutingConfig:
     """How requests are routed.
 
     Attributes:
+        balancing_threshold: a prefix elsewhere counts if this many times longer than the instance's own (the paper's
+            kvcache_balancing_threshold). With 1 each longer prefix counts: the predicted costs decide (ADR 16).
         policy: chooses prefill instances.
         decode_policy: orders decode instances.
         shadow_policy: decides beside `policy` without acting; None = none does.
         seed: for the policy's random draws.
     """
 
-    balancing_threshold: float = setting(
-        1.0,
-        "a prefix elsewhere is considered if this many times longer than the prefill instance's own (the paper's "
-        "kvcache_balancing_threshold); the prefix is used if loading is predicted to be cheaper than computing",
-        ge=0,
-    )
+    balancing_threshold: float = 1.0
     kvstore_replicas: int = setting(
         1,
         "kvstores that hold a copy of each prefix, where there are that many; with 2, losing one loses no KV, and a "

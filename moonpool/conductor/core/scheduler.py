@@ -104,7 +104,13 @@ TOKEN_BYTES = 4
 
 @frozen
 class SchedulerLimits:
-    """How long requests may take, and how often they are retried."""
+    """How long requests may take, and how often they are retried.
+
+    Attributes:
+        recovery_s: seconds that a request waits for another instance after the request's instance failed (ADR 1).
+        room_wait_s: seconds that a request waits for memory at decode, within the TTFT limit.
+        budgets: what tenants may use.
+    """
 
     retries: int = setting(
         3,
@@ -112,12 +118,8 @@ class SchedulerLimits:
         "number of times within `recovery_s` of the first",
         ge=0,
     )
-    recovery_s: float = setting(
-        15.0, "seconds a request waits for another instance after the request's instance failed", ge=0
-    )
-    room_wait_s: float = setting(
-        30.0, "seconds a request may wait for memory at decode, within the TTFT limit, before a refusal", ge=0
-    )
+    recovery_s: float = 15.0
+    room_wait_s: float = 30.0
     reserve_timeout_s: float = setting(5.0, "seconds a decode instance may take to promise room", gt=0)
     admission: AdmissionMode = setting(
         AdmissionMode.PREDICTIVE,

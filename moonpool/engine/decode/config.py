@@ -15,11 +15,9 @@ class DecodeConfig(EngineConfig):
     flag_groups: ClassVar = {"compute": ("max_num_seqs", "speculative", "draft_model", "num_speculative_tokens")}
     max_num_seqs: int = stated(DecodeSettings, "max_num_seqs")
     lease_s: float = stated(DecodeSettings, "lease_s")
-    promise_s: float = stated(DecodeSettings, "promise_s")
     preemption: Preemption = stated(DecodeSettings, "preemption")
     swap_bytes: ByteSize = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
     load_timeout_s: float = stated(DecodeSettings, "load_timeout_s")
-    watermark: float = Field(0.01, ge=0, lt=1, description="share of the pool that admitting a request leaves free")
     chunked_prefill_size: int = stated(DecodeSettings, "chunked_prefill_size")
     assumed_answer_tokens: int = stated(DecodeSettings, "assumed_answer_tokens")
     grace_s: float = stated(DecodeSettings, "grace_s")

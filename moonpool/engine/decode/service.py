@@ -31,7 +31,7 @@ from moonpool.base.transport.streams import ServerStream
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import COPYING, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
-from moonpool.engine.decode.core.settings import DecodeSettings
+from moonpool.engine.decode.core.settings import WATERMARK, DecodeSettings
 from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
@@ -331,7 +331,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
         speeds=engine.speeds,
-        watermark_blocks=int(engine.blocks * config.watermark),
+        watermark_blocks=int(engine.blocks * WATERMARK),
         swap_blocks=config.swap_bytes // layout.block_bytes,
         run_steps=engine.run_steps,
         ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,

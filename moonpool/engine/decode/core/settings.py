@@ -35,6 +35,7 @@ class DecodeSettings:
         num_blocks: blocks in the pool.
         block_size: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
+        promise_s: seconds for which a promise is renewed at most, while the conductor is connected but no KV comes.
         speeds: the engine's speeds, as measured at the start.
         watermark_blocks: blocks left free by an admission.
         swap_blocks: most blocks swapped out.
@@ -56,11 +57,7 @@ class DecodeSettings:
     block_bytes: int
     max_num_seqs: int = setting(64, "sequences in one step at most", ge=1)
     lease_s: float = setting(60.0, "seconds without news after which a promise or transfer ends", gt=0)
-    promise_s: float = setting(
-        600.0,
-        "longest time in seconds that a reservation is renewed, while the conductor is connected but no KV comes",
-        gt=0,
-    )
+    promise_s: float = 600.0
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = setting(
         Preemption.AUTO,
