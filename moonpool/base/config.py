@@ -61,9 +61,11 @@ RENAMED = {
 REMOVED = {
     "balancing_threshold": "1.0 (docs/placement.md)",
     "deletion_wait_s": "4 s (docs/contexts.md)",
-    "explain_history": "4096 requests (docs/placement.md)",
+    "explain_history": "4,096 requests (docs/placement.md)",
+    "lease_timeout_s": "600 s (docs/kvstore.md)",
     "max_index_keys": "4,000,000 blocks (docs/placement.md)",
     "max_pins": "1024 pins (docs/kvstore.md)",
+    "max_queued_bytes": "64 MiB (docs/overload.md)",
     "max_running": "as the engine's memory allows (docs/engines.md)",
     "promise_s": "600 s (docs/adr/0007-growing-sequences.md)",
     "recovery_s": "15 s (docs/adr/0001-failures-are-placed-anew.md)",

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moonpool.base.config import Assignments, ByteSize, ListenAddress, OptionalAddress, read_mapping, stated
+from moonpool.base.config import Assignments, ListenAddress, OptionalAddress, read_mapping, stated
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.delete_kv import check_ttls
 from moonpool.base.rpc.auth import ClientPortConfig
@@ -129,7 +129,6 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         ),
     )
     max_queued: int = stated(SchedulerLimits, "max_queued")
-    max_queued_bytes: ByteSize = stated(SchedulerLimits, "max_queued_bytes")
     tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
         description="weights by which tenants share what several of them wait for, as YAML or JSON: {NAME: WEIGHT}; "

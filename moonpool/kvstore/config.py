@@ -66,9 +66,6 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
     session_timeout_s: float = Field(60.0, gt=0, description="seconds after which a session without progress is ended")
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
-    lease_timeout_s: float = Field(
-        600.0, gt=0, description="longest reading session in seconds; the session's blocks cannot be evicted meanwhile"
-    )
     lease_bytes: ByteSize | None = Field(
         None,
         gt=0,

@@ -154,6 +154,8 @@ def _checked_keys(packed: bytes) -> list[BlockKey]:
 
 log = get_logger(__name__)
 MAX_WAITING_FOR_ROOM = 512
+LEASE_TIMEOUT_S = 600.0
+"""Longest time for which a reader keeps blocks from eviction, whatever the reader does."""
 END_STREAMS_S = 2.0
 
 
@@ -245,10 +247,10 @@ class KVStoreService(StoreListener):
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
-        lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
+        on_read = self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
         deletions = DeletionWorker(operations, self._records, self.writer, config.session_timeout_s)
-        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
+        get = GetResources(store.reads, pool, ahead, instance, timeout_s, LEASE_TIMEOUT_S, on_read, deletions)
         return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.listener)
 
     @property

@@ -109,6 +109,7 @@ class SchedulerLimits:
     Attributes:
         recovery_s: seconds that a request waits for another instance after the request's instance failed (ADR 1).
         room_wait_s: seconds that a request waits for memory at decode, within the TTFT limit.
+        max_queued_bytes: bytes that the tokens of prompts which wait for their limits may take, `TOKEN_BYTES` each.
         budgets: what tenants may use.
     """
 
@@ -135,9 +136,7 @@ class SchedulerLimits:
     max_queued: int = setting(
         1024, "requests that may wait for their limits at once; beyond this number some are refused", ge=1
     )
-    max_queued_bytes: int = setting(
-        64 << 20, "bytes that the tokens of waiting prompts may take, 4 for each token", ge=1 << 10
-    )
+    max_queued_bytes: int = 64 << 20
     heartbeat_s: float = setting(
         1.0,
         "instances are probed after 0.4 times this many seconds of silence and lost after as long again without an "
