@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from moonpool.base.config import RENAMED, SERVICES, ServiceConfig, config_class, default_text
+from moonpool.base.config import REMOVED, RENAMED, SERVICES, ServiceConfig, config_class, default_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 HEAD = """# Flags and settings
@@ -40,6 +40,8 @@ def page() -> str:
         parts += [f"\n## {kind}\n\n", _table(config_class(kind), ServiceConfig.model_fields)]
     parts += ["\n## Former names\n\n| former | now |\n|---|---|\n"]
     parts += [f"| `{old}` | `{now}` |\n" for old, now in RENAMED.items()]
+    parts += ["\n## No longer settings\n\n| former | constant |\n|---|---|\n"]
+    parts += [f"| `{old}` | {_cell(now)} |\n" for old, now in REMOVED.items()]
     return "".join(parts)
 
 
@@ -77,7 +79,7 @@ def _default(cls: type[ServiceConfig], name: str) -> str:
 
 def _cell(text: str) -> str:
     """A description in a cell; a page of docs becomes a link."""
-    return re.sub(r"docs/((?:\w+/)?([a-z_-]+\.md))", r"[\2](\1)", text.replace("|", "\\|").replace("*", "\\*"))
+    return re.sub(r"docs/((?:\w+/)?([a-z0-9_-]+\.md))", r"[\2](\1)", text.replace("|", "\\|").replace("*", "\\*"))
 
 
 if __name__ == "__main__":

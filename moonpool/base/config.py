@@ -34,6 +34,7 @@ from pydantic_settings import (
 )
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.settings import default_of, statements
 from moonpool.base.sizes import format_size, parse_size
 
 ENV_PREFIX = "MOONPOOL_"
@@ -57,6 +58,30 @@ RENAMED = {
     "tool_parser": "tool_call_parser",
 }
 """Settings that had another name; an old name is an error that says the new one."""
+REMOVED = {
+    "balancing_threshold": "1.0 (docs/placement.md)",
+    "deletion_wait_s": "4 s (docs/contexts.md)",
+    "explain_history": "4,096 requests (docs/placement.md)",
+    "lease_timeout_s": "600 s (docs/kvstore.md)",
+    "max_index_keys": "4,000,000 blocks (docs/placement.md)",
+    "max_pins": "1024 pins (docs/kvstore.md)",
+    "max_queued_bytes": "64 MiB (docs/overload.md)",
+    "max_running": "as the engine's memory allows (docs/engines.md)",
+    "promise_s": "600 s (docs/adr/0007-growing-sequences.md)",
+    "recovery_s": "15 s (docs/adr/0001-failures-are-placed-anew.md)",
+    "role_dwell_s": "300 s (docs/roles.md)",
+    "role_hold_s": "60 s (docs/roles.md)",
+    "role_ratio": "1.5 (docs/roles.md)",
+    "role_tbt_s": "0.1 s (docs/roles.md)",
+    "role_ttft_s": "10 s (docs/roles.md)",
+    "room_wait_s": "30 s, or queue_deadline_s if that is set (docs/overload.md)",
+    "ssd_prefetch_bytes_per_s": "1 GiB/s (docs/eviction.md)",
+    "ssd_scrub_bytes_per_s": "8 MiB/s (docs/kvstore.md)",
+    "token_timeout_s": "60 s (docs/engines.md)",
+    "tokenizer_threads": "2 threads of a conductor, 1 of a gateway (docs/limits.md)",
+    "watermark": "0.01 of the pool (docs/adr/0007-growing-sequences.md)",
+}
+"""What is constant now, with its page, by the name of the former setting; such a name is an error that says so."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -372,6 +397,12 @@ class ServiceConfig(BaseSettings):
         return self
 
 
+def stated(record: type[Any], name: str) -> Any:
+    """The field of a config for a setting that a core's settings record states (`moonpool.base.settings`)."""
+    meaning, bounds = statements(record)[name]
+    return Field(default_of(record, name), description=meaning, **bounds)  # type: ignore[call-overload]
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -428,6 +459,8 @@ def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None
 def _moved(cls: type[ServiceConfig], name: str) -> str:
     """How a setting that has no such flag is set now; "" for an unknown setting."""
     now = name if name in cls.model_fields else RENAMED.get(name, "")
+    if name in REMOVED:
+        return _constant(name)
     if now not in cls.model_fields:
         return ""
     if any(now in names for names in cls.flags().values()):
@@ -447,7 +480,13 @@ def _parse_keys(cls: type[ServiceConfig], given: Sequence[str]) -> dict[str, str
     return found
 
 
+def _constant(name: str) -> str:
+    return f"is no longer a setting: it is {REMOVED[name]}"
+
+
 def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
+    if name not in cls.model_fields and name in REMOVED:
+        raise ConfigError(name, f"{_constant(name)} ({source})")
     if name not in cls.model_fields:
         now = RENAMED.get(name, "")
         hint = f"; it is now {now}" if now in cls.model_fields else suggestion(name, list(cls.model_fields))
@@ -491,6 +530,8 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
         return
     known = others | {ENV_PREFIX + name.upper() for cls in map(config_class, SERVICES) for name in cls.model_fields}
     for name in given:
+        if (former := name.removeprefix(ENV_PREFIX).lower()) in REMOVED:
+            raise ConfigError(name, _constant(former))
         if name not in known:
             meant = suggestion(name.removeprefix(ENV_PREFIX), sorted(it.removeprefix(ENV_PREFIX) for it in known))
             hint = meant.replace("mean ", f"mean {ENV_PREFIX}")

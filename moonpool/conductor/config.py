@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moonpool.base.config import Assignments, ByteSize, ListenAddress, OptionalAddress, read_mapping
+from moonpool.base.config import Assignments, ListenAddress, OptionalAddress, read_mapping, stated
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.delete_kv import check_ttls
 from moonpool.base.rpc.api_keys import ClientPortConfig
 from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.conductor.core.admission import AdmissionMode
-from moonpool.conductor.core.roles import RoleLimits
-from moonpool.conductor.core.store_pool import MAX_REPLICAS
+from moonpool.conductor.core.routing import RoutingConfig
+from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.conductor.core.tenant_activity import TenantBudget
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
@@ -97,50 +97,11 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="seed of the policy's random draws; default: derived from the conductor's name, so that "
         "conductors side by side draw differently",
     )
-    decode_prompt_tokens: int = Field(
-        0,
-        ge=0,
-        description=(
-            "a decode instance that holds all of a prompt except at most this many tokens computes the remainder "
-            "if that is predicted to be quicker, counting the cost for other requests; 0 = never; "
-            "docs/placement.md"
-        ),
-    )
-    balancing_threshold: float = Field(
-        1.0,
-        ge=0,
-        description=(
-            "a prefix elsewhere is considered if this many times longer than the prefill instance's own (the "
-            "paper's kvcache_balancing_threshold); the prefix is used if loading is predicted to be cheaper than "
-            "computing"
-        ),
-    )
-    peers: bool = Field(
-        True,
-        description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
-        "kvstores; docs/placement.md",
-    )
-    copy_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="share of an instance's link, in each direction, that copies of hot prefixes may take; 0 = no "
-        "copies are ordered, and a prefix spreads only by being loaded",
-    )
-    prefetch_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="share of an instance's link, in each direction, that may bring blocks into prefill instances "
-        "before expected prompts come; 0 = blocks are brought into kvstores' memory only; docs/placement.md",
-    )
-    kvstore_replicas: int = Field(
-        1,
-        ge=1,
-        le=MAX_REPLICAS,
-        description="kvstores that hold a copy of each prefix, where there are that many; with 2, losing one loses no "
-        "KV, and a hot prefix is read from both",
-    )
+    decode_prompt_tokens: int = stated(RoutingConfig, "decode_prompt_tokens")
+    peers: bool = stated(RoutingConfig, "peers")
+    copy_share: float = stated(RoutingConfig, "copy_share")
+    prefetch_share: float = stated(RoutingConfig, "prefetch_share")
+    kvstore_replicas: int = stated(RoutingConfig, "kvstore_replicas")
     max_queue: int = Field(
         1024,
         ge=1,
@@ -149,48 +110,14 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
             "still served, up to twice this number in all"
         ),
     )
-    heartbeat_s: float = Field(
-        1.0,
-        gt=0,
-        le=60,
-        description=(
-            "instances are probed after 0.4 times this many seconds of silence and lost after as long again "
-            "without an answer; an instance silent for three times this is lost. Instances report their load four "
-            "times in this time"
-        ),
-    )
+    heartbeat_s: float = stated(SchedulerLimits, "heartbeat_s")
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"
     )
-    reserve_timeout_s: float = Field(5.0, gt=0, description="seconds a decode instance may take to promise room")
-    slow_factor: float = Field(
-        6.0,
-        ge=0,
-        description=(
-            "an engine that measures itself this many times slower than usual gets no new requests and hands "
-            "running ones over, while another engine is well; 0 = slow engines are used like others"
-        ),
-    )
-    retries: int = Field(
-        3,
-        ge=0,
-        description="times a request is placed again after an instance or a transfer has failed; where frames were "
-        "damaged, any number of times within `recovery_s` of the first",
-    )
-    recovery_s: float = Field(
-        15.0, ge=0, description="seconds a request waits for another instance after the request's instance failed"
-    )
-    admission: AdmissionMode = Field(
-        AdmissionMode.PREDICTIVE,
-        description="which requests are refused before anything is computed for them: predictive = those that will "
-        "miss their TTFT or TBT limit under the load that decode is expected to have once their prompt is computed; "
-        "early = the same under the load of now; none; docs/overload.md",
-    )
-    room_wait_s: float = Field(
-        30.0,
-        ge=0,
-        description="seconds a request may wait for memory at decode, within the TTFT limit, before a refusal",
-    )
+    reserve_timeout_s: float = stated(SchedulerLimits, "reserve_timeout_s")
+    slow_factor: float = stated(RoutingConfig, "slow_factor")
+    retries: int = stated(SchedulerLimits, "retries")
+    admission: AdmissionMode = stated(SchedulerLimits, "admission")
     queue_deadline_s: float = Field(
         0.0,
         ge=0,
@@ -201,12 +128,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
             "instead"
         ),
     )
-    max_queued: int = Field(
-        1024, ge=1, description="requests that may wait for their limits at once; beyond this number some are refused"
-    )
-    max_queued_bytes: ByteSize = Field(
-        64 << 20, ge=1 << 10, description="bytes that the tokens of waiting prompts may take, 4 for each token"
-    )
+    max_queued: int = stated(SchedulerLimits, "max_queued")
     tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
         description="weights by which tenants share what several of them wait for, as YAML or JSON: {NAME: WEIGHT}; "
@@ -218,40 +140,13 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         "concurrent: N}}, requests and tokens a minute, and requests at once; NAME '*' is for each tenant that is not "
         "named; give all conductors the same; docs/overload.md",
     )
-    adopt_wait_s: float = Field(
-        5.0,
-        ge=0,
-        description=(
-            "seconds a resumed request waits for the former decode instance to join this conductor, before a new "
-            "placement"
-        ),
-    )
-    deletion_wait_s: float = Field(
-        4.0,
-        ge=0,
-        description="seconds after a conductor's start in which a deletion waits, so "
-        "that instances have joined and delete, too",
-    )
+    adopt_wait_s: float = stated(SchedulerLimits, "adopt_wait_s")
     swap_roles: bool = Field(
         False,
         description=(
             "instances with `either_role` change between prefill and decode by the load on both; docs/roles.md"
         ),
     )
-    role_ttft_s: float = Field(
-        10.0,
-        gt=0,
-        description="seconds of waiting prefill work that count as much load as a prefill pool that computes all the "
-        "time",
-    )
-    role_tbt_s: float = Field(
-        0.1, gt=0, description="seconds of a decode step at which a decode instance counts as fully loaded"
-    )
-    role_ratio: float = Field(
-        1.5, gt=1, description="an instance changes roles when the other pool's load is this many times as high"
-    )
-    role_hold_s: float = Field(60.0, gt=0, description="seconds for which the load must have been that much higher")
-    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance keeps a new role")
     tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
         default_factory=dict,
         description="seconds that a tenant's KV may stay in any one place, as YAML or JSON: {NAME: SECONDS}; NAME '*' "
@@ -272,13 +167,6 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="how proxies connect to `picker_listen`: none = in plaintext; server = within TLS, by `tls_cert`; "
         "mutual = proxies also show a certificate of `tls_ca`; auto = server with `tls_cert`, else none",
     )
-    max_index_keys: int = Field(
-        4_000_000,
-        ge=1,
-        description="KV blocks of all instances together that the conductor remembers; about 250 bytes of memory each",
-    )
-    explain_history: int = Field(4096, ge=1, description="requests with placements that `Explain` remembers")
-    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
 
     @model_validator(mode="after")
     def _weights_are_shares(self) -> Self:
@@ -291,10 +179,3 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     def budgets(self) -> dict[str, TenantBudget]:
         """What tenants may use."""
         return {name: TenantBudget(it.rpm, it.tpm, it.concurrent) for name, it in self.tenant_budgets.items()}
-
-    @property
-    def role_limits(self) -> RoleLimits:
-        """When instances change their roles."""
-        return RoleLimits(
-            self.swap_roles, self.role_ttft_s, self.role_tbt_s, self.role_ratio, self.role_hold_s, self.role_dwell_s
-        )

@@ -24,6 +24,9 @@ DELETION_KEPT_S = 30 * 86400.0
 """Seconds for which a deletion is repeated to joining instances. An instance that was away for longer must join with
 an empty data folder."""
 
+DELETION_WAIT_S = 4.0
+"""Seconds after a conductor's start in which a deletion waits, so that instances have joined and delete, too."""
+
 NAME_CHARS = range(16, 65)
 """Length of a deletion's name that a client chooses."""
 

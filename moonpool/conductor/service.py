@@ -19,6 +19,7 @@ from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import RunningServer, serving
 from moonpool.base.rpc.tls import Security, Tls
 from moonpool.base.runtime.driver import Driver
+from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.base.telemetry.spans import Recorder
@@ -30,10 +31,11 @@ from moonpool.conductor.core.actions import Action
 from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.core.events import Event
+from moonpool.conductor.core.roles import RoleLimits
 from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.conductor.decision_log import DecisionLog
-from moonpool.conductor.deletion import KVDeletions
+from moonpool.conductor.deletion import DELETION_WAIT_S, KVDeletions
 from moonpool.conductor.dispatcher import Dispatcher
 from moonpool.conductor.endpoint_picker import EndpointPicker
 from moonpool.conductor.instance_calls import InstanceCalls
@@ -56,6 +58,10 @@ DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` for which open requests may go on; then they end as cancelled."""
 GRACE_S = 2.0
+TOKENIZER_THREADS = 2
+"""Threads that tokenise prompts."""
+EXPLAINED_REQUESTS = 4096
+"""Requests with placements that `Explain` remembers."""
 READINESS_S = 0.1
 """Seconds between two looks at whether there are engines to pick."""
 RESERVE_LIMIT = 2.0
@@ -64,14 +70,21 @@ RESERVE_LIMIT = 2.0
 
 @asynccontextmanager
 async def conductor(
-    config: ConductorConfig, checkpoint: Checkpoint, epoch: int, spans: Recorder, metrics: PrometheusMetrics
+    config: ConductorConfig,
+    checkpoint: Checkpoint,
+    epoch: int,
+    spans: Recorder,
+    metrics: PrometheusMetrics,
+    deletion_wait_s: float = DELETION_WAIT_S,
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
     """Run a conductor while the body runs; yields the servicer and the advertised address."""
     async with AsyncExitStack() as stack:
         security = Security.of(config, config.client_listen, config.api_keys)
         credentials = _picker_credentials(config, Security.tls_of(security))
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
-        servicer = await stack.enter_async_context(assembled(config, checkpoint, channels, spans, metrics))
+        servicer = await stack.enter_async_context(
+            assembled(config, checkpoint, channels, spans, metrics, deletion_wait_s)
+        )
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         if config.picker_listen:
@@ -122,6 +135,7 @@ async def assembled(
     channels: Channels,
     spans: Recorder,
     metrics: PrometheusMetrics,
+    deletion_wait_s: float = DELETION_WAIT_S,
     clock: Callable[[], float] = world.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
     """Return all parts of a conductor except the ports, while the body runs; yield the servicer. `clock` gives seconds.
@@ -134,7 +148,7 @@ async def assembled(
     if modules:
         own_loras = await asyncio.to_thread(read_settings_loras, modules, checkpoint.name)
     async with AsyncExitStack() as stack:
-        tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
+        tokenizing = stack.enter_context(world.thread_pool(TOKENIZER_THREADS, "tokenize"))
         checking = stack.enter_context(world.thread_pool(1, "grammars"))
         checking.submit(prepare_checks)
         recording = await _recording(config, stack)
@@ -150,7 +164,7 @@ async def assembled(
         reserve_limit_s = RESERVE_LIMIT * config.reserve_timeout_s
         calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
-        decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
+        decisions, recent = DecisionLog(EXPLAINED_REQUESTS, config.policy), RecentRequests(clock)
         reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
         sync = RecordSync(channels, stores)
@@ -160,7 +174,7 @@ async def assembled(
         reader = RequestValidator(checkpoint, cluster.registry, loras, tokenizing, checking, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         deletions = KVDeletions(
-            sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s, config.deletion_wait_s
+            sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s, deletion_wait_s
         )
         _run_until_exit(deletions.run(), stack)
         contexts = NamedContextManager(
@@ -202,31 +216,17 @@ def _run_until_exit(work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> N
 
 def _core(config: ConductorConfig) -> ConductorCore:
     limits = SchedulerLimits(
-        retries=config.retries,
-        recovery_s=config.recovery_s,
-        room_wait_s=config.room_wait_s,
-        reserve_timeout_s=config.reserve_timeout_s,
-        admission=config.admission,
-        adopt_wait_s=config.adopt_wait_s,
-        max_queued=config.max_queued,
-        max_queued_bytes=config.max_queued_bytes,
-        heartbeat_s=config.heartbeat_s,
         budgets=config.budgets,
+        **stated_values(SchedulerLimits, config),
     )
     routing = RoutingConfig(
-        balancing_threshold=config.balancing_threshold,
-        kvstore_replicas=config.kvstore_replicas,
         policy=load_policy(config.policy),
         decode_policy=load_decode_policy(config.decode_policy),
         shadow_policy=load_policy(config.shadow_policy) if config.shadow_policy else None,
         seed=seed_of(config.id) if config.policy_seed is None else config.policy_seed,
-        decode_prompt_tokens=config.decode_prompt_tokens,
-        slow_factor=config.slow_factor,
-        peers=config.peers,
-        copy_share=config.copy_share,
-        prefetch_share=config.prefetch_share,
+        **stated_values(RoutingConfig, config),
     )
-    return ConductorCore(limits, ClusterView(routing, config.max_index_keys), config.role_limits)
+    return ConductorCore(limits, ClusterView(routing), RoleLimits(swap=config.swap_roles))
 
 
 async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> TraceRecording | None:

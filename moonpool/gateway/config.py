@@ -136,9 +136,6 @@ class GatewayConfig(ServiceConfig):
     reasoning_parser: Literal["auto", "none", "think", "magistral", "seed", "cohere"] = Field(
         "auto", description="marks around the model's thinking; auto: derived from the chat template"
     )
-    tokenizer_threads: int = Field(
-        1, ge=1, description="threads that tokenise for /tokenize, /detokenize and /v1/messages/count_tokens"
-    )
 
     @model_validator(mode="after")
     def _check_pair(self) -> Self:

@@ -64,7 +64,7 @@ async def application(
         ConfigError: a setting is wrong.
     """
     async with AsyncExitStack() as stack:
-        threads = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
+        threads = stack.enter_context(world.thread_pool(1, "tokenize"))
         parsing = stack.enter_context(world.thread_pool(1, "bodies"))
         client = await stack.enter_async_context(
             AsyncClient(

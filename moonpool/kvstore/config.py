@@ -55,18 +55,6 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     ssd_write_bytes_per_s: ByteSize = Field(
         0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
     )
-    ssd_scrub_bytes_per_s: ByteSize = Field(
-        8 << 20,
-        ge=0,
-        description="bytes of the SSD tier that are read and checked against their checksums in a second, in the "
-        "background; 0 = never",
-    )
-    ssd_prefetch_bytes_per_s: ByteSize = Field(
-        1 << 30,
-        ge=0,
-        description="bytes of the SSD tier that are read into DRAM in a second for sessions that are expected back; "
-        "0 = no limit",
-    )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
@@ -80,11 +68,6 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         60.0, gt=0, description="seconds after which a transfer without progress is ended"
     )
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing transfer may wait for room in DRAM")
-    lease_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="longest reading transfer in seconds; the transfer's blocks cannot be evicted meanwhile",
-    )
     lease_bytes: ByteSize | None = Field(
         None,
         gt=0,
@@ -94,7 +77,6 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     pin_bytes: ByteSize | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
-    max_pins: int = Field(1024, ge=1, description="pins at once")
     tenants: Annotated[dict[str, TenantRow], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
         description="what tenants are granted, as YAML or JSON: {NAME: {dram_guarantee_bytes, dram_quota_bytes, "

@@ -11,6 +11,8 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.kvstore.operations import WARM_PORTION_BLOCKS, StoreOperations
 
 log = get_logger(__name__)
+PREFETCH_BYTES_PER_S = 1 << 30
+"""Bytes that are read into DRAM in a second, on average, one session after the other (ADR 67)."""
 MAX_WAITING = 256
 """Sessions whose blocks wait to be read; further ones are passed over."""
 
@@ -30,14 +32,14 @@ class Prefetcher:
 
     Attributes:
         operations: the store's.
-        bytes_per_s: bytes read in a second, on average; 0 = no limit.
+        bytes_per_s: bytes read in a second, on average.
         sleep: waits so many seconds.
         blocks: brought into DRAM.
         cancelled: sessions that came, ended, or were told of anew before their last block was read.
     """
 
     operations: StoreOperations
-    bytes_per_s: int
+    bytes_per_s: int = PREFETCH_BYTES_PER_S
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     blocks: int = 0
     cancelled: int = 0
@@ -83,8 +85,7 @@ class Prefetcher:
                 break
             came = sum(key in dram for key in cold)
             self.blocks += came
-            if self.bytes_per_s:
-                await self.sleep(nbytes / self.bytes_per_s)
+            await self.sleep(nbytes / self.bytes_per_s)
             if came < len(cold) or self._waiting.get(hint.session) is not wanted:
                 break
         if self._waiting.get(hint.session) is wanted:

@@ -157,6 +157,8 @@ def _checked_keys(packed: bytes) -> list[BlockKey]:
 
 log = get_logger(__name__)
 MAX_WAITING_FOR_ROOM = 512
+LEASE_TIMEOUT_S = 600.0
+"""Longest time for which a reader keeps blocks from eviction, whatever the reader does."""
 END_STREAMS_S = 2.0
 
 
@@ -167,7 +169,7 @@ def open_tiers(
 
     `files` gives the file layer of a data folder; None: the file system.
     """
-    pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"), max_pins=config.max_pins)
+    pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"))
     account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
@@ -225,11 +227,11 @@ class KVStoreService(StoreListener):
         ahead = ByteCredits(config.read_ahead_bytes)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
-        self.prefetcher = prefetcher = Prefetcher(self._operations, config.ssd_prefetch_bytes_per_s)
+        self.prefetcher = prefetcher = Prefetcher(self._operations)
         measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, prefetcher)
         self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.listener)
         self.metrics.watch(self.gauges)
-        self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool, config.ssd_scrub_bytes_per_s)
+        self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool)
         self.servicer = self._make_servicer(instance, ahead)
         keyring = None if ssd is None else ssd.keyring
         self._key_watch = None if keyring is None else KeyWatch(keyring, self.servicer.deletions)
@@ -248,10 +250,10 @@ class KVStoreService(StoreListener):
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.transfer_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
-        lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
+        on_read = self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
         deletions = DeletionWorker(operations, self._records, self.writer, config.transfer_timeout_s)
-        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
+        get = GetResources(store.reads, pool, ahead, instance, timeout_s, LEASE_TIMEOUT_S, on_read, deletions)
         return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.listener)
 
     @property

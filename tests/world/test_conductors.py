@@ -85,7 +85,7 @@ async def flood(client: AsyncClient, tenant: str, count: int, served: Counter[st
 @on_virtual_time
 async def test_weights_hold_where_one_tenant_floods_both_conductors_and_the_other_one(simulation: Simulation) -> None:
     """Decode has memory for some of them; the others wait at two conductors."""
-    conductor = ["--set", f"tenant_weights={WEIGHTS}", "--set", "room_wait_s=600"]
+    conductor = ["--set", f"tenant_weights={WEIGHTS}", "--queue-deadline-s", "600"]
     decode = [*FLAGS, "--set", f"blocks={BLOCKS}"]
     cluster = Cluster(simulation, {"conductor": 2}, {"conductor": conductor, "prefill": FLAGS, "decode": decode})
     await cluster.start()

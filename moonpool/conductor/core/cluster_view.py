@@ -34,11 +34,14 @@ from moonpool.conductor.core.routing import (
 )
 from moonpool.conductor.core.store_pool import StoreInstanceState, StorePool
 
+MAX_INDEX_KEYS = 4_000_000
+"""KV blocks of all instances together that are remembered: a gigabyte of memory, at 250 bytes each."""
+
 
 class ClusterView:
     """The cluster according to one conductor. Times are arguments, in seconds on one clock."""
 
-    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
+    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = MAX_INDEX_KEYS) -> None:
         """Start without instances; `max_index_keys` KV blocks are remembered at most."""
         self.index = PrefixIndex(max_index_keys)
         self.shape: KVShape | None = None

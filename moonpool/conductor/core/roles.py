@@ -36,6 +36,16 @@ MEMORY_S = 30.0
 """Seconds over which a pressure is averaged."""
 MIN_PRESSURE = 0.5
 """Least pressure of a pool that needs an instance: a pool less than half used needs none."""
+QUEUE_S = 10.0
+"""Seconds of waiting prefill work that count as much as a pool that computes all the time."""
+STEP_S = 0.1
+"""Seconds of a step at which a decode instance counts as fully loaded."""
+RATIO = 1.5
+"""The other pool's pressure must be this many times as high: a change costs a process start and the pool (ADR 30)."""
+HOLD_S = 60.0
+"""Seconds for which the pressure must have been that high: hysteresis, as is `RATIO` (ADR 30)."""
+DWELL_S = 300.0
+"""Seconds for which an instance keeps a new role, so that roles do not swing."""
 SETTLE_S = 40.0
 """Seconds from a change's end to the next change to the same pool."""
 CHANGE_S = 180.0
@@ -200,11 +210,11 @@ class RoleLimits:
     """
 
     swap: bool = False
-    ttft_s: float = 10.0
-    tbt_s: float = 0.1
-    ratio: float = 1.5
-    hold_s: float = 60.0
-    dwell_s: float = 300.0
+    ttft_s: float = QUEUE_S
+    tbt_s: float = STEP_S
+    ratio: float = RATIO
+    hold_s: float = HOLD_S
+    dwell_s: float = DWELL_S
 
 
 FIXED_ROLES = RoleLimits()

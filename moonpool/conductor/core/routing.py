@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
+from moonpool.base.settings import setting
 from moonpool.conductor.core.demand import Demand
 from moonpool.conductor.core.kv_shape import KVShape
 from moonpool.conductor.core.prefill_pool import PromptToPlace, TtftLimit
 from moonpool.conductor.core.prefix_holder import PrefixHolder
 from moonpool.conductor.core.replication import ReplicationHint
-from moonpool.conductor.core.store_pool import StoreView
+from moonpool.conductor.core.store_pool import MAX_REPLICAS, StoreView
 from moonpool.conductor.placement.base import (
     DecodeChoice,
     DecodePolicy,
@@ -29,30 +30,57 @@ class RoutingConfig:
     """How requests are routed.
 
     Attributes:
-        balancing_threshold: a prefix elsewhere counts if this many times longer than the instance's own.
-        kvstore_replicas: kvstores that keep each chain.
+        balancing_threshold: a prefix elsewhere counts if this many times longer than the instance's own (the paper's
+            kvcache_balancing_threshold). With 1 each longer prefix counts: the predicted costs decide (ADR 16).
         policy: chooses prefill instances.
         decode_policy: orders decode instances.
         shadow_policy: decides beside `policy` without acting; None = none does.
         seed: for the policy's random draws.
-        decode_prompt_tokens: most prompt tokens that decode computes; 0 = none.
-        slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
-        peers: prefixes are loaded from engine instances, too, not only from kvstores.
-        copy_share: share of a link that copies of hot prefixes may take; 0 = no copies.
-        prefetch_share: share of a link that prefetches into instances may take; 0 = none.
     """
 
     balancing_threshold: float = 1.0
-    kvstore_replicas: int = 1
+    kvstore_replicas: int = setting(
+        1,
+        "kvstores that hold a copy of each prefix, where there are that many; with 2, losing one loses no KV, and a "
+        "hot prefix is read from both",
+        ge=1,
+        le=MAX_REPLICAS,
+    )
     policy: PlacementPolicy = POLICIES[DEFAULT_POLICY]
     decode_policy: DecodePolicy = DECODE_POLICIES[DEFAULT_DECODE_POLICY]
     shadow_policy: PlacementPolicy | None = None
     seed: int = 0
-    decode_prompt_tokens: int = 0
-    slow_factor: float = 0.0
-    peers: bool = False
-    copy_share: float = 0.0
-    prefetch_share: float = 0.0
+    decode_prompt_tokens: int = setting(
+        0,
+        "a decode instance that holds all of a prompt except at most this many tokens computes the remainder if that "
+        "is predicted to be quicker, counting the cost for other requests; 0 = never; docs/placement.md",
+        ge=0,
+    )
+    slow_factor: float = setting(
+        6.0,
+        "an engine that measures itself this many times slower than usual gets no new requests and hands running ones "
+        "over, while another engine is well; 0 = slow engines are used like others",
+        ge=0,
+    )
+    peers: bool = setting(
+        True,
+        "prefixes are loaded from the pools of other prefill and decode instances too, not only from kvstores; "
+        "docs/placement.md",
+    )
+    copy_share: float = setting(
+        0.1,
+        "share of an instance's link, in each direction, that copies of hot prefixes may take; 0 = no copies are "
+        "ordered, and a prefix spreads only by being loaded",
+        ge=0,
+        le=1,
+    )
+    prefetch_share: float = setting(
+        0.5,
+        "share of an instance's link, in each direction, that may bring blocks into prefill instances before expected "
+        "prompts come; 0 = blocks are brought into kvstores' memory only; docs/placement.md",
+        ge=0,
+        le=1,
+    )
 
 
 DEFAULT_ROUTING = RoutingConfig()

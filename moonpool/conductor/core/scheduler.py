@@ -16,6 +16,7 @@ from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import FairShares, QueueKey
 from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick, Timers, digest_of
+from moonpool.base.settings import setting
 from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
@@ -1110,15 +1111,44 @@ class RequestScheduler:
 
 @frozen
 class SchedulerLimits:
-    """How long requests may take, and how often they are retried; `ConductorConfig` describes each field."""
+    """How long requests may take, and how often they are retried.
 
-    retries: int
-    recovery_s: float
-    room_wait_s: float
-    reserve_timeout_s: float
-    admission: AdmissionMode = AdmissionMode.PREDICTIVE
-    adopt_wait_s: float = 5.0
-    max_queued: int = 1024
+    Attributes:
+        recovery_s: seconds that a request waits for another instance after the request's instance failed (ADR 1).
+        room_wait_s: seconds that a request waits for memory at decode, within the TTFT limit.
+        max_queued_bytes: bytes that the tokens of prompts which wait for their limits may take, `TOKEN_BYTES` each.
+        budgets: what tenants may use.
+    """
+
+    retries: int = setting(
+        3,
+        "times a request is placed again after an instance or a transfer has failed; where frames were damaged, any "
+        "number of times within `recovery_s` of the first",
+        ge=0,
+    )
+    recovery_s: float = 15.0
+    room_wait_s: float = 30.0
+    reserve_timeout_s: float = setting(5.0, "seconds a decode instance may take to promise room", gt=0)
+    admission: AdmissionMode = setting(
+        AdmissionMode.PREDICTIVE,
+        "which requests are refused before anything is computed for them: predictive = those that will miss their TTFT "
+        "or TBT limit under the load that decode is expected to have once their prompt is computed; early = the same "
+        "under the load of now; none; docs/overload.md",
+    )
+    adopt_wait_s: float = setting(
+        5.0,
+        "seconds a resumed request waits for the former decode instance to join this conductor, before a new placement",
+        ge=0,
+    )
+    max_queued: int = setting(
+        1024, "requests that may wait for their limits at once; beyond this number some are refused", ge=1
+    )
     max_queued_bytes: int = 64 << 20
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = setting(
+        1.0,
+        "instances are probed after 0.4 times this many seconds of silence and lost after as long again without an "
+        "answer; an instance silent for three times this is lost. Instances report their load four times in this time",
+        gt=0,
+        le=60,
+    )
     budgets: Mapping[str, TenantBudget] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import Service
 from moonpool.base.rpc.stream_writes import bare_write
+from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.base.transport.payloads import ReceiveBuffer
@@ -28,7 +29,7 @@ from moonpool.base.transport.server_stream import ServerStream
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import COPYING, RequestStatus
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
-from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.decode.core.settings import WATERMARK, DecodeSettings
 from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
@@ -341,27 +342,18 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         num_blocks=engine.blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
-        max_num_seqs=config.max_num_seqs,
-        lease_s=config.lease_s,
-        promise_s=config.promise_s,
         speeds=engine.speeds,
-        preemption=Preemption(config.preemption),
-        watermark_blocks=int(engine.blocks * config.watermark),
-        chunked_prefill_size=config.chunked_prefill_size,
+        watermark_blocks=int(engine.blocks * WATERMARK),
         swap_blocks=config.swap_bytes // layout.block_bytes,
-        assumed_answer_tokens=config.assumed_answer_tokens,
-        grace_s=config.grace_s,
-        log_ttl_s=config.log_ttl_s,
         run_steps=engine.run_steps,
         ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
-        log_bytes=config.log_bytes,
-        preempt_every=config.preempt_every,
         window_blocks=layout.window_blocks,
         window_slots=engine.pool.slots,
         window_bytes=layout.windowed_bytes,
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
         draft_tokens=_draft_tokens(context, config),
+        **stated_values(DecodeSettings, config),
     )
 
 

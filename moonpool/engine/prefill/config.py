@@ -4,6 +4,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from moonpool.base.config import stated
+from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.setup import EngineConfig
 
 
@@ -17,11 +19,9 @@ class PrefillConfig(EngineConfig):
         ge=0,
         description="prompt tokens computed in one step at most; 0 = 512; on a GPU up to 8192, by its memory and size",
     )
-    max_queue: int = Field(1024, ge=1, description="requests waiting or running at most; more are refused")
-    load_timeout_s: float = Field(
-        5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"
-    )
-    verdict_timeout_s: float = Field(30.0, gt=0, description="seconds a decode instance has to confirm a transfer")
+    max_queue: int = stated(PrefillSettings, "max_queue")
+    load_timeout_s: float = stated(PrefillSettings, "load_timeout_s")
+    verdict_timeout_s: float = stated(PrefillSettings, "verdict_timeout_s")
 
     @property
     def most_step_tokens(self) -> int:

@@ -18,6 +18,7 @@ from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, 
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import Service
 from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.executor import start_engine
@@ -269,15 +270,13 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         slice_bytes=layout.mean_slice_bytes,
         max_num_batched_tokens=config.max_num_batched_tokens or context.engine.max_num_batched_tokens,
         stages=context.engine.stages,
-        max_queue=config.max_queue,
-        load_timeout_s=config.load_timeout_s,
-        verdict_timeout_s=config.verdict_timeout_s,
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,
         window_slots=context.engine.pool.slots,
         window_bytes=layout.windowed_bytes if len(layout.stored_parts) > 1 else 0,
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
+        **stated_values(PrefillSettings, config),
     )
 
 

@@ -42,16 +42,8 @@ class AdapterConfig(ServiceConfig):
     engine_ca: Path | None = Field(
         None, description="authorities that an https engine's certificate must come from (PEM); default: the system's"
     )
-    max_running: int = Field(
-        0,
-        ge=0,
-        description="answers at the engine at once at most; more are refused; 0 = as the engine's memory allows",
-    )
     lease_s: float = Field(
         10.0, gt=0, description="seconds for which memory is promised to a conductor that is not connected"
-    )
-    token_timeout_s: float = Field(
-        60.0, gt=0, description="seconds without a token after which an answer is placed at another engine"
     )
 
     @model_validator(mode="after")

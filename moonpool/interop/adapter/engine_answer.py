@@ -17,6 +17,8 @@ from moonpool.interop.adapter.base import EngineClient, EnginePrompt
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 FINISHES = {"stop": kv_pb2.FINISH_REASON_STOP, "length": kv_pb2.FINISH_REASON_LENGTH}
+TOKEN_TIMEOUT_S = 60.0
+"""Seconds without a token after which an answer is placed at another engine."""
 log = get_logger(__name__)
 
 
@@ -54,19 +56,19 @@ class EngineAnswer:
         """Whether no more output comes."""
         return bool(self.finish) or self.error is not None
 
-    def start(self, client: EngineClient, token_timeout_s: float) -> None:
-        self.task = asyncio.create_task(self._run(client, token_timeout_s))
+    def start(self, client: EngineClient) -> None:
+        self.task = asyncio.create_task(self._run(client))
 
     def stop(self) -> None:
         """No more output is wanted; may be called again."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
 
-    async def _run(self, client: EngineClient, token_timeout_s: float) -> None:
+    async def _run(self, client: EngineClient) -> None:
         outputs = client.generate(self.prompt)
         try:
             while True:
-                async with asyncio.timeout(token_timeout_s):
+                async with asyncio.timeout(TOKEN_TIMEOUT_S):
                     output = await anext(outputs, None)
                 if output is None:
                     break
@@ -86,7 +88,7 @@ class EngineAnswer:
             if not self.finish:
                 raise Unavailable("the engine ended an answer without a reason")
         except TimeoutError:
-            self._failed(Unavailable(f"the engine gave no token for {token_timeout_s:g} s"))
+            self._failed(Unavailable(f"the engine gave no token for {TOKEN_TIMEOUT_S:g} s"))
         except MoonpoolError as error:
             self._failed(error)
         except Exception:
@@ -110,7 +112,6 @@ class EnginePart:
         incoming: the request.
         salt: the prompt's salt.
         rank: rank that holds most of the prompt.
-        token_timeout_s: see `AdapterConfig`.
         told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
         ordered: called with each prompt that the engine gets.
         uses_kvstores: the engine keeps KV in kvstores.
@@ -121,7 +122,6 @@ class EnginePart:
     incoming: IncomingRequest
     salt: str
     rank: int
-    token_timeout_s: float
     told_cached: Callable[[int], None]
     ordered: Callable[[EnginePrompt], None]
     uses_kvstores: bool = False
@@ -146,7 +146,7 @@ class EnginePart:
         prompt = self._prompt(choice, known, alone=alone, keep=keep, transfer=transfer)
         found = EngineAnswer(prompt, changed, self.told_cached)
         self.ordered(prompt)
-        found.start(self.client, self.token_timeout_s)
+        found.start(self.client)
         return found
 
     def _prompt(

@@ -222,8 +222,8 @@ class EngineLife:
         blocks = self.layout.blocks_for(tokens) + width
         if blocks > self.facts.blocks:
             raise InvalidRequest("sequence.token_ids", f"needs {blocks} blocks, the engine has {self.facts.blocks}")
-        most, used = self._config.max_running, self.used_blocks + self.promised_blocks
-        if used + blocks > self.facts.blocks or (most and self.running + width > most):
+        used = self.used_blocks + self.promised_blocks
+        if used + blocks > self.facts.blocks:
             raise Overloaded("the engine has no room now", reason="no_decode_room", retry_after_s=1.0)
         tbt_s = self.tbt_s(width)
         if asked.HasField("tbt_slo_s") and tbt_s > asked.tbt_slo_s:
@@ -262,10 +262,10 @@ class EngineLife:
         def told(cached_tokens: int) -> None:
             self.prompts_recomputed += cached_tokens < expected and self._config.role != "decode"
 
-        timeout_s, pooled = self._config.token_timeout_s, self._config.kvstores
+        pooled = self._config.kvstores
         rank = -1 if single else rank
         lora = self._loras.get(incoming.lora, "")
-        return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled, lora)
+        return EnginePart(self.client, incoming, salt, rank, told, self._ordered, pooled, lora)
 
     def _ordered(self, prompt: EnginePrompt) -> None:
         """Note how much the engine may have to compute. vLLM counts all of a prompt that came as transferred."""

@@ -172,6 +172,10 @@ class _Pinned:
     pins: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
+MAX_PINS = 1024
+"""Pins of a store at once."""
+
+
 class Pins:
     """All pins of a store. Times are arguments, in seconds on one clock.
 
@@ -183,7 +187,7 @@ class Pins:
         budget_bytes: int = 0,
         account: TenantAccount | None = None,
         *,
-        max_pins: int = 1024,
+        max_pins: int = MAX_PINS,
         max_entries: int = MAX_ENTRIES,
     ) -> None:
         self.budget_bytes = budget_bytes

@@ -1,9 +1,11 @@
 """Admission: the conductor's own, and the decode pool load checks from the Mooncake paper's section 7."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from moonpool.base.errors import ConfigError, InvalidRequest, Unavailable
 from moonpool.base.scheduling.latency import decode_step_seconds
+from moonpool.base.settings import complete
 from moonpool.conductor.core.admission import AdmissionMode
 from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.load_forecast import NO_LOAD, LoadForecast, LoadForecaster
@@ -102,11 +104,22 @@ FOREVER_S = 1e7
 _GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
 
 
+LIMITS_LEFT_OUT = {
+    "adopt_wait_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "max_queued": "simulated requests have no queue deadline",
+    "max_queued_bytes": "simulated requests have no queue deadline",
+    "heartbeat_s": "only budgets depend on the time in which news spreads",
+    "budgets": "simulated tenants have no budgets",
+}
+"""Fields of `SchedulerLimits` that keep their defaults, and why."""
+
+
 def limits_of(config: ClusterConfig) -> SchedulerLimits:
     """The conductor's limits."""
     if config.admission not in ADMISSIONS:
         raise ConfigError("admission", f"is one of {', '.join(ADMISSIONS)}, not {config.admission!r}")
-    return SchedulerLimits(
+    given = partial(
+        SchedulerLimits,
         retries=config.retries,
         recovery_s=config.recovery_s,
         room_wait_s=config.room_wait_s or FOREVER_S,
@@ -115,6 +128,7 @@ def limits_of(config: ClusterConfig) -> SchedulerLimits:
         if config.by_pool
         else _GATES.get(config.admission) or AdmissionMode(config.admission),
     )
+    return complete(given, LIMITS_LEFT_OUT)
 
 
 def slo_of(config: ClusterConfig) -> SloLimits:

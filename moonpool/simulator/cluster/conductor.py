@@ -6,11 +6,13 @@ conductors side by side do not know each other; all instances join all of them.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from moonpool.base.kv.blocks import KeyChanges
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.base.scheduling.state_machine import CancelIo
+from moonpool.base.settings import complete
 from moonpool.conductor.core.actions import (
     Action,
     AnnouncePlacement,
@@ -101,7 +103,7 @@ class Conductor:
         config, calls = self._config, self._calls
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
-        self.core = ConductorCore(limits_of(config), ClusterView(_routing(config, self._number)), config.roles)
+        self.core = ConductorCore(limits_of(config), ClusterView(routing_of(config, self._number)), config.roles)
         self.host: CoreHost[Event, Action] = CoreHost(self._world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
         streams = DecodeStreams(calls, self._engines.decodes, name, self._stream_number)
@@ -323,8 +325,17 @@ def owner_of(stream: int, conductors: int) -> int:
     return stream % conductors
 
 
-def _routing(config: ClusterConfig, number: int) -> RoutingConfig:
-    return RoutingConfig(
+ROUTING_LEFT_OUT = {
+    "kvstore_replicas": "simulated kvstores hold one copy of each prefix, as by default",
+    "shadow_policy": "a trial beside a live policy, whereas runs compare policies",
+}
+"""Fields of `RoutingConfig` that keep their defaults, and why."""
+
+
+def routing_of(config: ClusterConfig, number: int) -> RoutingConfig:
+    """How a conductor routes requests."""
+    given = partial(
+        RoutingConfig,
         balancing_threshold=config.threshold,
         policy=load_policy(config.policy),
         decode_policy=load_decode_policy(config.decode_policy),
@@ -335,6 +346,7 @@ def _routing(config: ClusterConfig, number: int) -> RoutingConfig:
         copy_share=config.copy_share,
         prefetch_share=config.prefetch_share,
     )
+    return complete(given, ROUTING_LEFT_OUT)
 
 
 def _outcome(failure: Failure) -> str:

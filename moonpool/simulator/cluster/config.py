@@ -1,14 +1,18 @@
 """What a simulated cluster consists of, and the settings that the services' cores get."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import DEFAULT_BYTES_PER_S
+from moonpool.base.settings import complete, default_of
 from moonpool.conductor.core.roles import RoleLimits
+from moonpool.conductor.core.routing import RoutingConfig
+from moonpool.conductor.core.scheduler import SchedulerLimits
 from moonpool.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY
-from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
+from moonpool.engine.decode.core.settings import WATERMARK, DecodeSettings, Preemption
 from moonpool.engine.emulated.profile import Profile
 from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.simulator.network import CallDelays
@@ -38,12 +42,12 @@ class DecodeMemory:
         lease_s: seconds without news after which a promise or transfer ends.
     """
 
-    watermark: float = 0.01
-    preemption: Preemption = Preemption.AUTO
-    swap_bytes: int = 256 * GB
-    max_num_batched_tokens: int = 256
-    assumed_answer_tokens: int = 256
-    lease_s: float = 60.0
+    watermark: float = WATERMARK
+    preemption: Preemption = default_of(DecodeSettings, "preemption")
+    swap_bytes: int = 256 * GB  # a server of the paper has a terabyte of DRAM; a service's default suits a laptop
+    max_num_batched_tokens: int = default_of(DecodeSettings, "chunked_prefill_size")
+    assumed_answer_tokens: int = default_of(DecodeSettings, "assumed_answer_tokens")
+    lease_s: float = default_of(DecodeSettings, "lease_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +104,14 @@ class ClusterConfig:
     host_slowdown: float = 1.0
     policy: str = DEFAULT_POLICY
     decode_policy: str = DEFAULT_DECODE_POLICY
-    decode_prompt_tokens: int = 0
-    threshold: float = 1.0
-    peers: bool = True
-    copy_share: float = 0.1
-    prefetch_share: float = 0.5
+    decode_prompt_tokens: int = default_of(RoutingConfig, "decode_prompt_tokens")
+    threshold: float = default_of(RoutingConfig, "balancing_threshold")
+    peers: bool = default_of(RoutingConfig, "peers")
+    copy_share: float = default_of(RoutingConfig, "copy_share")
+    prefetch_share: float = default_of(RoutingConfig, "prefetch_share")
     block_size: int = BLOCK_SIZE
     max_num_batched_tokens: int = 4096
-    max_queue: int = 1024
+    max_queue: int = default_of(PrefillSettings, "max_queue")
     max_num_seqs: int = 256
     pool_blocks: int = 0
     store_bytes: int = 1000 * GB
@@ -124,11 +128,11 @@ class ClusterConfig:
     seed: int = 0
     report_s: float = 0.2
     deadline_s: float = 0.0
-    retries: int = 3
-    recovery_s: float = 15.0
+    retries: int = default_of(SchedulerLimits, "retries")
+    recovery_s: float = default_of(SchedulerLimits, "recovery_s")
     room_wait_s: float = 0.0
-    reserve_timeout_s: float = 5.0
-    slow_factor: float = 6.0
+    reserve_timeout_s: float = default_of(SchedulerLimits, "reserve_timeout_s")
+    slow_factor: float = default_of(RoutingConfig, "slow_factor")
 
     def __post_init__(self) -> None:
         for name in (
@@ -205,9 +209,42 @@ LEAPS = Runs()
 """As many steps at once as need no decision."""
 
 
+_ALL_ALIKE = "all layers of a simulated model have full attention"
+PREFILL_LEFT_OUT = {
+    "max_started": "no service sets the number, either",
+    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
+    "verdict_timeout_s": "simulated verdicts come, or decode is lost, which the simulator tells",
+    "windowed_layers": _ALL_ALIKE,
+    "window_blocks": _ALL_ALIKE,
+    "window_slots": _ALL_ALIKE,
+    "window_bytes": _ALL_ALIKE,
+    "recurrent": _ALL_ALIKE,
+    "states_alone": _ALL_ALIKE,
+}
+"""Fields of `PrefillSettings` that keep their defaults, and why."""
+DECODE_LEFT_OUT = {
+    "promise_s": "no simulated conductor renews a promise for so long",
+    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
+    "grace_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "log_ttl_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "log_bytes": "simulated answers have no tokens",
+    "preempt_every": "for diagnosis of real engines",
+    "patience_steps": "no service sets the number, either",
+    "turn_steps": "no service sets the number, either",
+    "draft_tokens": "simulated tokens cannot be guessed",
+    "window_blocks": _ALL_ALIKE,
+    "window_slots": _ALL_ALIKE,
+    "window_bytes": _ALL_ALIKE,
+    "recurrent": _ALL_ALIKE,
+    "states_alone": _ALL_ALIKE,
+}
+"""Fields of `DecodeSettings` that keep their defaults, and why."""
+
+
 def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:
     """Settings for a prefill instance's core. Each stage holds the stage's own layers from all blocks."""
-    return PrefillSettings(
+    given = partial(
+        PrefillSettings,
         blocks=stages * config.blocks,
         block_size=config.block_size,
         layers=config.profile.layers,
@@ -216,12 +253,14 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
         stages=stages,
         max_queue=config.max_queue,
     )
+    return complete(given, PREFILL_LEFT_OUT)
 
 
 def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
     """Settings for a decode instance's core."""
     memory = config.memory
-    return DecodeSettings(
+    given = partial(
+        DecodeSettings,
         num_blocks=config.blocks,
         block_size=config.block_size,
         block_bytes=config.block_bytes,
@@ -236,3 +275,4 @@ def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
         run_steps=runs.longest,
         ahead_steps=runs.ahead,
     )
+    return complete(given, DECODE_LEFT_OUT)

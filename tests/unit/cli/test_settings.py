@@ -47,6 +47,7 @@ def test_a_narrower_section_and_the_command_line_go_before(tmp_path: Path) -> No
         ("conductor.admission=soon", "conductor.admission", "'early' or 'predictive', got 'soon' (from --set)"),
         ("conductor.admision=early", "conductor.admision", "did you mean admission?"),
         ("engine.block_tokens=16", "engine.block_tokens", "it is now block_size"),
+        ("decode.watermark=0", "decode.watermark", "is no longer a setting: it is 0.01 of the pool"),
         ("decode.max_num_seqs=0", "decode.max_num_seqs", "greater than or equal to 1"),
         ("conducter.admission=early", "conducter", "did you mean conductor?"),
         ("decode.id=x", "decode.id", "`moonpool serve` decides this itself"),

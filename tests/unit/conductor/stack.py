@@ -148,11 +148,11 @@ async def stack(
     checkpoint = tiny()
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
     usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}
-    config = ConductorConfig(**{**usual, "deletion_wait_s": 0.0, **settings})
+    config = ConductorConfig(**{**usual, **settings})
     metrics = PrometheusMetrics(config.service())
     async with AsyncExitStack() as exit_stack:
         servicer, address = await exit_stack.enter_async_context(
-            conductor(config, checkpoint, 7, Recorder("conductor-0", None), metrics)
+            conductor(config, checkpoint, 7, Recorder("conductor-0", None), metrics, deletion_wait_s=0.0)
         )
         exit_stack.push_async_callback(servicer.drain, 0.0)
         client = await exit_stack.enter_async_context(AsyncClient(address, timeout_s=WAIT_S))

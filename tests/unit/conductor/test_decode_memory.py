@@ -26,9 +26,9 @@ async def test_the_next_decode_is_asked_when_the_first_has_no_room() -> None:
 
 async def test_no_room_anywhere_is_overloaded() -> None:
     engines = prefill(), decode(0, refusals=[no_room()])
-    async with stack(*engines, room_wait_s=0) as s:
+    async with stack(*engines, admission="none") as s:
         with pytest.raises(Overloaded) as caught:
-            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, slo=Slo(ttft_s=0.05))
         assert (caught.value.reason, caught.value.retry_after_s) == ("no_decode_room", 1.0)
         assert engines[0].requests == []
         await s.rest()
@@ -44,8 +44,8 @@ async def test_a_request_without_limit_waits_for_room() -> None:
 
 async def test_requests_wait_for_room_in_turn_and_within_their_limit() -> None:
     p, d = prefill(), decode(refusals=[no_room() for _ in range(200)])
-    async with stack(p, d, room_wait_s=0.2) as s:
-        waiting = [s.client.generate(token_ids=PROMPT, sampling=GREEDY) for _ in range(3)]
+    async with stack(p, d, admission="none") as s:
+        waiting = [s.client.generate(token_ids=PROMPT, sampling=GREEDY, slo=Slo(ttft_s=0.2)) for _ in range(3)]
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(result) for result in results] == [Overloaded] * 3
         assert p.requests == []

@@ -23,7 +23,7 @@ from moonpool.base.transport.grpc import payload_stream
 from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.record_store import RecordStore
-from moonpool.kvstore.service import KVStoreService, open_tiers
+from moonpool.kvstore.service import LEASE_TIMEOUT_S, KVStoreService, open_tiers
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.slices import hashed, slice_to_send
@@ -139,6 +139,7 @@ async def rig(
     *,
     together_bytes: int = FRAME_BYTES,
     records: RecordStore | None = None,
+    lease_timeout_s: float = LEASE_TIMEOUT_S,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_transports": "grpc"}
@@ -146,7 +147,7 @@ async def rig(
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", epoch=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
     service = KVStoreService(config, open_tiers(config), instance, records=records)
-    get = replace(service.servicer.get, together_bytes=together_bytes)
+    get = replace(service.servicer.get, together_bytes=together_bytes, lease_timeout_s=lease_timeout_s)
     service.servicer = replace(service.servicer, get=get)
     async with (
         service.running(),

@@ -134,7 +134,7 @@ async def test_a_later_word_on_the_session_cancels_its_blocks(tmp_path: Path) ->
     with filled(tmp_path) as ssd:
         driven = Driven(ssd)
         with warming(driven) as store:
-            prefetcher = Prefetcher(store, 0)
+            prefetcher = Prefetcher(store)
             prefetcher.told(wanted(LIVE[:4]), LIVE[:4])
             prefetcher.told(SessionHint(b"s", LIVE[3], ended=True), ())
             assert (len(prefetcher), prefetcher.cancelled) == (0, 1)
@@ -148,7 +148,7 @@ async def test_a_sessions_blocks_take_the_place_of_others(tmp_path: Path) -> Non
         driven = Driven(ssd, dram_bytes=4 * BLOCK)
         with warming(driven) as store:
             assert await store.warm(0) == (4, 4 * BLOCK)
-            prefetcher = Prefetcher(store, 0)
+            prefetcher = Prefetcher(store)
             prefetcher.told(wanted(LIVE[:3]), LIVE[:3])
             await prefetcher.fetch()
         assert set(LIVE[:3]) <= set(driven.store.tiers.dram)

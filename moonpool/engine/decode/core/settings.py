@@ -5,6 +5,7 @@ from enum import Enum
 
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import Speeds
+from moonpool.base.settings import setting
 
 
 class Preemption(Enum):
@@ -18,6 +19,10 @@ class Preemption(Enum):
     """The blocks are copied to DRAM and back; as `RECOMPUTE` when there is no budget."""
 
 
+WATERMARK = 0.01
+"""Share of the pool that an admission leaves free for the growth of running sequences (ADR 7)."""
+
+
 @frozen
 class DecodeSettings:
     """One decode instance's settings.
@@ -26,22 +31,13 @@ class DecodeSettings:
         num_blocks: blocks in the pool.
         block_size: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
-        max_num_seqs: most sequences in a step.
-        lease_s: seconds without news after which a promise or transfer ends.
-        promise_s: seconds after which an unused promise ends, however often renewed.
+        promise_s: seconds for which a promise is renewed at most, while the conductor is connected but no KV comes.
         speeds: the engine's speeds, as measured at the start.
-        preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
-        chunked_prefill_size: most tokens recomputed in one step.
         swap_blocks: most blocks swapped out.
-        assumed_answer_tokens: expected answer length until some answers have ended.
         run_steps: most steps in a run (see `StartRun`).
         ahead_steps: sequences get surplus blocks for so many steps ahead, so a run need not end where a block does.
-        grace_s: seconds for which a request runs on without a conductor, and a promise is kept without a stream.
-        log_ttl_s: seconds for which the output of ended and parked requests is kept.
-        log_bytes: most bytes of that output.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
-        preempt_every: for diagnosis: every so many steps, a running request is preempted; 0 = never.
         draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
         patience_steps: steps that a preempted request waits beside other tenants for a grant (`OverdueGrants`). A
             request that needs more than the tenant's block share waits longer.
@@ -55,22 +51,41 @@ class DecodeSettings:
     num_blocks: int
     block_size: int
     block_bytes: int
-    max_num_seqs: int
-    lease_s: float
+    max_num_seqs: int = setting(64, "sequences in one step at most", ge=1)
+    lease_s: float = setting(60.0, "seconds without news after which a promise or transfer ends", gt=0)
     promise_s: float = 600.0
     speeds: Speeds = field(default_factory=Speeds)
-    preemption: Preemption = Preemption.AUTO
+    preemption: Preemption = setting(
+        Preemption.AUTO,
+        "how a preempted sequence's KV comes back: recompute = computed again, as far as the pool has needed the blocks "
+        "for others; swap = copied to DRAM and back; auto = the way predicted to be quicker",
+    )
     watermark_blocks: int = 0
-    chunked_prefill_size: int = 256
+    chunked_prefill_size: int = setting(
+        256, "most tokens of preempted sequences and of prompt suffixes computed in one step", ge=1
+    )
     swap_blocks: int = 0
-    assumed_answer_tokens: int = 256
+    assumed_answer_tokens: int = setting(
+        256, "length that answers are expected to have, until some have been seen", ge=1
+    )
     run_steps: int = 1
     ahead_steps: int = 0
-    grace_s: float = 5.0
-    log_ttl_s: float = 60.0
-    log_bytes: int = 16 << 20
+    grace_s: float = setting(
+        5.0,
+        "seconds that a sequence runs on after the conductor was lost; then the sequence's KV is given up. "
+        "Reservations of that conductor are kept as long",
+        ge=0,
+    )
+    log_ttl_s: float = setting(
+        60.0,
+        "seconds that the tokens of such a sequence, and of ended ones, are kept for clients that resume their streams",
+        ge=0,
+    )
+    log_bytes: int = setting(16 << 20, "bytes of all tokens kept for that; the oldest are dropped first", ge=0)
     recurrent: bool = False
-    preempt_every: int = 0
+    preempt_every: int = setting(
+        0, "for diagnosis: preempt a running sequence once in this many steps; 0 = only when blocks run out", ge=0
+    )
     patience_steps: int = 64
     grant_steps: int = 64
     window_blocks: int = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moonpool.base.kv.layout import STATES_IN_WORK
+from moonpool.base.settings import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +16,8 @@ class PrefillSettings:
         max_num_batched_tokens: most tokens in a step; at least one block.
         stages: most steps in flight.
         max_started: most requests with blocks.
-        max_queue: most requests; more are refused.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
-        load_timeout_s: seconds that a load may take beyond the prediction.
-        verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
         window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
@@ -34,9 +32,11 @@ class PrefillSettings:
     max_num_batched_tokens: int
     stages: int = 1
     max_started: int = 64
-    max_queue: int = 1024
-    load_timeout_s: float = 5.0
-    verdict_timeout_s: float = 30.0
+    max_queue: int = setting(1024, "requests waiting or running at most; more are refused", ge=1)
+    load_timeout_s: float = setting(
+        5.0, "seconds a load from a kvstore may take beyond what is predicted; after that the KV is computed", gt=0
+    )
+    verdict_timeout_s: float = setting(30.0, "seconds a decode instance has to confirm a transfer", gt=0)
     windowed_layers: frozenset[int] = frozenset()
     window_blocks: int = 0
     window_slots: int = 0

@@ -8,6 +8,8 @@ import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from moonpool.base.config import (
+    REMOVED,
+    SERVICE_MODULES,
     SERVICES,
     PeerAddresses,
     ServiceConfig,
@@ -146,6 +148,12 @@ def test_empty_means_unset(argument: str | None, monkeypatch: pytest.MonkeyPatch
         ([*ARGV, "--set", "rate"], "set", "must be NAME=VALUE, got 'rate'"),
         ([*ARGV, "--set", "rat=1"], "rat", "no such setting (from --set); did you mean rate?"),
         ([*ARGV, "--set", "block_tokens=1"], "block_tokens", "no such setting (from --set); it is now block_size"),
+        (
+            [*ARGV, "--set", "role_ratio=2"],
+            "role_ratio",
+            "is no longer a setting: it is 1.5 (docs/roles.md) (from --set)",
+        ),
+        ([*ARGV, "--role-ratio", "2"], "role_ratio", "is no longer a setting: it is 1.5 (docs/roles.md)"),
         ([*ARGV, "--set", "rate=fast"], "rate", "got 'fast' (from --set)"),
     ],
 )
@@ -167,6 +175,7 @@ def test_every_refusal_names_the_setting(argv: list[str], field: str, part: str)
         ("kv_bytes: many", "kv_bytes", "(from the file of --config)"),
         ("config: other.yaml", "config", "no such setting"),
         ("block_tokens: 16", "block_tokens", "it is now block_size"),
+        ("watermark: 0.1", "watermark", "is no longer a setting: it is 0.01 of the pool"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(text: str, field: str, part: str, tmp_path: Path) -> None:
@@ -229,6 +238,16 @@ def test_a_variable_of_an_old_name_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert refused(ARGV).message == "MOONPOOL_BLOCK_TOKENS is now MOONPOOL_BLOCK_SIZE"
     monkeypatch.setenv("MOONPOOL_BLOCK_TOKENS", "")
     assert PoolConfig.load(ARGV).block_size == 64
+
+
+def test_a_variable_of_a_former_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_ROLE_RATIO", "2")
+    assert refused(ARGV).message == "is no longer a setting: it is 1.5 (docs/roles.md)"
+
+
+def test_no_service_has_a_setting_that_is_said_to_be_constant() -> None:
+    for kind in SERVICE_MODULES:
+        assert not REMOVED.keys() & config_class(kind).model_fields.keys()
 
 
 def test_frozen_and_closed() -> None:

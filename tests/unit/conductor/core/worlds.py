@@ -25,11 +25,15 @@ def facts(name: str, **changes: Any) -> InstanceFacts:
     return InstanceFacts(**{"id": name, "epoch": 1, "kind": kind, "total_blocks": 100, "shape": shape, **changes})
 
 
+ALONE = {"slow_factor": 0.0, "peers": False, "copy_share": 0.0, "prefetch_share": 0.0}
+"""Settings with which prefixes come from kvstores only, and slow engines are used like others."""
+
+
 class World:
     """A cluster, and instances that take whatever they are told to hold."""
 
     def __init__(self, *joined: InstanceFacts, **settings: Any) -> None:
-        self.cluster = ClusterView(RoutingConfig(**settings))
+        self.cluster = ClusterView(RoutingConfig(**{**ALONE, **settings}))
         self.sequences: dict[str, int] = {}
         for facts in joined:
             self.join(facts)
