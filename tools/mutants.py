@@ -72,6 +72,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.conductor.core.wait_queue",
         "moonpool.gateway.endpoints.cluster",
         "moonpool.gateway.serving.auth",
+        "moonpool.gateway.serving.budgets",
         "moonpool.kvstore.eviction.tenants",
     ),
     "sync": (
