@@ -80,6 +80,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.conductor.core.tenant_ledger",
         "moonpool.gateway.endpoints.cluster",
         "moonpool.gateway.serving.auth",
+        "moonpool.gateway.serving.budgets",
         "moonpool.kvstore.eviction.tenants",
     ),
     "sync": (

@@ -162,6 +162,7 @@ class RequestPlanner:
         request = self._requests.get(name)
         if request is None:
             return None
+        # Asked anew if the engine preempts the request: stores and engine may hold other blocks by then.
         request.lookup = None
         request.blocks = list(blocks) if whole else [*request.blocks, *blocks]
         ready = min(ready, len(request.blocks), len(request.tokens) // self._block_size)

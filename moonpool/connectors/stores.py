@@ -246,6 +246,7 @@ class Stores(ABC, Generic[ClientT]):
             return next((store for store in ranked(chain, self._weights) if self._breakers[store].allows(now)), None)
 
     def _failed(self, store: str, error: Exception, **counts: int) -> None:
+        # A store without room answers; calls to it go on.
         if not isinstance(error, Overloaded):
             self._breakers[store].failed(self._clock())
         self._count(store_errors=1, **counts)
@@ -306,6 +307,7 @@ class EngineStores(Stores[AsyncBlockClient]):
         nbytes = sum([memoryview(page.data).nbytes for page in pages])
         store = self._home(chain)
         with self._lock:
+            # Blocks computed from KV that was deleted meanwhile would bring the KV back.
             stale = asked_at <= self._deleted_at.get(tenant, float("-inf"))
             if store is None or stale or not self._may_save(nbytes):
                 self._add(blocks_not_saved=len(pages))

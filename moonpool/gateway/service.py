@@ -29,7 +29,8 @@ from moonpool.gateway.responses.pins import ResponsePins
 from moonpool.gateway.responses.store import ResponseStore, StoreLimits
 from moonpool.gateway.routes import make_app
 from moonpool.gateway.serving.auth import Authenticator
-from moonpool.gateway.serving.body_reader import BodyMemory, BodyPace, BodyReader
+from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
+from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics

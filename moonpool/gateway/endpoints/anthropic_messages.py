@@ -18,6 +18,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import ITEM_LIMITS, SamplingParams
 from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.answer_parser import AnswerArgumentsDelta, AnswerParser, AnswerPart, WholePart
 from moonpool.gateway.serving.body import Body, FailFastList, Integer
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.errors import ErrorResponse
@@ -34,15 +35,7 @@ from moonpool.gateway.serving.messages import ContentPart, joined_text, part_tex
 from moonpool.gateway.serving.offered_tools import strict_parameters
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.structured_outputs import OutputFormatBody
-from moonpool.gateway.serving.tool_calls import (
-    AnswerArgumentsDelta,
-    AnswerParser,
-    AnswerPart,
-    ToolSet,
-    WholePart,
-    checked_tools,
-    tool_definition,
-)
+from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_definition
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds for which a prompt's KV is worth keeping, by the TTL of a breakpoint."""

@@ -23,7 +23,7 @@ from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.messages import ConversationBody
-from moonpool.gateway.serving.tool_calls import ToolSet
+from moonpool.gateway.serving.tool_set import ToolSet
 
 CACHE_OBJECT = "context_cache_object"
 CACHE_TAG_OBJECT = "cache_object.tag"

@@ -20,13 +20,13 @@ from moonpool.gateway.endpoints.context_caching import (
 )
 from moonpool.gateway.endpoints.openai_formatter import CompletionOptions, OpenAIFormatter, sse_event
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
+from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerPart, AnswerToolCall
 from moonpool.gateway.serving.body import Integer
 from moonpool.gateway.serving.context import GatewayContext
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
 from moonpool.gateway.serving.messages import ChatOptionsBody, ConversationBody
 from moonpool.gateway.serving.openai_sampling import OpenAISamplingBody
-from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 
 class ChatBody(ChatOptionsBody, ConversationBody, OpenAISamplingBody):

@@ -21,9 +21,7 @@ from moonpool.gateway.serving.structured_outputs import (
     TextFormatBody,
     only_format,
 )
-from moonpool.gateway.serving.tool_calls import (
-    ToolSet,
-)
+from moonpool.gateway.serving.tool_set import ToolSet
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """The one honoured value of `include`."""

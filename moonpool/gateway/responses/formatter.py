@@ -19,16 +19,16 @@ from moonpool.gateway.responses.response_object import (
     responses_usage,
 )
 from moonpool.gateway.responses.tools import ToolCallForm, custom_input
-from moonpool.gateway.serving.errors import ErrorResponse
-from moonpool.gateway.serving.logprobs import LogprobsFormatter
-from moonpool.gateway.serving.response_formatter import ResponseFormatter
-from moonpool.gateway.serving.tool_calls import (
+from moonpool.gateway.serving.answer_parser import (
     AnswerArgumentsDelta,
     AnswerParser,
     AnswerPart,
     AnswerToolCall,
     WholePart,
 )
+from moonpool.gateway.serving.errors import ErrorResponse
+from moonpool.gateway.serving.logprobs import LogprobsFormatter
+from moonpool.gateway.serving.response_formatter import ResponseFormatter
 
 
 class ResponsesFormatter(ResponseFormatter):

@@ -1,13 +1,9 @@
-"""Authentication and budgets: an API key's tenant, requests per minute and tokens per minute.
-
-A budget is a token bucket. Requests are charged on arrival. Tokens are charged when they are generated, so running
-requests may overdraw a token budget. New requests are refused until the budget has recovered.
-"""
+"""Authentication: an API key's tenant, and what a request may do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,133 +11,21 @@ from starlette.requests import Request
 
 from moonpool.base import world
 from moonpool.base.errors import PermissionDenied
-from moonpool.base.rpc.api_keys import ApiKeys, BudgetOwner
-from moonpool.base.scheduling.budgets import TokenBucket
+from moonpool.base.rpc.api_keys import ApiKeys
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.gateway.serving.body import Body, BodyT
 from moonpool.gateway.serving.body_reader import BodyReader
+from moonpool.gateway.serving.budgets import BudgetCharge, Budgets
 from moonpool.gateway.serving.envelope import request_id_of
-from moonpool.gateway.serving.errors import BudgetSpentError
 
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
 """Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
-
-
-class BudgetCharge:
-    """Charges one request to every budget that the request counts against."""
-
-    def __init__(
-        self,
-        buckets: Sequence[TokenBucket] = (),
-        requests: Sequence[TokenBucket] = (),
-        clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """`buckets` are the token budgets, `requests` those of requests; `clock` returns seconds."""
-        self._buckets = buckets
-        self._requests = requests
-        self._clock = clock
-        self._prompt_tokens = 0
-        self.prompt_weight = 1
-        """Tokens that each prompt token counts as."""
-
-    def charge_answers(self, answers: int) -> None:
-        """Charge a request that runs as so many: each answer after the first counts as one more request."""
-        for bucket in self._requests:
-            bucket.take(answers - 1, self._clock())
-
-    def charge_work(self, tokens: int) -> None:
-        """Charge work that takes as long as so many tokens."""
-        for bucket in self._buckets:
-            bucket.take(tokens, self._clock())
-
-    def charge(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Charge `new_tokens` generated tokens, and the prompt tokens that were not charged before.
-
-        `prompt_tokens` is the number of prompt tokens so far.
-        """
-        amount = new_tokens + (prompt_tokens - self._prompt_tokens) * self.prompt_weight
-        self._prompt_tokens = prompt_tokens
-        self.charge_work(amount)
-
-
-class Budgets:
-    """Budgets of all keys and tenants in this gateway. Other gateways have budgets of their own."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns seconds."""
-        self._clock = clock
-        self._buckets: dict[tuple[str, str], TokenBucket] = {}
-
-    def admit(self, owners: Sequence[BudgetOwner]) -> BudgetCharge:
-        """Count a request against the owners' budgets.
-
-        Raises:
-            BudgetSpentError: a budget is used up; says when to retry.
-        """
-        now = self._clock()
-        requests = self._buckets_of("requests", owners, now)
-        tokens = self._buckets_of("tokens", owners, now)
-        for what, buckets in (("requests", requests), ("tokens", tokens)):
-            for owner, bucket in buckets:
-                if (wait_s := bucket.wait_s(now)) > 0:
-                    raise BudgetSpentError(what, owner.told, bucket.per_minute, wait_s)
-        for _, bucket in requests:
-            bucket.take(1, now)
-        charged, counted = ([bucket for _, bucket in buckets] for buckets in (tokens, requests))
-        return BudgetCharge(charged, counted, self._clock)
-
-    def _buckets_of(
-        self, what: str, owners: Sequence[BudgetOwner], now: float
-    ) -> list[tuple[BudgetOwner, TokenBucket]]:
-        limited = [(owner, getattr(owner.limits, what)) for owner in owners]
-        return [(owner, self._bucket((owner.name, what), limit, now)) for owner, limit in limited if limit is not None]
-
-    def _bucket(self, key: tuple[str, str], per_minute: int, now: float) -> TokenBucket:
-        bucket = self._buckets.setdefault(key, TokenBucket(per_minute, now))
-        if bucket.per_minute != per_minute:
-            bucket.change(per_minute, now)
-        return bucket
-
-
 MAX_REMEMBERED_IDS = 4096
 """Ids that clients gave their requests, by which a request can be asked for."""
 MAX_WARNED_FIELDS = 16
 """Ignored fields that the warning header names."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class AuthenticatedCaller:
-    """The caller of a request: the tenant, and the budgets that the request's tokens are charged to."""
-
-    tenant: str = ""
-    budget: BudgetCharge = field(default_factory=BudgetCharge)
-
-
 CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest(Generic[CheckedBodyT]):
-    """A request with a checked API key and body.
-
-    Attributes:
-        caller: tenant and budgets.
-        body: the body, checked.
-        warning_headers: response headers that name ignored fields of the body.
-        traceparent: W3C trace context of the client; "" for none.
-        request_id: unique id of the request.
-        client_id: the client's own id of the request, with which `request_id` begins; "" for none.
-        session_id: the session that the request's head names; "" for none.
-    """
-
-    caller: AuthenticatedCaller
-    body: CheckedBodyT
-    warning_headers: dict[str, str]
-    traceparent: str
-    request_id: str
-    client_id: str
-    session_id: str
 
 
 class Authenticator:
@@ -247,6 +131,37 @@ class Authenticator:
 
     def _admit(self, keys: ApiKeys, key: str) -> AuthenticatedCaller:
         return AuthenticatedCaller(keys.tenant(key), self._budgets.admit(keys.owners(key)))
+
+
+@dataclass(frozen=True, slots=True)
+class AuthenticatedCaller:
+    """The caller of a request: the tenant, and the budgets that the request's tokens are charged to."""
+
+    tenant: str = ""
+    budget: BudgetCharge = field(default_factory=BudgetCharge)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest(Generic[CheckedBodyT]):
+    """A request with a checked API key and body.
+
+    Attributes:
+        caller: tenant and budgets.
+        body: the body, checked.
+        warning_headers: response headers that name ignored fields of the body.
+        traceparent: W3C trace context of the client; "" for none.
+        request_id: unique id of the request.
+        client_id: the client's own id of the request, with which `request_id` begins; "" for none.
+        session_id: the session that the request's head names; "" for none.
+    """
+
+    caller: AuthenticatedCaller
+    body: CheckedBodyT
+    warning_headers: dict[str, str]
+    traceparent: str
+    request_id: str
+    client_id: str
+    session_id: str
 
 
 def _api_key(request: Request) -> str:

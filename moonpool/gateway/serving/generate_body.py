@@ -13,7 +13,7 @@ from moonpool.base.kv.keys import MAX_SALT_CHARS
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import SessionTurn, Slo
 from moonpool.gateway.serving.body import Body, Integer
-from moonpool.gateway.serving.tool_calls import ToolSet
+from moonpool.gateway.serving.tool_set import ToolSet
 
 
 class SloBody(Body):

@@ -13,7 +13,7 @@ from moonpool.client import (
     GenerateArguments,
     GenerateResult,
 )
-from moonpool.gateway.serving.auth import BudgetCharge
+from moonpool.gateway.serving.budgets import BudgetCharge
 
 GRAMMAR_CHARS = 4
 """Characters in a schema or grammar that count as one token."""

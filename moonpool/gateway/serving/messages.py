@@ -17,7 +17,7 @@ from moonpool.gateway.serving.known_fields import (
     PART_IGNORED,
 )
 from moonpool.gateway.serving.offered_tools import ToolBody, ToolChoice, chosen_tools
-from moonpool.gateway.serving.tool_calls import ToolSet
+from moonpool.gateway.serving.tool_set import ToolSet
 
 TEXT_PARTS = ("text", "refusal")
 """Types of parts that are message text."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_schema import close_objects
 from moonpool.gateway.serving.body import Body, FailFastList, TextOr
-from moonpool.gateway.serving.tool_calls import ToolSet, checked_tools, tool_definition
+from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_definition
 
 
 class FunctionBody(Body):

@@ -13,12 +13,13 @@ from moonpool.client import (
     ClusterState,
     GenerateArguments,
 )
+from moonpool.gateway.serving.answer_parser import AnswerParser, AnswerReading
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
-from moonpool.gateway.serving.tool_calls import AnswerParser, AnswerReading, ToolSet
+from moonpool.gateway.serving.tool_set import ToolSet
 
 
 class RequestBuilder:

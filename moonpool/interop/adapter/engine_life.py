@@ -141,6 +141,7 @@ class EngineLife:
         if extra is None or len(extra) > 1 or plain is None:
             return None
         if not extra:
+            # After a deletion every prompt has a salt, so a block without a salt is from before.
             return BlockKey(plain) if not self._epoch else None
         salt = extra[0]
         if not isinstance(salt, str) or not salt.startswith(SALT_MARK):
@@ -165,6 +166,7 @@ class EngineLife:
                 concerned = concerned or everyones or not held.isdisjoint(selection.keys)
         if not concerned:
             return kv_pb2.ForgetResponse()
+        # The engine can only clear its whole cache, and keeps blocks in use: another salt keeps these from being found.
         self._epoch = world.random_hex(4)
         self.cache.restart()
         self.cache_changed.set()
@@ -219,6 +221,7 @@ class EngineLife:
         sampling, tokens, width = incoming.sampling, len(incoming.token_ids), incoming.spec.width
         if sampling.total_tokens(self.facts.max_tokens) <= tokens:
             raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
+        # The prompt's blocks, and a block for each answer.
         blocks = self.layout.blocks_for(tokens) + width
         if blocks > self.facts.blocks:
             raise InvalidRequest("sequence.token_ids", f"needs {blocks} blocks, the engine has {self.facts.blocks}")
@@ -277,6 +280,7 @@ class EngineLife:
         if load.computed_tokens is None or self._config.role != "decode":
             return
         if self._computed_before is None:
+            # The engine may have computed prompts before the adapter came.
             self._computed_before = load.computed_tokens
         excess = load.computed_tokens - self._computed_before - self._computable_tokens
         if excess > 0:
@@ -350,6 +354,7 @@ class EngineLife:
             )
             new = len(waiting.answers[0].prompt.token_ids) - held
             work_s = prefill_seconds(self.speeds.speeds, new, held)
+            # Only the first prompt is at work: what has passed since its last block counts off.
             if not place:
                 if (waiting.number, held) != self._front:
                     self._front, self._front_at = (waiting.number, held), now

@@ -96,6 +96,7 @@ class PromisedRequest:
                 self.sent[choice] = 1
             elif tokens:
                 answer.stop()
+                # The client has other tokens than this engine has drawn: the answer is drawn anew behind them (ADR 60).
                 self.positions[choice] += len(tokens)
                 self.answers[choice] = self.part.answer(choice, tokens, self._changed)
         for answer in list(self.answers):
@@ -148,6 +149,7 @@ class PromisedRequest:
 
     def _changed(self, answer: EngineAnswer) -> None:
         self.wake.set()
+        # An answer that was begun anew is not in the list any more: what its former task says does not count.
         if self.subscriber is None or self.over or answer not in self.answers:
             return
         choice = self.answers.index(answer)

@@ -42,8 +42,10 @@ class AdapterPrefillServicer:
         self._open[live] = None
         try:
             cached, loaded = life.cached_tokens(incoming), life.loaded_tokens(incoming, request)
+            # The time of a prompt that others slow down, or that waits for a load, says nothing of the engine's speed.
             alone = not life.running and not loaded
             live.held_tokens = max(cached + loaded, life.shared_tokens(incoming))
+            # Another engine answers: this one computes the prompt alone, and keeps the KV.
             apart = request.HasField("target") and self._adapter.config.role == "prefill"
             if apart:
                 met = live.part.meetings(live.width)

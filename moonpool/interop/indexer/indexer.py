@@ -94,6 +94,7 @@ class Indexer:
         for publisher in removed:
             followed = self._followed.pop(publisher)
             followed.task.cancel()
+            # Else a last batch would come into the index behind `restart`.
             await asyncio.wait([followed.task])
             followed.cache.restart()
         return removed
@@ -135,6 +136,7 @@ class Indexer:
                     log.warning("the conductor's KV is not followed (yet)", error=told)
             finally:
                 call.cancel()
+            # What changes without a stream is not told; the next stream begins with snapshots.
             self.cluster.forget()
             self._news.set()
             await asyncio.sleep(RETRY_S)

@@ -109,16 +109,20 @@ class RankCache:
 
     def _stored(self, event: BlockStored) -> None:
         self._name(event)
+        # Blocks elsewhere have taught what their hashes mean, and count for nothing else.
         if event.medium not in self._media:
             return
         if event.block_size != self._block_size or event.kind not in (*WHOLE_KINDS, *WINDOWED_KINDS):
+            # Such a group may lack any block, so that no block is certain to be found (ADR 60).
             self._opaque = True
             self._retract(list(self._told))
             return
         bit = 1 << event.group
         for block in event.hashes:
+            # A mask, no count: vLLM also tells blocks that are reused, so a count would drift upwards (ADR 60).
             self._groups_of[block] = self._groups_of.get(block, 0) | bit
         if not self._groups & bit:
+            # A group that is met for the first time holds none of the blocks told so far.
             self._groups |= bit
             self._retract([block for block in self._told if self._groups_of[block] != self._groups])
         self._tell(event.hashes)
@@ -141,6 +145,7 @@ class RankCache:
         tokens = event.token_ids[: named * self._block_size]
         keys = self._keys_of(parent, tokens, self._block_size, event.lora)
         for block, key in zip(event.hashes, keys, strict=False):
+            # Popped and put again, so that the oldest names come first. A hash with another key was told under the old.
             if self._names.pop(block, key) != key:
                 self._retract([block])
             self._names[block] = key
@@ -245,6 +250,7 @@ class EngineCache:
         """Leading blocks of a chain that one rank holds, and the rank; `NO_RANK` without a block."""
         blocks, best, found = 0, 0, ~0
         for key in keys:
+            # The same rank must hold the whole prefix: a prompt is computed at one rank.
             found &= self._ranks_of.get(key, 0)
             if not found:
                 break

@@ -99,11 +99,13 @@ class EventFeed:
         """Take an event; return the resulting orders."""
         match event:
             case BatchArrived() if self._replaying:
+                # Live batches wait: the replay may show that the numbers are another engine's.
                 self._held.append(event)
                 del self._held[:-MAX_HELD]
                 return []
             case BatchArrived():
                 return self._arrived(event)
+            # Answers to an earlier order are ignored: the last order asks for the same batches again.
             case BatchReplayed() if self._replaying and event.replay == self._replay:
                 return self._take_replayed(event)
             case ReplayEnded() if self._replaying and event.replay == self._replay:
@@ -115,6 +117,7 @@ class EventFeed:
     def _ask(self) -> AskReplay:
         self._replay += 1
         self._replaying, self._replayed = True, False
+        # From the last applied batch on, not the next: its time proves that the engine is the same (ADR 60).
         return AskReplay(self._replay, 0 if self._last is None else self._last[0])
 
     def _arrived(self, event: BatchArrived) -> list[FeedAction]:
@@ -122,6 +125,7 @@ class EventFeed:
             return self._apply(event.number, event.batch)
         if event.number < self._next and self._told_before(event.batch):
             return []
+        # A smaller number with a later time comes from an engine that counts anew.
         restarted = event.number < self._next
         self.gaps += not restarted
         orders = self._forget(restarted=True) if restarted else []
@@ -135,6 +139,7 @@ class EventFeed:
     def _take_replayed(self, event: BatchReplayed) -> list[FeedAction]:
         first, self._replayed = not self._replayed, True
         if not first or self._last is None:
+            # Nothing is known yet, so the replay may begin anywhere; what follows must have no gap.
             if first or event.number == self._next:
                 return self._apply(event.number, event.batch)
             return self._missed(event)

@@ -108,6 +108,7 @@ class EventStream:
             self._carry_out(order)
         while True:
             if not await socket.poll(int(CHECK_S * 1000)):
+                # ZMQ tells no lost connection: after silence, a replay tells whether a batch was missed.
                 if self.feed.settled and self._source.replay_endpoint:
                     self._handle(Interrupted())
                 continue

@@ -12,7 +12,7 @@ from moonpool.base.rpc.api_keys import BudgetOwner, KeyLimits, hash_key
 from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.gateway.serving.auth import Budgets
+from moonpool.gateway.serving.budgets import Budgets
 from moonpool.gateway.serving.errors import BudgetSpentError
 from tests.unit.gateway.test_auth_keys import write
 from tests.unit.gateway.test_client_disconnect import Connection, Holding

@@ -24,17 +24,16 @@ from moonpool.gateway.endpoints.openai_completions import CompletionBody
 from moonpool.gateway.endpoints.tokenization import DetokenizeBody
 from moonpool.gateway.responses.body import ResponsesBody
 from moonpool.gateway.serving.body import Body, validate_body
-from moonpool.gateway.serving.body_reader import (
-    CLEANUP,
+from moonpool.gateway.serving.body_limits import (
     MAX_PACED,
     UNCHECKED_BYTES,
     BodyMemory,
     BodyPace,
-    BodyReader,
     JsonPartCounts,
     check_json_parts,
     count_json_parts,
 )
+from moonpool.gateway.serving.body_reader import CLEANUP, BodyReader
 from tests.examples import examples
 from tests.unit.gateway.test_client_disconnect import Holding
 

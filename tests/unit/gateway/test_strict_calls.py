@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar, Thinking, check_grammar
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.gateway.serving.tool_calls import ToolSet, tool_definition
+from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
 from moonpool.gateway.tool_parsers import TOOL_PARSERS
 from moonpool.gateway.tool_parsers.base import ParsedToolCall
 

@@ -20,7 +20,7 @@ from moonpool.base.checkpoint import Tokenizer
 from moonpool.base.grammar import Grammar, check_grammar
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.gateway.serving.tool_calls import MAX_FORCED_CALLS
+from moonpool.gateway.serving.tool_set import MAX_FORCED_CALLS
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import CHAT, TURNS, Answers, answering

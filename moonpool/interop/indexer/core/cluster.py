@@ -108,6 +108,7 @@ class ClusterKV:
     def joined(self, instance_id: str, model: ClusterModel | None) -> None:
         """An instance has joined, without blocks; `model` None = a kvstore."""
         self.left(instance_id)
+        # Keys of another model's namespace stand for other tokens.
         if model is not None and model != self.model:
             self._names.clear()
             self.model = model
@@ -141,6 +142,7 @@ class ClusterKV:
             self._clear(instance)
         cold, gone = set(cooled), set(removed)
         moved = [key for key in cold - gone if key in instance.held]
+        # A block that changes its tier is told anew: index and events know each block by tier.
         self._forget(instance, [*gone, *moved])
         new = [key for key in stored if key not in gone]
         warmer = [key for key in new if instance.held.get(key, instance.tier) != instance.tier]
@@ -153,6 +155,7 @@ class ClusterKV:
         """An adapter has this name from now on."""
         if lora.name:
             self._loras[lora.name] = lora
+            # The first is the base model's, which stays.
             for name in list(self._loras)[1 : max(1, len(self._loras) - MAX_LORAS)]:
                 del self._loras[name]
 
@@ -173,6 +176,7 @@ class ClusterKV:
             parent = shown
         for key in list(self._names)[: max(0, len(self._names) - self._max_names)]:
             del self._names[key]
+        # Instances tell keys before anybody says what the keys stand for (ADR 73).
         for instance in self._instances.values():
             self._tell(instance, keys)
 

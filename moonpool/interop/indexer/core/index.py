@@ -140,6 +140,7 @@ class TieredIndex:
                 match = found.setdefault(holder.instance, InstanceMatch()) if not before else found.get(holder.instance)
                 if match is None:
                     continue
+                # Only what continues without a gap counts, by rank, by tier and at all.
                 if match.ranks.get(holder.rank, 0) == tokens:
                     match.ranks[holder.rank] = tokens + size
                 tiers[holder.instance] = tiers.get(holder.instance, 0) | mask
