@@ -21,8 +21,9 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.platforms.base import CapturedGraph, DeviceCapacity
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuStream
-from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.engine.platforms.kv_memory import TieredKVMemory
 
 BLOCK_SIZE = 64
 TOKENS = 200

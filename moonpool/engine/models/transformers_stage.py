@@ -20,7 +20,8 @@ from moonpool.base.errors import CheckpointError, UnsupportedModel
 from moonpool.engine.kernels.attention import AttentionKind, make_plan, paged_attention, write_kv
 from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
-from moonpool.engine.models.native_step import NativeLoop, Progress, StepSignals
+from moonpool.engine.models.native_loop import NativeLoop
+from moonpool.engine.models.native_step import Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
 from moonpool.engine.models.stage import StageModel, in_inference_mode
 

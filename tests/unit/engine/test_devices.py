@@ -34,9 +34,10 @@ from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.engine.platforms.cuda import CudaDevice
-from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.platforms.staged import StagedDevice
 from tests.layouts import one_tensor

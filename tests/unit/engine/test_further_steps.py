@@ -19,7 +19,7 @@ from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.kernels.native import library
 from moonpool.engine.messages import StageDone
-from moonpool.engine.models.native_step import RunResult
+from moonpool.engine.models.native_loop import RunResult
 from moonpool.engine.sampling.sampler import NOT_FINITE
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks, TokenMasks
 from tests.layouts import one_tensor

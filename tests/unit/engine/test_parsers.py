@@ -12,8 +12,10 @@ from llguidance import LLMatcher, LLParserLimits
 import moonpool.base.bundled
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.grammar import Grammar
-from moonpool.engine import structured_output
-from moonpool.engine.structured_output import KeptParser, MaskBuilder, MaskRequest, ParserCache, ProcessorTime, begun
+from moonpool.engine import parser_cache
+from moonpool.engine.parser_cache import KeptParser, ParserCache, begun
+from moonpool.engine.processor_time import ProcessorTime
+from moonpool.engine.structured_output import MaskBuilder, MaskRequest
 
 FOLDER = Path(moonpool.base.bundled.__file__).parent / "tiny"
 CONFIG = load_config(FOLDER)
@@ -39,7 +41,7 @@ def parsers() -> Iterator[Callable[[], ParserCache]]:
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = LLParserLimits(max_lexer_states=1_000, verbose_errors=False)
-    monkeypatch.setattr(structured_output, "LIMITS", limits)
+    monkeypatch.setattr(parser_cache, "LIMITS", limits)
 
 
 def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:

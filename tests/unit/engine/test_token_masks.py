@@ -16,15 +16,10 @@ from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.grammar import Grammar
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
-from moonpool.engine import structured_output
+from moonpool.engine import processor_time
+from moonpool.engine.parser_cache import MAX_PARSERS
 from moonpool.engine.sampling.sampler import sample
-from moonpool.engine.structured_output import (
-    MAX_PARSERS,
-    STEPS_PER_MEMORY_CHECK,
-    MaskBuilder,
-    MaskRequest,
-    TokenMasks,
-)
+from moonpool.engine.structured_output import STEPS_PER_MEMORY_CHECK, MaskBuilder, MaskRequest, TokenMasks
 from moonpool.v1 import kv_pb2
 from tests.unit.engine.schemas import SCHEMAS, record
 
@@ -199,8 +194,8 @@ def test_a_sequence_that_may_skip_is_not_waited_for() -> None:
 
 
 def test_masks_that_take_too_much_processor_time_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_output, "ALLOWED_NS", 0)
-    monkeypatch.setattr(structured_output, "ALLOWED_TOKEN_NS", 0)
+    monkeypatch.setattr(processor_time, "ALLOWED_NS", 0)
+    monkeypatch.setattr(processor_time, "ALLOWED_TOKEN_NS", 0)
     costly = MaskBuilder(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
     assert "s of processor time for 0 tokens, which is too much" in refused(
         costly, SampleSpec(SamplingParams(response_format="regex", grammar="[ab]!"))

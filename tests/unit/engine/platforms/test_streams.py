@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moonpool.base.errors import ConfigError
-from moonpool.engine.platforms.kv_memory import CallbackThread
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.registry import DeviceName, collectives_of, stage_devices
 from moonpool.engine.platforms.stage_platform import open_device
 from moonpool.engine.platforms.staged import StagedDevice
