@@ -41,17 +41,19 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
             share = SequenceStep(ids(token), 39 + number, (4, 1, 6), GREEDY)
         share = SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
         done = several.run(Step(2, (share,), steps=5))[1:]
-        assert [(it.step_id, it.sampled, it.over) for it in done] == [
+        assert [(report.step_id, report.sampled, report.over) for report in done] == [
             (2, (token,), token is tokens[-1]) for token in tokens[1:]
         ]
         told = several.run(Step(2, (share,), patient=True, steps=5))[6:]
-        done = [it for last in told for it in (*last.earlier, last)]
-        assert [(it.sampled, it.over) for it in done] == [((token,), token is tokens[-1]) for token in tokens[1:]]
+        done = [report for last in told for report in (*last.earlier, last)]
+        assert [(report.sampled, report.over) for report in done] == [
+            ((token,), token is tokens[-1]) for token in tokens[1:]
+        ]
         assert all(one.end_ns <= next_.start_ns < next_.end_ns for one, next_ in pairwise(done))
         del several.events[-len(told) :]
         ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
         stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
-        assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
+        assert [report.over for report in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
         several.gates[0].stop_run(4)
         assert several.run(Step(4, (share,), steps=5))[-1].over
         assert not len(several.gates[0])
@@ -70,7 +72,7 @@ def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkp
         assert one.runners[0].go_on()
         one.gates[0].abort(3)
         assert not one.runners[0].go_on()
-        assert [it.aborted for it in one.events[-3:] if isinstance(it, StageDone)] == [False, False, True]
+        assert [event.aborted for event in one.events[-3:] if isinstance(event, StageDone)] == [False, False, True]
         assert not len(one.gates[0])
 
 
@@ -85,7 +87,7 @@ def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_m
 
     with stages(checkpoint, 1) as one:
         one.runners[0].masks = MaskBuilder(lambda: Tokenizer.load(checkpoint), 512, (1,))
-        tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
+        tokens = [report.sampled[0] or 0 for report in one.run(step(1, [], SampleSpec(how), steps=6))]
         assert re.fullmatch("[a-z]+", Tokenizer.load(checkpoint).decode(tokens))
         for at, token in enumerate(tokens):
             one.runners[0].masks.close()
@@ -105,7 +107,7 @@ class Ambiguous(MaskBuilder):
         self._steps_made = 0
 
     def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks:
-        assert [it.index for it in wanted] == [0]
+        assert [request.index for request in wanted] == [0]
         return self.advance(())
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks:
@@ -152,13 +154,13 @@ def test_a_sequence_without_a_mask_ends_a_run_and_the_others_have_their_tokens(p
         one.runners[0].masks = masks
         first, second = (SequenceStep(ids(8), 40, (4, 1, block), spec) for block, spec in ((6, formed), (2, GREEDY)))
         told = one.run(Step(2, (first, second), patient=patient, steps=6))
-        done = [it for last in told for it in (*last.earlier, last)]
+        done = [report for last in told for report in (*last.earlier, last)]
         del one.events[:]
         one.runners[0].masks = None
-        expected = [it.sampled[0] for it in one.run(Step(3, (second,), steps=3))]
-    assert [it.sampled for it in done] == list(zip((8, 9, None), expected, strict=True))
-    assert [it.failed for it in done] == [{}, {}, {0: "too ambiguous"}]
-    assert [it.over for it in done] == [False, False, True]
+        expected = [report.sampled[0] for report in one.run(Step(3, (second,), steps=3))]
+    assert [report.sampled for report in done] == list(zip((8, 9, None), expected, strict=True))
+    assert [report.failed for report in done] == [{}, {}, {0: "too ambiguous"}]
+    assert [report.over for report in done] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -177,22 +179,22 @@ def test_a_run_chooses_as_its_steps_do_one_by_one(way: dict[str, Any], checkpoin
             token = last.sampled[0] or 0
             spec = spec.after(token)
         run = Step(2, (SequenceStep(ids(7), 40, (4, 1, 6), first),), patient=True, steps=5)
-        done = [it for told in several.run(run)[1:] for it in (*told.earlier, told)]
-        assert [(it.sampled, it.logprobs) for it in done] == expected
+        done = [report for told in several.run(run)[1:] for report in (*told.earlier, told)]
+        assert [(report.sampled, report.logprobs) for report in done] == expected
 
 
 def test_a_token_that_would_end_another_answer_ends_no_run(checkpoint: Path) -> None:
     def told(step: Step) -> list[tuple[int | None, ...]]:
-        done = [it for last in one.run(step) for it in (*last.earlier, last)]
+        done = [report for last in one.run(step) for report in (*last.earlier, last)]
         del one.events[:]
-        return [it.sampled for it in done]
+        return [report.sampled for report in done]
 
     with stages(checkpoint, 1) as one:
         told(whole())
         first, second = (SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
         expected = told(Step(2, (first, second), steps=5))
-        others = {its[1] for its in expected}
-        ends = frozenset(its[0] for its in expected if its[0] is not None) - others
+        others = {pair[1] for pair in expected}
+        ends = frozenset(pair[0] for pair in expected if pair[0] is not None) - others
         assert ends
         assert told(Step(3, (first, replace(second, end_token_ids=ends)), patient=True, steps=5)) == expected
 
@@ -202,12 +204,12 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
     with stages(checkpoint, 1) as one:
         one.run(whole())
         shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
-        expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
+        expected = [report.sampled for report in one.run(Step(2, shares, steps=2))[1:]]
         del one.events[:]
         assert one.runners[0].run(Step(3, shares, steps=6))
         one_tensor(one.runners[0].platform.memory.kv)[:, 6] = torch.nan
         assert not one.runners[0].go_on()
-        first, told = [it for it in one.events if isinstance(it, StageDone)]
+        first, told = [event for event in one.events if isinstance(event, StageDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
         assert (told.over, told.failed) == (True, {0: NOT_FINITE})
 
@@ -236,6 +238,6 @@ def test_steps_before_the_one_that_is_aborted_are_told_and_that_one_has_no_token
         monkeypatch.setattr(runner.model, "native_run", lambda *_, **__: Halted())
         assert runner.run(Step(1, (SequenceStep(ids(7), 0, (4,), GREEDY),), patient=True, steps=6))
         assert not runner.go_on()
-        [told] = [it for it in one.events if isinstance(it, StageDone)]
-        assert [(it.sampled, it.aborted) for it in told.earlier[1:]] == [((5,), False), ((6,), False)]
+        [told] = [event for event in one.events if isinstance(event, StageDone)]
+        assert [(report.sampled, report.aborted) for report in told.earlier[1:]] == [((5,), False), ((6,), False)]
         assert (told.sampled, told.aborted, told.over) == ((), True, True)

@@ -78,7 +78,7 @@ def test_adapters_in_one_step_answer_as_alone(count: int, checkpoint: Path, fold
             for folder in folders:
                 loaded(its, folder)
             together = answers(its, pair)
-        assert together == [(one[0], other[1]) for one, other in zip(alone[pair[0]], alone[pair[1]], strict=True)]
+        assert together == [(mine[0], other[1]) for mine, other in zip(alone[pair[0]], alone[pair[1]], strict=True)]
 
 
 def test_on_a_device_with_its_own_memory(checkpoint: Path, folders: tuple[Path, Path]) -> None:

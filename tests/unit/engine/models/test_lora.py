@@ -107,8 +107,8 @@ def assert_rows_alone(served: Served, names: Sequence[str]) -> None:
     for i, name in enumerate(names):
         alone, rows = served.greedy(texts[i : i + 1], [name])
         assert alone == together[i : i + 1]
-        for one, other in zip(rows[0], logits[i], strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=0)
+        for own, other in zip(rows[0], logits[i], strict=True):
+            torch.testing.assert_close(other, own, rtol=0, atol=0)
     plain, _ = served.greedy(texts, [""] * len(names))
     assert [mine == base for mine, base in zip(together, plain, strict=True)] == [not name for name in names]
 

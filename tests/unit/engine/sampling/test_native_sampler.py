@@ -137,8 +137,8 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | No
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(9)) * 3
     weights = weights_of(logits, torch.tensor([scale_of(params)]))[0].double()
     sums = weights.cumsum(0) / weights.sum()
-    zero, one = torch.zeros(1).double(), torch.ones(1).double()
-    borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, one)))[:, :-1].flatten().tolist()
+    zero, unit = torch.zeros(1).double(), torch.ones(1).double()
+    borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, unit)))[:, :-1].flatten().tolist()
     theirs = draw(logits.clone(), [params], [borders])
     spec = SampleSpec(params, samples=len(borders))
     mine = NativeRows(native, 3000, [spec], [scale_of(params)]).sample(logits.clone(), {}, borders)
@@ -209,7 +209,7 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
             found = both(logits, [samplings[at].at(tokens[at]) for at in step])
             for at, [token] in zip(step, found.tokens, strict=True):
                 tokens[at].append(token)
-        return [its[5:].tolist() for its in tokens]
+        return [token[5:].tolist() for token in tokens]
 
     whole = generate(1, [[], [], []])
     first, second, third = whole
@@ -224,6 +224,6 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
 def test_options_of_a_row_are_parameters_by_name() -> None:
     """`SAMPLING_OPTIONS` of processors.h is all that packs them."""
     native = Library(build.build())
-    assert set(native.sampling_options) <= {it.name for it in fields(SamplingParams)}
+    assert set(native.sampling_options) <= {option.name for option in fields(SamplingParams)}
     assert native.sampling_row.names is not None
     assert set(native.sampling_options) <= set(native.sampling_row.names)

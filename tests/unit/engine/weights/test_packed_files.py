@@ -117,9 +117,9 @@ def test_a_stage_keeps_the_codes_of_its_file(kind: str, tmp_path: Path) -> None:
     assert kept.changed_weights == ""
     for mine, theirs in zip(kept.layers, dense.layers, strict=True):
         for part, name in (("attention", "qkv"), ("attention", "output"), ("feed_forward", "down")):
-            ours, its = (getattr(getattr(layer, part), name) for layer in (mine, theirs))
-            assert torch.equal(ours.dense(), its.dense())
-            assert ours.nbytes < its.nbytes / 3
+            ours, dense_part = (getattr(getattr(layer, part), name) for layer in (mine, theirs))
+            assert torch.equal(ours.dense(), dense_part.dense())
+            assert ours.nbytes < dense_part.nbytes / 3
     assert kept.head is not None
     assert dense.head is not None
     assert torch.equal(kept.head.dense(), dense.head.dense())

@@ -145,7 +145,7 @@ def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, determinis
 def test_packed_products_are_of_bytes_on_tensor_cores(gpu: Gpu, rows: int, instruction: str) -> None:
     _fits(gpu, lambda ops: launches.packed_products(ops, rows=rows))
     found = _launched(gpu, lambda ops: launches.packed_products(ops, rows=rows))
-    [product] = [compile_for(gpu, it) for it in found if it.name == "_packed_product"]
+    [product] = [compile_for(gpu, each) for each in found if each.name == "_packed_product"]
     assert instruction in product.asm["ptx"]
     assert "s8.s8" in product.asm["ptx"]
 
