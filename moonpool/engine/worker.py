@@ -99,6 +99,7 @@ class OrderReceiver:
                 elif isinstance(message, LoadKV):
                     self.load(message)
                 elif isinstance(message, LoadLora):
+                    # Files take long to read, and this thread must hear of gates and aborts meanwhile.
                     threading.Thread(target=self.load_lora, args=(message,), name="lora", daemon=True).start()
                 else:
                     self.orders.put_nowait(message)
@@ -200,7 +201,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
 
     goes_on = False
     while True:
-        order = receiver.next_order(wait=not goes_on)
+        order = receiver.next_order(wait=not goes_on)  # a run's next step needs no order
         assert not isinstance(order, EngineSizes), "sizes come before all steps"
         if isinstance(order, Shutdown):
             while goes_on:  # the run was given up
