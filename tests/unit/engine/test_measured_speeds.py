@@ -88,7 +88,7 @@ async def test_on_a_device_sequences_have_blocks_of_their_own_and_all_timed_deco
         assert len(set(tables)) == min(len(tables), 5000)
     assert max(len(step.sequences) for step in engine.steps) == 24
     decoded = [sequence for step in engine.steps for sequence in step.sequences if len(sequence.token_ids) == 4]
-    assert all((it.start + 1) % 16 for it in decoded), "full blocks go to the host, and few real steps fill one"
+    assert all((share.start + 1) % 16 for share in decoded), "full blocks go to the host, and few real steps fill one"
     assert max(len(step.sequences[0].token_ids) // 4 for step in engine.steps) == 2048
     assert TimedSizes.of(replace(spec, device="cpu")) == TimedSizes()
 

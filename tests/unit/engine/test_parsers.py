@@ -34,8 +34,8 @@ def parsers() -> Iterator[Callable[[], ParserCache]]:
         return made[-1]
 
     yield make
-    for its in made:
-        its.close()
+    for made_parser in made:
+        made_parser.close()
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
     *_, answer = follow(parser_of(made, MANY), 0, 5)
     last = parser_of(made, MANY, answer)
     for seed in SEEDS:
-        *_, its = follow(kept := parser_of(made, MANY), seed)
+        *_, made_parser = follow(kept := parser_of(made, MANY), seed)
         if kept.is_error():
             break
-        made.keep(MANY, its, KeptParser(kept, used_up, ProcessorTime()))
+        made.keep(MANY, made_parser, KeptParser(kept, used_up, ProcessorTime()))
     else:
         pytest.fail("they never were used up")
     assert len(follow(last, 1)) <= 20, "the library counts them for all its copies: else nothing need be made anew"
@@ -91,7 +91,7 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
     assert follow(parser_of(made, MANY, answer), 1) == follow(parser_of(parsers(), MANY, answer), 1)
     made.forget(MANY, used_up)
     assert made.compiled(MANY) is anew, "a second failure of the old one costs no further compilation"
-    assert made.known(MANY, its) is None
+    assert made.known(MANY, made_parser) is None
 
 
 @pytest.mark.usefixtures("few_states")

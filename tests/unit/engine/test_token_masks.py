@@ -207,10 +207,10 @@ def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: MaskBu
     params = schema({"enum": ["aa", "ab", "b"]})
     sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
     quote, a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in ('"', "a", "b"))
-    same = [sampling.at(PROMPT + array("i", its)) for its in ([quote], [quote])]
+    same = [sampling.at(PROMPT + array("i", given)) for given in ([quote], [quote])]
     first, second = begun(masks, *same).values()
     assert first == second
-    apart = [sampling.at(PROMPT + array("i", its)) for its in ([quote, a], [quote, b])]
+    apart = [sampling.at(PROMPT + array("i", given)) for given in ([quote, a], [quote, b])]
     after_a, after_b = (allowed(mask) for mask in begun(masks, *apart).values())
     assert {a, b} <= after_a
     assert not {a, b} & after_b
@@ -305,8 +305,8 @@ def test_guesses_that_a_step_checks_have_the_masks_of_plain_steps(masks: MaskBui
     for order in ([first, *specs[1:3], wrong, wrong.after(0)], [first, *specs[1:]]):
         made = masks.begin(MaskRequest.of(step_of(*order)))
         assert made is not None
-        its = made.now()
+        given = made.now()
         good = [index for index, spec in enumerate(order) if spec in specs]
-        assert [bytes(its.masks[index]) for index in good] == plain[: len(good)]
-        assert set(its.failed) == set(range(len(order))) - set(good)
+        assert [bytes(given.masks[index]) for index in good] == plain[: len(good)]
+        assert set(given.failed) == set(range(len(order))) - set(good)
     assert begun(masks, specs[3])[0] == plain[3]

@@ -80,15 +80,15 @@ class Served:
         logits: list[list[Tensor]] = [[] for _ in texts]
         for step in range(new + 1):
             parts = []
-            for i, its in enumerate(tokens):
-                count = len(its) // 2 if step == 0 else len(its) - done[i]
-                parts.append((array("i", its[done[i] : done[i] + count]).tobytes(), done[i], tables[i]))
+            for i, sequence in enumerate(tokens):
+                count = len(sequence) // 2 if step == 0 else len(sequence) - done[i]
+                parts.append((array("i", sequence[done[i] : done[i] + count]).tobytes(), done[i], tables[i]))
                 done[i] += count
             found = self._step(parts, names, pool)
             for i, rows in enumerate(torch.split(found, [len(part[0]) // 4 for part in parts])) if step else ():
                 logits[i].append(rows[-1])
                 tokens[i].append(int(rows[-1].argmax()))
-        return [its[len(text) :] for its, text in zip(tokens, texts, strict=True)], logits
+        return [sequence[len(text) :] for sequence, text in zip(tokens, texts, strict=True)], logits
 
     def _step(self, parts: Sequence[tuple[bytes, int, list[int]]], names: Sequence[str], pool: Any) -> Tensor:
         batch = PackedBatch.build(parts, BLOCK)

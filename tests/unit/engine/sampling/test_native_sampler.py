@@ -53,7 +53,7 @@ class Both:
             tokens.append([token for [token] in sampler.sample(table[tokens[-1]]).tokens])
             if step < 19:
                 sampler.advance(tokens[-1])
-        return [list(its) for its in zip(*tokens[1:], strict=True)]
+        return [list(by_row) for by_row in zip(*tokens[1:], strict=True)]
 
     def __call__(
         self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
@@ -202,7 +202,7 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
 
     def generate(company: int, known: Sequence[Sequence[int]]) -> list[list[int]]:
         """Up to 20 tokens of each, those that are `known` are there already; in steps of some sequences at a time."""
-        tokens = [prompt + array("i", its) for prompt, its in zip(prompts, known, strict=True)]
+        tokens = [prompt + array("i", by_row) for prompt, by_row in zip(prompts, known, strict=True)]
         while running := [at for at in range(3) if len(tokens[at]) < 25]:
             step = chosen.sample(running, min(company, len(running)))
             logits = torch.stack([table[tokens[at][-1]] for at in step])

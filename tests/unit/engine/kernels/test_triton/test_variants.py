@@ -37,7 +37,7 @@ def test_no_batch_takes_a_variant_that_they_leave_out(
 def test_there_is_a_batch_for_each_kind_of_launch() -> None:
     def splits(*, deterministic: bool) -> set[tuple[int, int, int]]:
         shape = AttentionShape(torch.bfloat16, torch.bfloat16, 32, 8, 128, deterministic, HOPPER)
-        variants = [shape.variant(SINGLES if it.rows == 1 else MANY, it) for it in shape.batches(2048, 32_768)]
+        variants = [shape.variant(SINGLES if taken.rows == 1 else MANY, taken) for taken in shape.batches(2048, 32_768)]
         return {(which, tile.rows, split) for which, tile, split in variants}
 
     assert splits(deterministic=False) == {
