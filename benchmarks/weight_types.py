@@ -32,7 +32,7 @@ from moonpool.base.kv.pool import KVPool
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.experts import MixtureOfExperts
 from moonpool.engine.models.loader import load_stage
-from moonpool.engine.models.native_step import NativeLoop
+from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import KeptWeights

@@ -19,7 +19,7 @@ class GraphRun(LayerRun):
         """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""
         if run.shape is None:
             return super()._compute(run)
-        if self._stage.kv_gates.aborted(run.step.step_id):
+        if self._stage.kv_gates.aborted(run.step.step_id):  # once begun, a graph goes through all layers
             return False
         layers, memory = range(self._stage.model.layer_begin, self._stage.model.layer_end), self._stage.platform.memory
         for layer in layers:

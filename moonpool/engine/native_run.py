@@ -2,7 +2,7 @@
 
 from moonpool.base.scheduling.steps import SequenceStep, Step
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.native_step import NativeLoop, RunResult
+from moonpool.engine.models.native_loop import NativeLoop, RunResult
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler

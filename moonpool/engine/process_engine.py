@@ -138,8 +138,9 @@ class ProcessEngine:
     ) -> StepResult:
         if self._failed.done():
             raise Unavailable(self._failed.result())
-        if len(self._flights) >= self.stages:
+        if len(self._flights) >= self.stages:  # workers' queues have places for so many
             raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        # Gates forget all steps up to the last that is done.
         if self._last_step_id is not None and step.step_id <= self._last_step_id:
             raise Internal(f"step {step.step_id} after step {self._last_step_id}")
         self._last_step_id = step.step_id
@@ -182,9 +183,9 @@ class ProcessEngine:
             worker.channel.send(message)
 
     async def fetch(self, blocks: Sequence[int]) -> None:
-        if self._one_pool:
+        if self._one_pool:  # steps compute in the host's pool: nothing lies elsewhere
             return
-        async with self._may_fetch:
+        async with self._may_fetch:  # workers' queues have places for so many
             await self._ask(FetchBlocks(next(self._numbers), tuple(blocks)))
 
     def load(self) -> "asyncio.Future[None] | None":
@@ -334,7 +335,7 @@ class ProcessEngine:
             return
         if isinstance(message, LayerDone):
             flight.report(message)
-        elif not message.over:
+        elif not message.over:  # the time limit is of a step, and the run goes on with another
             flight.deadline.cancel()
             flight.deadline = self._deadline(message.step_id)
             flight.report(message)

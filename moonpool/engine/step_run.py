@@ -14,7 +14,7 @@ from moonpool.base.scheduling.steps import MAX_RESULTS_TOGETHER, REPORT_WITHIN_S
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.messages import StageDone
 from moonpool.engine.models.batch import PackedBatch
-from moonpool.engine.models.native_step import NativeLoop
+from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.platforms.base import DeviceEvent
 from moonpool.engine.step_sampler import StepOutput, StepSampler
 from moonpool.engine.structured_output import PendingMasks

@@ -14,325 +14,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from moonpool.base import world
 from moonpool.base.checkpoint import Tokenizer
-from moonpool.base.grammar import LIMITS, SLICES, Grammar
-from moonpool.base.kv.keys import tokens_from_bytes
+from moonpool.base.grammar import Grammar
 from moonpool.base.scheduling.steps import Step
-from moonpool.engine.footprint import release_memory
+from moonpool.engine.parser_cache import MAX_PARSERS, TOKEN_BYTES, KeptParser, ParserCache, begun
+from moonpool.engine.processor_time import ProcessorTime
 
-MAX_GRAMMARS = 64
-MAX_PARSERS = 512
-TOKEN_BYTES = 4
-K = TypeVar("K")
-V = TypeVar("V")
 WORD_BITS = 32
 STEPS_PER_MEMORY_CHECK = 16
 """Steps from one look at the process's memory to the next."""
 _MAX_REASON = 300
-QUICK_NS = 5_000_000
-"""Processor time of a mask that a step waits for, nanoseconds."""
-SLOW_MASKS = 16
-"""After a late mask, this many masks of the sequence are not waited for."""
 MASK_WAIT_S = 0.01
 """Longest wait of a step for masks that were quick before, seconds."""
 ALONE_WAIT_S = 0.05
 """The same where every sequence of the step would go without a token."""
-ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
-"""Processor time for one answer's masks: at the beginning, and more for each token."""
 QUICK_THREADS = 2
-
-
-class KeptParser(NamedTuple):
-    """A parser behind an answer.
-
-    Attributes:
-        compiled: the parser's grammar.
-        time: what the answer's masks took.
-    """
-
-    parser: LLMatcher
-    compiled: Future[LLMatcher]
-    time: ProcessorTime
-
-
-class ParserCache:
-    """Grammars that are compiled, and parsers behind answers. Used by one thread; another one compiles.
-
-    Args:
-        load: gives the tokenizer; called on another thread.
-        vocab_size: tokens of the model.
-        end_token_ids: the model's.
-        aside: that thread works within such a context.
-        full: whether the process holds as much as allowed.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], Tokenizer],
-        vocab_size: int,
-        end_token_ids: tuple[int, ...],
-        aside: Callable[[], AbstractContextManager[None]],
-        full: Callable[[], bool],
-    ) -> None:
-        self._load = load
-        self._vocab_size = vocab_size
-        self._ends = end_token_ids
-        self._aside = aside
-        self._full = full
-        self._thread = world.thread_pool(1, "grammars")
-        self._grammars: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._parsers: OrderedDict[tuple[Grammar, bytes], KeptParser] = OrderedDict()
-
-    @cached_property
-    def tokenizer(self) -> LLTokenizer:
-        """Ask for this on the thread, or once there is a parser. Making it takes seconds; no other thread runs."""
-        tokenizer = self._load()
-        size = max(self._vocab_size, tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
-
-    def known(self, grammar: Grammar, answer: bytes) -> KeptParser | None:
-        """Take the parser kept behind an answer, or before the answer's last token.
-
-        Args:
-            grammar: that the answer follows.
-            answer: tokens, little-endian int32.
-        """
-        found = self._parsers.pop((grammar, answer), None)
-        if found is None and answer:
-            found = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None)
-            if found is not None:
-                found.parser.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
-        return found
-
-    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
-        """The parser before the first token, as soon as the thread has made the parser.
-
-        A grammar that failed is tried anew.
-        """
-        found = self._grammars.pop(grammar, None)
-        if found is None or (found.done() and found.exception() is not None):
-            self.make_room()
-            found = self._thread.submit(self._compile, grammar)
-        _keep_newest(self._grammars, grammar, found, MAX_GRAMMARS)
-        return found
-
-    def forget(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        """Drop a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
-        if self._grammars.get(grammar) is compiled:
-            del self._grammars[grammar]
-        for key in [key for key, kept in self._parsers.items() if kept.compiled is compiled]:
-            del self._parsers[key]
-
-    def keep(self, grammar: Grammar, answer: bytes, kept: KeptParser) -> None:
-        """Keep a parser for sequences that continue the answer."""
-        _keep_newest(self._parsers, (grammar, answer), kept, MAX_PARSERS)
-
-    def make_room(self) -> bool:
-        """Drop all if the process is near the memory limit; what is needed is made again.
-
-        Return whether anything was dropped.
-        """
-        if not self._full():
-            return False
-        self._parsers.clear()
-        self._grammars.clear()
-        release_memory()
-        return True
-
-    def warm(self) -> None:
-        """Make the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
-        wait([self._thread.submit(lambda: self.tokenizer)])
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        """On the thread; also makes what the grammar's copies share and their first mask needs."""
-        with self._aside():
-            parser = LLMatcher(self.tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
-            parser.deep_copy().compute_bitmask()
-            return parser
-
-
-def begun(compiled: LLMatcher, answer: bytes) -> LLMatcher:
-    """A copy of a compiled grammar's parser that has read an answer."""
-    parser = compiled.deep_copy()
-    if answer:
-        parser.consume_tokens(tokens_from_bytes(answer).tolist())
-    return parser
-
-
-def _keep_newest(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """As the newest of at most `most`."""
-    kept[key] = value
-    while len(kept) > most:
-        kept.popitem(last=False)
-
-
-@dataclass(slots=True)
-class TokenMasks:
-    """Which tokens may follow in a step, by index of the sequence.
-
-    Attributes:
-        masks: bit i (from the lowest bit of the first byte on) says whether token i may follow. In all steps of a run
-            these are the same objects with changing bits: read them before the next step's masks are made.
-        failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit the grammar.
-        late: sequences whose mask takes longer than the step waits. They go without a token.
-        waited_ns: for grammars and masks, in this step.
-    """
-
-    masks: dict[int, memoryview] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)
-    waited_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MaskRequest:
-    """A mask of a step."""
-
-    index: int
-    """Of the sequence in the step."""
-    grammar: Grammar
-    answer: bytes
-    """The tokens so far, little-endian int32."""
-    may_skip: bool = False
-    """Whether the sequence may go without a token, for a mask that takes long."""
-
-    @classmethod
-    def of(cls, step: Step) -> list[MaskRequest]:
-        """Those of a step's sequences that sample with a format."""
-        return [
-            cls(index, grammar, sequence.sample.answer, sequence.may_skip)
-            for index, sequence in enumerate(step.sequences)
-            if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
-        ]
-
-
-class PendingMasks:
-    """Makes the masks of a step, once. A run continues only from a step whose masks were made.
-
-    Args:
-        make: makes them.
-        grammars: grammars that may have to be waited for.
-    """
-
-    def __init__(self, make: Callable[[], TokenMasks], grammars: Sequence[Future[LLMatcher]] = ()) -> None:
-        self._make, self._grammars = make, grammars
-        self._made: TokenMasks | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether a grammar has to be waited for."""
-        return not all(grammar.done() for grammar in self._grammars)
-
-    def early(self) -> None:
-        """Make them, unless a grammar has to be waited for."""
-        if not self.waits:
-            self.now()
-
-    def now(self) -> TokenMasks:
-        """Return the masks."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-
-@dataclass(slots=True)
-class ProcessorTime:
-    """Time that one answer's masks took.
-
-    Attributes:
-        spent_ns: total over all masks, nanoseconds.
-    """
-
-    spent_ns: int = 0
-    _slow_left: int = 0
-
-    @property
-    def quick(self) -> bool:
-        """Whether the next mask is likely to be quick."""
-        return not self._slow_left
-
-    def add(self, took_ns: int) -> None:
-        """Count a mask."""
-        self.spent_ns += took_ns
-        if took_ns > QUICK_NS:
-            self.is_late()
-        else:
-            self._slow_left = max(0, self._slow_left - 1)
-
-    def is_late(self) -> None:
-        """A step waited for a mask in vain."""
-        self._slow_left = SLOW_MASKS
-
-    def is_over(self, tokens: int) -> bool:
-        """Whether an answer with `tokens` tokens has taken more than allowed."""
-        return self.spent_ns > ALLOWED_NS + ALLOWED_TOKEN_NS * tokens
-
-
-@dataclass(slots=True, eq=False)
-class _MaskRow:
-    """A sequence in the step or run under way, and the parser behind the answer.
-
-    Attributes:
-        wanted: the mask that was asked for when the run began.
-        compiled: the sequence's grammar.
-        parser: behind the answer so far; None: to be begun.
-        bits: the sequence's mask.
-        work: writes the mask, on another thread; None: not begun.
-        fresh: the parser was begun anew for this mask.
-    """
-
-    wanted: MaskRequest
-    compiled: Future[LLMatcher]
-    parser: LLMatcher | None
-    bits: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    time: ProcessorTime
-    work: Future[None] | None = None
-    fresh: bool = False
-
-    @property
-    def index(self) -> int:
-        """Of the sequence in the step."""
-        return self.wanted.index
-
-    def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
-        """Return the mask that is wanted after these steps' tokens."""
-        tokens = array("i", [each[self.index] for each in later])
-        return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
-
-    def leads_to(self, wanted: MaskRequest) -> bool:
-        """Tell whether another mask is that of this row's answer with one token more."""
-        same = wanted.grammar == self.wanted.grammar
-        return same and len(wanted.answer) >= TOKEN_BYTES and wanted.answer[:-TOKEN_BYTES] == self.wanted.answer
-
-    def behind_guess(self, wanted: MaskRequest) -> _MaskRow:
-        """Return the row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
-        assert self.parser is not None
-        token = int.from_bytes(wanted.answer[-TOKEN_BYTES:], "little")
-        parser, work = self.parser.deep_copy(), None
-        if not parser.consume_token(token):
-            work = Future[None]()
-            work.set_exception(ValueError("a guess does not fit"))
-        return _MaskRow(wanted, self.compiled, parser, np.empty(0, np.uint32), self.time, work)
-
-    def write(self, answer: bytes) -> None:
-        """Write the mask; on another thread. The library lets others run meanwhile."""
-        began_ns = time.thread_time_ns()
-        try:
-            if self.parser is None:
-                self.parser = begun(self.compiled.result(), answer)
-            self.parser.unsafe_compute_mask_ptr(self.bits.ctypes.data, self.bits.nbytes)
-        finally:
-            self.time.add(time.thread_time_ns() - began_ns)
 
 
 class MaskBuilder:
@@ -523,6 +226,132 @@ class MaskBuilder:
                 if row.work is not None:
                     wait([row.work])
         allowed.late.add(index)
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """Which tokens may follow in a step, by index of the sequence.
+
+    Attributes:
+        masks: bit i (from the lowest bit of the first byte on) says whether token i may follow. In all steps of a run
+            these are the same objects with changing bits: read them before the next step's masks are made.
+        failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit the grammar.
+        late: sequences whose mask takes longer than the step waits. They go without a token.
+        waited_ns: for grammars and masks, in this step.
+    """
+
+    masks: dict[int, memoryview] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    waited_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRequest:
+    """A mask of a step."""
+
+    index: int
+    """Of the sequence in the step."""
+    grammar: Grammar
+    answer: bytes
+    """The tokens so far, little-endian int32."""
+    may_skip: bool = False
+    """Whether the sequence may go without a token, for a mask that takes long."""
+
+    @classmethod
+    def of(cls, step: Step) -> list[MaskRequest]:
+        """Those of a step's sequences that sample with a format."""
+        return [
+            cls(index, grammar, sequence.sample.answer, sequence.may_skip)
+            for index, sequence in enumerate(step.sequences)
+            if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
+        ]
+
+
+class PendingMasks:
+    """Makes the masks of a step, once. A run continues only from a step whose masks were made.
+
+    Args:
+        make: makes them.
+        grammars: grammars that may have to be waited for.
+    """
+
+    def __init__(self, make: Callable[[], TokenMasks], grammars: Sequence[Future[LLMatcher]] = ()) -> None:
+        self._make, self._grammars = make, grammars
+        self._made: TokenMasks | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a grammar has to be waited for."""
+        return not all(grammar.done() for grammar in self._grammars)
+
+    def early(self) -> None:
+        """Make them, unless a grammar has to be waited for."""
+        if not self.waits:
+            self.now()
+
+    def now(self) -> TokenMasks:
+        """Return the masks."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+@dataclass(slots=True, eq=False)
+class _MaskRow:
+    """A sequence in the step or run under way, and the parser behind the answer.
+
+    Attributes:
+        wanted: the mask that was asked for when the run began.
+        compiled: the sequence's grammar.
+        parser: behind the answer so far; None: to be begun.
+        bits: the sequence's mask.
+        work: writes the mask, on another thread; None: not begun.
+        fresh: the parser was begun anew for this mask.
+    """
+
+    wanted: MaskRequest
+    compiled: Future[LLMatcher]
+    parser: LLMatcher | None
+    bits: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    time: ProcessorTime
+    work: Future[None] | None = None
+    fresh: bool = False
+
+    @property
+    def index(self) -> int:
+        """Of the sequence in the step."""
+        return self.wanted.index
+
+    def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
+        """Return the mask that is wanted after these steps' tokens."""
+        tokens = array("i", [each[self.index] for each in later])
+        return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
+
+    def leads_to(self, wanted: MaskRequest) -> bool:
+        """Tell whether another mask is that of this row's answer with one token more."""
+        same = wanted.grammar == self.wanted.grammar
+        return same and len(wanted.answer) >= TOKEN_BYTES and wanted.answer[:-TOKEN_BYTES] == self.wanted.answer
+
+    def behind_guess(self, wanted: MaskRequest) -> _MaskRow:
+        """Return the row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
+        assert self.parser is not None
+        token = int.from_bytes(wanted.answer[-TOKEN_BYTES:], "little")
+        parser, work = self.parser.deep_copy(), None
+        if not parser.consume_token(token):
+            work = Future[None]()
+            work.set_exception(ValueError("a guess does not fit"))
+        return _MaskRow(wanted, self.compiled, parser, np.empty(0, np.uint32), self.time, work)
+
+    def write(self, answer: bytes) -> None:
+        """Write the mask; on another thread. The library lets others run meanwhile."""
+        began_ns = time.thread_time_ns()
+        try:
+            if self.parser is None:
+                self.parser = begun(self.compiled.result(), answer)
+            self.parser.unsafe_compute_mask_ptr(self.bits.ctypes.data, self.bits.nbytes)
+        finally:
+            self.time.add(time.thread_time_ns() - began_ns)
 
 
 def _too_slow(spent: ProcessorTime, answer: bytes) -> str:

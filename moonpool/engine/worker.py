@@ -18,14 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.families.spec import described_ways
-from moonpool.base.fork_server import preloaded_bytes
 from moonpool.base.scheduling.steps import Step
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
 from moonpool.engine.kv_gate import KVGates
@@ -37,27 +35,19 @@ from moonpool.engine.messages import (
     EngineSizes,
     EngineSpec,
     FetchBlocks,
-    Footprint,
-    LayersLoaded,
     LoadKV,
     LoadLora,
     OpenKVGateMessage,
     Shutdown,
-    StageRoom,
     StageSpec,
-    StageStarting,
     StopRunMessage,
     WorkerFailed,
     WorkerReady,
 )
-from moonpool.engine.platforms.registry import collectives_of, stage_devices
+from moonpool.engine.stage_loader import StageLoader
 
 if TYPE_CHECKING:
     from moonpool.engine.model_runner import StageRunner
-    from moonpool.engine.models.stage import StageModel
-    from moonpool.engine.pipeline import Links
-    from moonpool.engine.platforms.stage_platform import StagePlatform
-    from moonpool.engine.structured_output import MaskBuilder
 
 
 _ORPHANED = 70  # exit code when the channel closed under us
@@ -109,6 +99,7 @@ class OrderReceiver:
                 elif isinstance(message, LoadKV):
                     self.load(message)
                 elif isinstance(message, LoadLora):
+                    # Files take long to read, and this thread must hear of gates and aborts meanwhile.
                     threading.Thread(target=self.load_lora, args=(message,), name="lora", daemon=True).start()
                 else:
                     self.orders.put_nowait(message)
@@ -119,176 +110,6 @@ class OrderReceiver:
         except BaseException:
             traceback.print_exc()
         os._exit(_ORPHANED)
-
-
-class StageLoader:
-    """Builds one stage's runner, part by part. Torch is imported with the first of them.
-
-    Args:
-        spec: the stage's.
-        pool_fd: descriptor for the stage's part of the KV pool.
-        gates: KV gates for the stage's steps.
-        channel: to the I/O process.
-        sizes: waits for the answer to `StageRoom`.
-    """
-
-    def __init__(
-        self,
-        spec: StageSpec,
-        pool_fd: int,
-        gates: KVGates,
-        channel: BlockingChannel,
-        sizes: Callable[[], EngineSizes],
-    ) -> None:
-        import torch
-
-        from moonpool.base.checkpoint.formats import load_config
-        from moonpool.base.kv.pool import PoolPart
-        from moonpool.engine.footprint import resident_bytes
-        from moonpool.engine.kernels.native import library
-        from moonpool.engine.platforms.stage_platform import open_device
-
-        self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
-        self.libraries_bytes = max(resident_bytes(), preloaded_bytes())
-        channel.send(StageStarting("loading weights"))
-        torch.set_num_threads(max(1, self.engine.threads))
-        torch.set_num_interop_threads(1)
-        self.config = load_config(Path(self.engine.checkpoint), self.engine.model_impl)
-        self.devices = stage_devices(self.engine.device, self.engine.stages)
-        self.device = open_device(self.devices[spec.stage])
-        self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
-        if self.device is None:
-            _build_kernels(channel)
-        self.model = self._load_weights()
-        if not self.engine.sized:
-            self.engine = self._sized(sizes)
-        self.part = PoolPart.attach(
-            pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end, self.engine.slots
-        )
-        self.native = library.get() if self.model.native else None
-
-    def load(self) -> "tuple[StageRunner, Footprint]":
-        """Return the runner, and what the process will hold in memory.
-
-        Raises:
-            MoonpoolError: as `moonpool.engine.executor.start_engine` documents.
-        """
-        from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-        from moonpool.engine.footprint import max_rows, max_sequence_tokens
-        from moonpool.engine.model_runner import StageRunner
-        from moonpool.engine.warm_up import warm_up
-
-        platform, footprint = self._open_platform()
-        longest = max_sequence_tokens(self.config, self.engine)
-        masks = self._mask_builder(footprint) if self.model.is_last else None
-        timeout_s = self.engine.gate_timeout_s
-        runner = StageRunner(
-            self.spec.stage, self.model, platform, self._links(), self.gates, self.channel.send, timeout_s, masks
-        )
-        runner.max_lora_rank = self.engine.max_lora_rank
-        if self.native is not None:
-            had = self.native.had
-            runner.cpu_share = lambda steps: had()
-        # Experts, windows and the like look at tensors between launches, which a captured graph cannot do.
-        if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_plain:
-            cache = GraphCache(longest, most_rows=self.engine.graph_rows)
-            runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
-        if self.device is not None:
-            warm_up(runner, max_rows(self.engine), longest, lambda what: self.channel.send(StageStarting(what)))
-        return runner, footprint
-
-    def _sized(self, sizes: Callable[[], EngineSizes]) -> EngineSpec:
-        """Tell what the device has room for; return the specification with the sizes that follow from all stages."""
-        assert self.device is not None, "a plain CPU has no memory of its own"
-        capacity = self.device.capacity()
-        weights = self.model.weight_bytes
-        self.channel.send(StageRoom(capacity.total, capacity.free, capacity.processors, weights))
-        found = sizes()
-        return replace(self.engine, blocks=found.blocks, max_num_batched_tokens=found.max_num_batched_tokens)
-
-    def _load_weights(self) -> "StageModel":
-        from moonpool.engine.footprint import release_memory
-        from moonpool.engine.models.loader import load_stage, torch_dtype
-        from moonpool.engine.models.tensor_reader import KeptWeights
-
-        engine, spec = self.engine, self.spec
-        file = Path(engine.weights_file) if engine.weights_file and self.device is None else None
-        imatrix = Path(engine.imatrix) if engine.imatrix else None
-        model = load_stage(
-            Path(engine.checkpoint),
-            self.config,
-            torch_dtype(engine.dtype),
-            spec.layer_begin,
-            spec.layer_end,
-            self.torch_device,
-            deterministic=engine.deterministic,
-            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, file, imatrix),
-            on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
-        )
-        release_memory()  # what was unpacked on the way
-        return model
-
-    def _open_platform(self) -> "tuple[StagePlatform, Footprint]":
-        import torch
-
-        from moonpool.engine.footprint import device_footprint, grammar_bytes, lora_bytes, work_bytes
-        from moonpool.engine.platforms.stage_platform import stage_platform
-
-        config, engine, model = self.config, self.engine, self.model
-        loras = lora_bytes(config, engine, self.spec.layer_begin, self.spec.layer_end)
-        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, loras=loras)
-        on_failure = partial(_end_process, self.channel)
-        platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs + sizes.loras)
-        work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-        formats = grammar_bytes(config) if model.is_last else 0
-        held = None if self.device is None else sizes
-        kv_bytes = platform.memory.host_bytes
-        return platform, Footprint(self.libraries_bytes, model.weight_bytes, kv_bytes, work, formats, held, loras)
-
-    def _links(self) -> "Links":
-        import torch.distributed
-
-        from moonpool.engine.models.loader import torch_dtype
-        from moonpool.engine.pipeline import NoLinks, StageLinks
-
-        engine = self.engine
-        if engine.stages == 1:
-            return NoLinks()
-        return StageLinks(
-            Path(self.spec.rendezvous),
-            self.spec.stage,
-            engine.stages,
-            collectives_of(self.devices, torch.distributed.is_backend_available),
-            device=self.torch_device,
-            hidden_size=self.config.hidden_size,
-            dtype=torch_dtype(engine.dtype),
-            timeout_s=engine.step_timeout_s,
-        )
-
-    def _mask_builder(self, footprint: Footprint) -> "MaskBuilder":
-        from moonpool.base.checkpoint import Tokenizer
-        from moonpool.engine.footprint import near_memory_limit
-        from moonpool.engine.structured_output import MaskBuilder
-
-        path, full = Path(self.engine.checkpoint), partial(near_memory_limit, footprint.bound)
-        aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        if self.native is not None:
-            aside = self.native.aside
-        vocab_size, ends = self.config.vocab_size, self.config.eos_token_ids
-        masks = MaskBuilder(lambda: Tokenizer.load(path), vocab_size, ends, aside, full)
-        self.channel.send(StageStarting("preparing structured answers"))
-        masks.warm()
-        return masks
-
-
-def _build_kernels(channel: BlockingChannel) -> None:
-    """Build the native kernels if need be; say meanwhile that the start goes on."""
-    from moonpool.base.native.build import BuildError, build
-    from moonpool.engine.kernels.choice import VARIABLE
-
-    if os.environ.get(VARIABLE, "native") in ("", "native"):
-        with contextlib.suppress(BuildError):  # loading the library says why
-            build(report=lambda what: channel.send(StageStarting(what)))
 
 
 def import_libraries() -> None:
@@ -366,7 +187,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
             _exit(0)
         return order
 
-    runner, footprint = StageLoader(spec, pool_fd, gates, channel, sizes).load()
+    runner, footprint = StageLoader(spec, pool_fd, gates, channel, sizes, partial(_end_process, channel)).load()
     receiver.load, receiver.load_lora = runner.load, runner.load_lora
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -380,7 +201,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
 
     goes_on = False
     while True:
-        order = receiver.next_order(wait=not goes_on)
+        order = receiver.next_order(wait=not goes_on)  # a run's next step needs no order
         assert not isinstance(order, EngineSizes), "sizes come before all steps"
         if isinstance(order, Shutdown):
             while goes_on:  # the run was given up

@@ -53,7 +53,7 @@ class TensorInfo:
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of the values as stored, with their scales: exact for GGUF, of folders without the scales."""
+        """Bytes of the values with their scales, as an engine holds them if it keeps codes."""
         return self.elements * _STORED_BYTES.get(self.dtype, 2) if self.format is None else self.format.held_bytes(self)
 
 

@@ -34,18 +34,20 @@ class GgufType(WeightFormat):
         elements: of a block; 1: numbers without codes.
         bytes: of a block.
         exact: whether packed weights hold the codes and scales.
+        held_bits: of an element in memory, if packed weights take more than the file; 0: as in the file.
     """
 
     name: str
     elements: int
     bytes: int
     exact: bool = False
+    held_bits: float = 0
 
     def keeps_codes(self, info: TensorInfo) -> bool:
         return self.exact and _fits_products(info)
 
     def held_bytes(self, info: TensorInfo) -> float:
-        return info.elements * self.bytes / self.elements
+        return info.elements * (self.held_bits / 8 or self.bytes / self.elements)
 
     def described(self, info: TensorInfo) -> str:
         del info
@@ -60,8 +62,8 @@ GGUF_TYPES: Mapping[int, GgufType] = {
     6: GgufType("Q5_0", 32, 22, exact=True),
     7: GgufType("Q5_1", 32, 24, exact=True),
     8: GgufType("Q8_0", 32, 34, exact=True),
-    10: GgufType("Q2_K", 256, 84, exact=True),
-    11: GgufType("Q3_K", 256, 110, exact=True),
+    10: GgufType("Q2_K", 256, 84, exact=True, held_bits=5.125),
+    11: GgufType("Q3_K", 256, 110, exact=True, held_bits=4.5625),
     12: GgufType("Q4_K", 256, 144, exact=True),
     13: GgufType("Q5_K", 256, 176, exact=True),
     14: GgufType("Q6_K", 256, 210, exact=True),
@@ -75,8 +77,8 @@ GGUF_TYPES: Mapping[int, GgufType] = {
     23: GgufType("IQ4_XS", 256, 136, exact=True),
     29: GgufType("IQ1_M", 256, 56),
     30: GgufType("BF16", 1, 2),
-    34: GgufType("TQ1_0", 256, 54, exact=True),
-    35: GgufType("TQ2_0", 256, 66, exact=True),
+    34: GgufType("TQ1_0", 256, 54, exact=True, held_bits=4.0625),
+    35: GgufType("TQ2_0", 256, 66, exact=True, held_bits=4.0625),
     39: GgufType("MXFP4", 32, 17, exact=True),
     40: GgufType("NVFP4", 64, 36, exact=True),
 }

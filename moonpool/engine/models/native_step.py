@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from moonpool.base.checkpoint.config import ModelConfig
-from moonpool.base.errors import InvalidRequest
 from moonpool.base.families.spec import LayerSpec
-from moonpool.engine.kernels.arranged_weights import ArrangedWeight
 from moonpool.engine.kernels.choice import why_not_native
-from moonpool.engine.kernels.int8_head import Int8Head
 from moonpool.engine.kernels.native import library, structures
 from moonpool.engine.kernels.native.library import TYPES, Library
 from moonpool.engine.kernels.plan import AttentionPlan
@@ -33,74 +30,6 @@ _LORA_PLACES = ("attention.qkv", "attention.output", "feed_forward.gate_up", "fe
 """`LoraPlace` of lora.h, by the place in `LayerWeights`."""
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
 """`Scores` of experts.h."""
-
-
-class StepSignals(Protocol):
-    """Signals of other threads to a step that runs."""
-
-    address: int
-    """Address of three 8-byte words: whether the step was aborted, the model's highest layer that may run, and whether
-    the run must return after the step.
-    """
-
-    def stopped(self, layer: int) -> bool:
-        """Tell whether this layer must not run, or not yet."""
-        ...
-
-
-class Progress:
-    """Progress through a step's layers, for one thread that follows them while another thread computes.
-
-    Args:
-        native: The library.
-        first: The stage's first layer, counted in the whole model, as in what follows.
-        count: Number of layers.
-    """
-
-    def __init__(self, native: Library, first: int, count: int) -> None:
-        self._native, self._first = native, first
-        self._began_ns = array("q", bytes(8 * count))
-        self._words = structures.NativeProgress(first, self._began_ns.buffer_info()[0])
-        self.address = ctypes.addressof(self._words)
-
-    def wait(self, layer: int) -> bool:
-        """Wait until a layer is computed; return False if the step is over before.
-
-        Other threads of Python run meanwhile.
-        """
-        return self._native.follow(self._words, layer)
-
-    def began_ns(self, layer: int) -> int:
-        """Return when a layer began that was waited for, time.monotonic_ns."""
-        return self._began_ns[layer - self._first]
-
-    def end(self) -> None:
-        """No further layer is computed. By the thread that computes."""
-        self._native.over(self._words)
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Inputs of a step's layers."""
-
-    hidden: Tensor
-    """States [T, hidden], contiguous: in and out."""
-    batch: PackedBatch
-    """The sequences; `plan` was made from the batch's tables."""
-    angles: tuple[Tensor, Tensor]
-    """RoPE's cos and sin of the batch's rows, each [T, head_dim]."""
-    plan: AttentionPlan
-    """Of `batch` and `kv`."""
-    kv: Tensor
-    """These layers' pool [layers, blocks, kv_heads, 2, block_size, head_dim], as `kernels.attention` takes each."""
-    scales: Tensor | None = None
-    """Of quantised KV, [layers, blocks, kv_heads, 2, block_size] float32."""
-    last_rows: Sequence[int] | None = None
-    """Number of each sequence's last rows that the last layer computes; the other rows stay undefined. None: all."""
-    signals: StepSignals | None = None
-    """What the layers look at while they run."""
-    progress: Progress | None = None
-    """Receives each layer's end."""
 
 
 class NativeLayers:
@@ -212,6 +141,74 @@ class NativeLayers:
         return out
 
 
+class StepSignals(Protocol):
+    """Signals of other threads to a step that runs."""
+
+    address: int
+    """Address of three 8-byte words: whether the step was aborted, the model's highest layer that may run, and whether
+    the run must return after the step.
+    """
+
+    def stopped(self, layer: int) -> bool:
+        """Tell whether this layer must not run, or not yet."""
+        ...
+
+
+class Progress:
+    """Progress through a step's layers, for one thread that follows them while another thread computes.
+
+    Args:
+        native: The library.
+        first: The stage's first layer, counted in the whole model, as in what follows.
+        count: Number of layers.
+    """
+
+    def __init__(self, native: Library, first: int, count: int) -> None:
+        self._native, self._first = native, first
+        self._began_ns = array("q", bytes(8 * count))
+        self._words = structures.NativeProgress(first, self._began_ns.buffer_info()[0])
+        self.address = ctypes.addressof(self._words)
+
+    def wait(self, layer: int) -> bool:
+        """Wait until a layer is computed; return False if the step is over before.
+
+        Other threads of Python run meanwhile.
+        """
+        return self._native.follow(self._words, layer)
+
+    def began_ns(self, layer: int) -> int:
+        """Return when a layer began that was waited for, time.monotonic_ns."""
+        return self._began_ns[layer - self._first]
+
+    def end(self) -> None:
+        """No further layer is computed. By the thread that computes."""
+        self._native.over(self._words)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of a step's layers."""
+
+    hidden: Tensor
+    """States [T, hidden], contiguous: in and out."""
+    batch: PackedBatch
+    """The sequences; `plan` was made from the batch's tables."""
+    angles: tuple[Tensor, Tensor]
+    """RoPE's cos and sin of the batch's rows, each [T, head_dim]."""
+    plan: AttentionPlan
+    """Of `batch` and `kv`."""
+    kv: Tensor
+    """These layers' pool [layers, blocks, kv_heads, 2, block_size, head_dim], as `kernels.attention` takes each."""
+    scales: Tensor | None = None
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_size] float32."""
+    last_rows: Sequence[int] | None = None
+    """Number of each sequence's last rows that the last layer computes; the other rows stay undefined. None: all."""
+    signals: StepSignals | None = None
+    """What the layers look at while they run."""
+    progress: Progress | None = None
+    """Receives each layer's end."""
+
+
 def native_layers(
     config: ModelConfig, index: int, layers: Sequence[LayerWeights]
 ) -> tuple[list[NativeLayers], list[str]]:
@@ -300,129 +297,3 @@ def _panels(linear: Linear) -> structures.Panels:
 
 def _items_structure(single: Tensor, several: Tensor) -> structures.Items:
     return structures.Items(single.data_ptr(), single.shape[0], several.data_ptr(), several.shape[0])
-
-
-@dataclass(frozen=True, slots=True)
-class RunInputs:
-    """Inputs of a run's further steps."""
-
-    step: structures.NativeStep
-    """A step over all layers, with one row per sequence."""
-    hidden: Tensor
-    """[T, hidden], the step's states."""
-    angles: Tensor
-    """[2, T, head_dim], the step's cos and sin."""
-    cos: Tensor
-    """[N, head_dim], of all positions that the run may come to; and `sin`."""
-    sin: Tensor
-    turns: Tensor
-    """[T] int64: the row of these that belongs to each sequence's position; from now on changed in place."""
-    embedding: Tensor | ArrangedWeight
-    norm: Tensor
-    head: Linear
-    int8_head: Int8Head | None
-
-
-@dataclass(slots=True)
-class RunResult:
-    """One call's result."""
-
-    steps: int
-    """Number of steps that are done."""
-    stopped: bool
-    """Whether another step was begun and aborted by the signals."""
-    filled: list[int]
-    """Blocks that became full."""
-
-
-class NativeLoop:
-    """The rest of a run as a native loop; made by `StageModel.native_run`.
-
-    Attributes:
-        logits: the last step's [T, vocab], float32; may be overwritten. If this loop samples, they may be those of an
-            earlier step: the int8 head finds greedy tokens without logits.
-        logits_at: their address.
-        samples: whether this loop also samples the tokens.
-    """
-
-    def __init__(
-        self, layers: NativeLayers, batch: PackedBatch, parts: RunInputs, steps: int, chosen: int, out: Tensor | None
-    ) -> None:
-        head, rows = parts.head.panels, batch.num_tokens
-        assert head is not None
-        shape = (rows, head.structure.outputs)
-        reused = out is not None and out.shape == shape
-        self.logits = out if out is not None and reused else torch.empty(shape, dtype=torch.float32)
-        self.logits_at = self.logits.data_ptr()
-        self.samples = False
-        self._native, self._batch, self._parts, self._left = layers.native, batch, parts, steps
-        self._normed = torch.empty_like(parts.hidden)
-        self._full = np.zeros(steps * rows, np.int64)
-        self._found, self._over_ns = np.zeros((steps, rows), np.int32), np.zeros(steps, np.int64)
-        self._ends = np.zeros(0, np.int32)
-        embedded = parts.embedding.structure if isinstance(parts.embedding, ArrangedWeight) else None
-        self._call = structures.GoOn(
-            ctypes.pointer(layers.model), ctypes.pointer(parts.step),
-            chosen, batch.token_ids.data_ptr(), batch.positions.data_ptr(), batch.context_lens.data_ptr(),
-            parts.turns.data_ptr(), parts.cos.data_ptr(), parts.sin.data_ptr(),
-            None if embedded is None else ctypes.pointer(embedded),
-            parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
-            parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
-            None if parts.int8_head is None else ctypes.pointer(parts.int8_head.structure),
-            full=self._full.ctypes.data, found=self._found.ctypes.data, over_ns=self._over_ns.ctypes.data,
-        )  # fmt: skip
-
-    def sample_by(self, attach: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
-        """Sample tokens in the same call, if a sampler's `attach` allows this; stop after a token of `ends`."""
-        self.samples = attach(self._call)
-        self._ends = np.array(list(ends), np.int32)
-        self._call.ends, self._call.end_count = self._ends.ctypes.data, len(self._ends)
-
-    def go_on(self, most: int = 1, until_ns: int = 0) -> RunResult:
-        """Compute a step with the tokens that were chosen, and more where tokens are chosen here.
-
-        Args:
-            most: steps.
-            until_ns: no step follows one that is over later, time.monotonic_ns.
-
-        Raises:
-            InvalidRequest: the block tables hold no further token.
-        """
-        if not self._left:
-            raise InvalidRequest("sequences", "a block table does not hold a run's next token")
-        self._call.most, self._call.until_ns = min(most, self._left), until_ns
-        steps = self._native.go_on(self._call)
-        self._left -= steps
-        return RunResult(
-            steps, bool(self._call.stopped), self._full[: self._call.filled].tolist() if self._call.filled else []
-        )
-
-    def tokens(self, steps: int) -> list[tuple[list[int], int]]:
-        """For the last call's steps, if tokens are chosen here: each sequence's tokens, and when each was over."""
-        return list(zip(self._found[:steps].tolist(), self._over_ns[:steps].tolist(), strict=True))
-
-    @property
-    def failed(self) -> bool:
-        """Of the last step: no token was found for a sequence."""
-        return bool(self._call.failed)
-
-
-def make_native_run(
-    layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
-) -> NativeLoop | None:
-    """Return the rest of a run, or None if Python has to run the steps.
-
-    Args:
-        layers: all the model's layers.
-        batch: as in `StageModel.native_run`.
-        parts: the stage's parts.
-        blocks: blocks in the pool.
-        steps: as in `StageModel.native_run`.
-        chosen: as in `StageModel.native_run`.
-        out: as in `StageModel.native_run`.
-    """
-    tables, context = batch.arrays["block_tables"], batch.arrays["context_lens"]
-    if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:
-        return None
-    room = int((batch.arrays["capacity"] - context).min())
-    return NativeLoop(layers, batch, parts, min(room, steps), chosen, out)

@@ -30,16 +30,8 @@ from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, Pac
 from moonpool.engine.models.experts import DenseAndExperts
 from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
-from moonpool.engine.models.native_step import (
-    NativeLayers,
-    NativeLoop,
-    Progress,
-    RunInputs,
-    StepInputs,
-    StepSignals,
-    make_native_run,
-    native_layers,
-)
+from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
+from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
 from moonpool.engine.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights

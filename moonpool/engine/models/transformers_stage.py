@@ -22,7 +22,8 @@ from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import make_plan
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
-from moonpool.engine.models.native_step import NativeLoop, Progress, StepSignals
+from moonpool.engine.models.native_loop import NativeLoop
+from moonpool.engine.models.native_step import Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
 from moonpool.engine.models.stage import StageModel, in_inference_mode
 

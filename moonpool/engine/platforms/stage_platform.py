@@ -8,8 +8,9 @@ import torch
 
 from moonpool.base.kv.pool import PoolPart
 from moonpool.engine.platforms.base import Device, DeviceStream
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
-from moonpool.engine.platforms.kv_memory import CallbackThread, KVMemory, TieredKVMemory
+from moonpool.engine.platforms.kv_memory import KVMemory, TieredKVMemory
 from moonpool.engine.platforms.registry import DeviceName
 
 

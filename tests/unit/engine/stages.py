@@ -86,9 +86,9 @@ def stages(path: Path, count: int, device: Device | None = None) -> Iterator[Sta
     half = layout.layers // 2
     ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
     pool = KVPool.create(layout, BLOCKS, ranges)
-    it = Stages(path, pool, device)
-    yield it
-    for runner in it.runners:
+    opened = Stages(path, pool, device)
+    yield opened
+    for runner in opened.runners:
         runner.platform.close()
     pool.close()
 

@@ -75,11 +75,11 @@ def lending(folder: Path) -> Iterator[tuple[CpuSlot, library.Library]]:
 
 
 def test_each_process_takes_the_first_slot_that_is_free(tmp_path: Path) -> None:
-    one = CpuSlot.claim(tmp_path / "page", 3)
-    assert SLOT.unpack_from(one.page, 0) == (process_epoch(os.getpid()), 3, SAME, 0)
-    put(one.page, 1, PARENT, 1, SAME)
-    put(one.page, 2, ended(), 1, SAME)
-    put(one.page, 3, process_epoch(os.getpid()) + (1 << 30), 1, SAME)  # its number is another process's now
+    first_slot = CpuSlot.claim(tmp_path / "page", 3)
+    assert SLOT.unpack_from(first_slot.page, 0) == (process_epoch(os.getpid()), 3, SAME, 0)
+    put(first_slot.page, 1, PARENT, 1, SAME)
+    put(first_slot.page, 2, ended(), 1, SAME)
+    put(first_slot.page, 3, process_epoch(os.getpid()) + (1 << 30), 1, SAME)  # its number is another process's now
     assert [CpuSlot.claim(tmp_path / "page", 1).own for _ in range(2)] == [2, 3]
 
 

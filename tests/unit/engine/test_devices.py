@@ -34,9 +34,10 @@ from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.engine.platforms.cuda import CudaDevice
-from moonpool.engine.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.engine.platforms.kv_memory import TieredKVMemory
 from moonpool.engine.platforms.stage_platform import StagePlatform
 from moonpool.engine.platforms.staged import StagedDevice
 from tests.layouts import one_tensor
@@ -80,7 +81,9 @@ class Rig:
 
     def _emit(self, event: StageEvent) -> None:
         if isinstance(event, LayerDone):  # at this moment the slices may leave
-            self.seen[event.step_id, event.layer] = [bytes(self.pool.slice(event.layer, it)) for it in self.watched]
+            self.seen[event.step_id, event.layer] = [
+                bytes(self.pool.slice(event.layer, tested)) for tested in self.watched
+            ]
             if self.aborting:
                 self.gates.abort(event.step_id)
             self._open(event.step_id, event.layer + 1)
@@ -133,7 +136,7 @@ class Rig:
         assert self.events.pop() == BlocksFetched(7, 0)
 
     def slices(self, block: int) -> Slices:
-        return [(bytes(data), value) for data, value in (self.pool.read(it, block) for it in self._layers)]
+        return [(bytes(data), value) for data, value in (self.pool.read(layer, block) for layer in self._layers)]
 
     def write(self, block: int, slices: Slices) -> None:
         for layer, (data, value) in enumerate(slices):
@@ -175,13 +178,13 @@ def rig(
         callbacks = CallbackThread(nothing_fails, device.enter_thread)
         memory = TieredKVMemory(part, device, callbacks, batch_slices)
         place = StagePlatform(device.torch_device, device.compute, memory, callbacks, device)
-    it = Rig(model, pool, place)
+    tested = Rig(model, pool, place)
     if graphs and device is not None:
         cache = GraphCache(BLOCKS * SIZE, most_rows=4)
-        it.runner.graphs = DecodeGraphs(device, model, place.memory, cache, BLOCKS * SIZE)
-        it.runner.graphs.capture(device.compute, lambda what: None)
-    yield it
-    it.runner.close()
+        tested.runner.graphs = DecodeGraphs(device, model, place.memory, cache, BLOCKS * SIZE)
+        tested.runner.graphs.capture(device.compute, lambda what: None)
+    yield tested
+    tested.runner.close()
     pool.close()
 
 
@@ -196,91 +199,91 @@ def part(tokens: Sequence[int], start: int, table: tuple[int, ...], *, sample: b
 Story = tuple[list[object], list[object]]
 
 
-def story(it: Rig) -> Story:
+def story(tested: Rig) -> Story:
     """What an instance does with its pool, and everything that can be seen of it: tokens, and KV with its hashes."""
     found: list[object] = []
     kv: list[object] = []
     # A prompt in two chunks, layer by layer, beside another one.
-    it.watched = (4, 1)
-    it.run(part(PROMPT[:32], 0, (4, 1), sample=False), layer_events=True)
-    done = it.run(part(PROMPT, 32, (4, 1, 6)), part(OTHER, 0, (7, 2)), layer_events=True)
+    tested.watched = (4, 1)
+    tested.run(part(PROMPT[:32], 0, (4, 1), sample=False), layer_events=True)
+    done = tested.run(part(PROMPT, 32, (4, 1, 6)), part(OTHER, 0, (7, 2)), layer_events=True)
     found.append(done.sampled)
-    kv += [dict(it.seen), [it.slices(block) for block in (4, 1, 7)]]
-    kv.append([value for _, value in it.slices(6)])  # behind its last token lies something
+    kv += [dict(tested.seen), [tested.slices(block) for block in (4, 1, 7)]]
+    kv.append([value for _, value in tested.slices(6)])  # behind its last token lies something
     # Its blocks go elsewhere and come back into others, as a transfer's; its last one is part-filled.
     for source, block in ((4, 9), (1, 3), (6, 5)):
-        it.write(block, it.slices(source))
+        tested.write(block, tested.slices(source))
     tokens = list(PROMPT)
     first = done.sampled[0]
     assert first is not None
     tokens.append(first)
-    it.go_on(tokens, (9, 3, 5), 3)
+    tested.go_on(tokens, (9, 3, 5), 3)
     found.append(list(tokens))
     # Another shares its blocks and gets a copy of a part-filled one, which has just come, where a lost one had come.
-    it.fetch(5)
-    it.write(8, it.slices(5))
-    it.write(10, it.slices(4))
+    tested.fetch(5)
+    tested.write(8, tested.slices(5))
+    tested.write(10, tested.slices(4))
     table, twin = (9, 3, 5), (9, 3, 10)
     moved = [*tokens[:-1], 99]
     shares = part(tokens, len(tokens) - 1, table), part(moved, len(moved) - 1, twin)
-    found.append(it.run(*shares, copies=((8, 10),)).sampled)
+    found.append(tested.run(*shares, copies=((8, 10),)).sampled)
     # It is swapped out and comes back into blocks that were others'.
-    it.fetch(*twin)
-    saved = [it.slices(block) for block in twin]
+    tested.fetch(*twin)
+    saved = [tested.slices(block) for block in twin]
     kv.append(saved[:2])
     for block in twin:
-        it.write(block, [(bytes(len(data)), 0) for data, _ in it.slices(block)])
+        tested.write(block, [(bytes(len(data)), 0) for data, _ in tested.slices(block)])
     for slices, block in zip(saved, (4, 1, 6), strict=True):
-        it.write(block, slices)
+        tested.write(block, slices)
     # Another comes into the other's part-filled block and goes again before it has run: the device has old bytes there.
-    it.write(5, saved[0])
-    it.fetch(5)
-    kv.append(it.slices(5))
-    it.go_on(moved, (4, 1, 6), 3 * SIZE + 1 - len(moved))  # until its third block is full
+    tested.write(5, saved[0])
+    tested.fetch(5)
+    kv.append(tested.slices(5))
+    tested.go_on(moved, (4, 1, 6), 3 * SIZE + 1 - len(moved))  # until its third block is full
     found.append(moved)
-    kv.append(it.slices(6))
+    kv.append(tested.slices(6))
     # A prefix comes layer by layer, behind gates; a wrong one is given up, and the next has its blocks.
     wrong: Slices = [(bytes([layer + 1]) * len(data), 0) for layer, (data, _) in enumerate(saved[0])]
-    it.aborting, it.loading = True, {8: wrong, 0: wrong}
-    found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).aborted)
-    it.aborting, it.loading = False, dict(zip((8, 0), saved, strict=False))
-    found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).sampled)
+    tested.aborting, tested.loading = True, {8: wrong, 0: wrong}
+    found.append(tested.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).aborted)
+    tested.aborting, tested.loading = False, dict(zip((8, 0), saved, strict=False))
+    found.append(tested.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).sampled)
     return found, kv
 
 
 @pytest.fixture(scope="module")
 def expected(model: StageModel) -> Story:
-    with rig(model, None) as it:
-        return story(it)
+    with rig(model, None) as tested:
+        return story(tested)
 
 
 @pytest.mark.parametrize("seed", FEW)
 def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, seed: int) -> None:
-    with rig(model, StagedDevice(seed), 1 + seed % 5, graphs=seed % 2 == 0) as it:
-        assert story(it) == expected
+    with rig(model, StagedDevice(seed), 1 + seed % 5, graphs=seed % 2 == 0) as tested:
+        assert story(tested) == expected
     assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None:
-    with rig(model, None, kv_dtype=kv_dtype) as it:
-        expected = story(it)
+    with rig(model, None, kv_dtype=kv_dtype) as tested:
+        expected = story(tested)
     for seed in FEW[:2]:
-        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
-            assert story(it) == expected
-            assert it.place.memory.host_bytes == 2 * it.pool.nbytes
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as tested:
+            assert story(tested) == expected
+            assert tested.place.memory.host_bytes == 2 * tested.pool.nbytes
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_nor_with_layers_whose_slices_differ(checkpoint: Path, kv_dtype: str, tmp_path: Path) -> None:
     config = with_repeated_heads(checkpoint, tmp_path)
     model = load_stage(tmp_path, config, torch.float32, 0, config.num_layers)
-    with rig(model, None, kv_dtype=kv_dtype) as it:
-        assert len({it.pool.layout.slice_bytes(layer) for layer in range(config.num_layers)}) == 2
-        expected = story(it)
+    with rig(model, None, kv_dtype=kv_dtype) as tested:
+        assert len({tested.pool.layout.slice_bytes(layer) for layer in range(config.num_layers)}) == 2
+        expected = story(tested)
     for seed in FEW[:2]:
-        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
-            assert story(it) == expected
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as tested:
+            assert story(tested) == expected
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -289,15 +292,15 @@ def test_nor_with_window_slots_in_another_order_than_blocks(kv_dtype: str, tmp_p
     create("tiny-gemma3", tmp_path / "model", seed=1, dtype="float32")
     config = load_config(tmp_path / "model")
     model = load_stage(tmp_path / "model", config, torch.float32, 0, config.num_layers)
-    with rig(model, None, kv_dtype=kv_dtype) as it:
-        assert 0 < len(it.pool.layout.windowed_layers) < config.num_layers
-        expected = story(it)
+    with rig(model, None, kv_dtype=kv_dtype) as tested:
+        assert 0 < len(tested.pool.layout.windowed_layers) < config.num_layers
+        expected = story(tested)
     slots = random.Random(2).sample(range(BLOCKS), BLOCKS)
-    with rig(model, None, kv_dtype=kv_dtype, slots=slots) as it:
-        assert story(it) == expected
+    with rig(model, None, kv_dtype=kv_dtype, slots=slots) as tested:
+        assert story(tested) == expected
     for seed in FEW[:2]:
-        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True, slots=slots) as it:
-            assert story(it) == expected
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True, slots=slots) as tested:
+            assert story(tested) == expected
 
 
 @pytest.mark.parametrize("seed", FEW[:2])
@@ -305,18 +308,18 @@ def test_nor_with_window_slots_in_another_order_than_blocks(kv_dtype: str, tmp_p
 def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel, length: int, seed: int) -> None:
     """Around the borders of blocks: all KV is there. On a device the steps are graphs, padded to four rows."""
     device = StagedDevice(seed) if seed else None
-    with rig(model, device, graphs=True) as it:
+    with rig(model, device, graphs=True) as tested:
         prompts = [tuple(range(first, first + length)) for first in (5, 60, 90)]
         tables = [(4, 1, 6), (7, 2, 8), (0, 3, 5)]
         whole = [part(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
-        expected = it.run(*whole).sampled
-        it.fetch(*range(BLOCKS))
-        kv = [layer.clone() for layer in it.place.memory.kv]
+        expected = tested.run(*whole).sampled
+        tested.fetch(*range(BLOCKS))
+        kv = [layer.clone() for layer in tested.place.memory.kv]
         last = [replace(part(prompt, length - 1, sequence.block_table), full_hit=True)
                 for prompt, sequence in zip(prompts, whole, strict=True)]  # fmt: skip
         for _ in range(2):
-            assert it.run(*last).sampled == expected
-        for layer, before in zip(it.place.memory.kv, kv, strict=True):
+            assert tested.run(*last).sampled == expected
+        for layer, before in zip(tested.place.memory.kv, kv, strict=True):
             assert torch.equal(layer.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -324,8 +327,8 @@ def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel
 @pytest.mark.timeout(900)
 def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
     for seed in range(1000):
-        with rig(model, StagedDevice(seed), 1 + seed % 5, graphs=seed % 2 == 0) as it:
-            assert story(it) == expected, f"SEED={seed}"
+        with rig(model, StagedDevice(seed), 1 + seed % 5, graphs=seed % 2 == 0) as tested:
+            assert story(tested) == expected, f"SEED={seed}"
 
 
 @pytest.mark.gpu
@@ -335,8 +338,8 @@ def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story, graphs
     config = load_config(checkpoint)
     device = CudaDevice(0)
     model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, device.torch_device)
-    with rig(model, device, graphs=graphs) as it:
-        assert story(it)[0] == expected[0]
+    with rig(model, device, graphs=graphs) as tested:
+        assert story(tested)[0] == expected[0]
 
 
 @pytest.mark.gpu
@@ -371,17 +374,17 @@ class Refusing(StagedDevice):
 def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> None:
     answers = []
     for device in (None, Refusing(2)):
-        with rig(model, device, graphs=True) as it:
+        with rig(model, device, graphs=True) as tested:
             tokens = list(PROMPT)
-            tokens += [token for token in it.run(part(PROMPT, 0, (4, 1, 6))).sampled if token is not None]
+            tokens += [token for token in tested.run(part(PROMPT, 0, (4, 1, 6))).sampled if token is not None]
             for _ in range(4):
-                it.go_on(tokens, (4, 1, 6), 1)
+                tested.go_on(tokens, (4, 1, 6), 1)
             answers.append(tokens)
-            assert device is None or it.runner.graphs is not None
-            if it.runner.graphs is not None:
+            assert device is None or tested.runner.graphs is not None
+            if tested.runner.graphs is not None:
                 last = part(tokens, len(tokens) - 1, (4, 1, 6))
                 batch = PackedBatch.build([(last.token_ids, last.start, last.block_table)], SIZE)
-                assert it.runner.graphs.shape(Step(99, (last,)), batch) is None
+                assert tested.runner.graphs.shape(Step(99, (last,)), batch) is None
     assert answers[0] == answers[1]
     assert len(answers[0]) == len(PROMPT) + 5
 
@@ -396,7 +399,7 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE, most_rows=4), SIZE)
     graphs.capture(device.compute, lambda what: None)
     shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
-    batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], SIZE)
+    batch = PackedBatch.build([(share.token_ids, share.start, share.block_table) for share in shares], SIZE)
     hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(2))
     shape = graphs.shape(Step(1, tuple(shares)), batch)
     assert shape is not None
@@ -488,9 +491,9 @@ def blocks_of(model: StageModel) -> list[Slices]:
         return [plain.slices(4), plain.slices(1)]
 
 
-def held(it: Rig, block: int) -> list[bytes]:
+def held(tested: Rig, block: int) -> list[bytes]:
     """What the device has of a block."""
-    return [layer.numpy().tobytes() for layer in one_tensor(it.place.memory.kv)[:, block]]
+    return [layer.numpy().tobytes() for layer in one_tensor(tested.place.memory.kv)[:, block]]
 
 
 def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageModel) -> None:
@@ -498,30 +501,30 @@ def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageMo
     first, second = blocks_of(model)
     wrong: Slices = [(bytes(len(data)), 0) for data, _ in first]
     rigs: list[Rig] = []
-    with rig(model, AtOnce(Interrupted(lambda: rigs[0].write(4, first))), 1) as it:
-        rigs.append(it)
-        it.write(4, wrong)
-        it.write(1, second)
-        it.loaded()
-        it.loaded()
-        assert held(it, 4) == [data for data, _ in first]
+    with rig(model, AtOnce(Interrupted(lambda: rigs[0].write(4, first))), 1) as tested:
+        rigs.append(tested)
+        tested.write(4, wrong)
+        tested.write(1, second)
+        tested.loaded()
+        tested.loaded()
+        assert held(tested, 4) == [data for data, _ in first]
 
 
 def test_kv_is_brought_as_it_lands(model: StageModel) -> None:
     """No step asks for it; the I/O process tells the device of slices only while nothing is under way."""
     blocks, told = blocks_of(model), list[int]()
-    with rig(model, AtOnce(stream := Held())) as it:
+    with rig(model, AtOnce(stream := Held())) as tested:
 
         def tell() -> None:
             told.append(len(told))
-            it.place.memory.load(None)
+            tested.place.memory.load(None)
 
-        it.pool.parts[0].on_landed = tell
-        it.write(4, blocks[0])
-        it.write(1, blocks[1])
+        tested.pool.parts[0].on_landed = tell
+        tested.write(4, blocks[0])
+        tested.write(1, blocks[1])
         assert told == [0]
         stream.go.set()
-        while [held(it, block) for block in (4, 1)] != [[data for data, _ in block] for block in blocks]:
+        while [held(tested, block) for block in (4, 1)] != [[data for data, _ in block] for block in blocks]:
             os.sched_yield()
 
 
@@ -538,19 +541,19 @@ def test_running_sequences_do_not_wait_for_a_joining_one(model: StageModel, grap
         plain.go_on(other, (7, 2), 4)
         together = plain.run(part(other, len(other) - 1, (7, 2)), part(PROMPT, 39, joining)).sampled
     device = AtOnce(stream := Held())
-    with rig(model, device, graphs=graphs) as it:
-        mine = [*OTHER, *(token for token in it.run(part(OTHER, 0, (7, 2))).sampled if token is not None)]
+    with rig(model, device, graphs=graphs) as tested:
+        mine = [*OTHER, *(token for token in tested.run(part(OTHER, 0, (7, 2))).sampled if token is not None)]
         for table, block in zip(joining, blocks, strict=False):
-            it.write(table, block)
+            tested.write(table, block)
         there = threading.Event()
-        it.place.memory.load(there.set)
-        it.go_on(mine, (7, 2), 4)
+        tested.place.memory.load(there.set)
+        tested.go_on(mine, (7, 2), 4)
         assert mine == other
         assert not there.is_set()
         stream.go.set()
         there.wait()
-        it.run(part(PROMPT, 32, joining))
-        assert it.run(part(mine, len(mine) - 1, (7, 2)), part(PROMPT, 39, joining)).sampled == together
+        tested.run(part(PROMPT, 32, joining))
+        assert tested.run(part(mine, len(mine) - 1, (7, 2)), part(PROMPT, 39, joining)).sampled == together
         assert device.compute.waits == 0
 
 
@@ -558,13 +561,13 @@ def test_a_step_waits_for_its_own_kv_alone(model: StageModel) -> None:
     """A sequence whose KV is under way is in the step."""
     blocks = blocks_of(model)
     device = AtOnce(stream := Held())
-    with rig(model, device) as it:
-        it.write(9, blocks[0])
-        it.place.memory.begin(Step(1, (part(OTHER, 24, (7, 2)),)))
-        it.place.memory.prepare_layer(0)
+    with rig(model, device) as tested:
+        tested.write(9, blocks[0])
+        tested.place.memory.begin(Step(1, (part(OTHER, 24, (7, 2)),)))
+        tested.place.memory.prepare_layer(0)
         assert device.compute.waits == 0
-        it.place.memory.begin(Step(2, (part(PROMPT, 16, (9, 3, 5)),)))
-        it.place.memory.prepare_layer(0)
+        tested.place.memory.begin(Step(2, (part(PROMPT, 16, (9, 3, 5)),)))
+        tested.place.memory.prepare_layer(0)
         assert device.compute.waits == 1
         stream.go.set()
 
@@ -600,11 +603,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_a_step_without_new_kv_looks_at_one_word(model: StageModel) -> None:
     """Once for a run, whatever its length and its sequences'."""
-    with rig(model, AtOnce(CpuStream())) as it:
-        it.write(4, blocks_of(model)[0])
-        it.loaded()
-        words = it.pool.parts[0].landed = Words(it.pool.parts[0].landed)  # type: ignore[assignment]
-        memory, layers = it.place.memory, range(it.pool.layout.layers)
+    with rig(model, AtOnce(CpuStream())) as tested:
+        tested.write(4, blocks_of(model)[0])
+        tested.loaded()
+        words = tested.pool.parts[0].landed = Words(tested.pool.parts[0].landed)  # type: ignore[assignment]
+        memory, layers = tested.place.memory, range(tested.pool.layout.layers)
         with Operations() as operations:  # type: ignore[no-untyped-call]
             memory.begin(Step(1, (part(PROMPT, 39, (4, 1, 6)), part(OTHER, 24, (7, 2))), steps=9))
             for step in range(3):

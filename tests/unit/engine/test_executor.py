@@ -153,7 +153,7 @@ async def test_each_step_of_a_run_is_told_until_it_ends_or_is_cut() -> None:
         told: list[StepResult] = []
         share = SequenceStep(array("i", [WORK]).tobytes(), 0, (0,), GREEDY)
         result = await engine.run(Step(1, (share,), steps=3), on_step=told.append)
-        assert [it.sampled for it in (*told, result)] == [(WORK,)] * 3
+        assert [reported.sampled for reported in (*told, result)] == [(WORK,)] * 3
 
         def cut(_: StepResult) -> None:
             engine.stop_run(2)

@@ -65,7 +65,7 @@ async def test_a_deletion_is_carried_out_once_whoever_orders_it_and_how_often(ri
     await asyncio.sleep(0)
     rig.store(OTHER, "ours")  # it is younger: nobody waits for it, and it is not dropped
     rig.writer.go(1)
-    assert [(await one).blocks for one in (first, again)] == [3, 3]
+    assert [(await call).blocks for call in (first, again)] == [3, 3]
     assert [look.selection.tenants for look in rig.looks] == [{"ours"}]
     await rig.writer.until(2)
     assert ((await rig.delete("d", tenants=["ours"])).blocks, len(rig.looks), rig.dropped) == (0, 1, [])

@@ -17,15 +17,15 @@ from tests.unit.engine.stages import GREEDY, PROMPT, Stages, ids, stages
 OTHER = tuple(range(60, 83))
 
 
-def loaded(its: Stages, folder: Path) -> bytes:
+def loaded(opened: Stages, folder: Path) -> bytes:
     """The id of an adapter that all stages have loaded."""
     lora = read_adapter(folder).id
-    its.events.clear()
-    for runner in its.runners:
+    opened.events.clear()
+    for runner in opened.runners:
         runner.max_lora_rank = 8
         runner.load_lora(LoadLora(7, lora, str(folder)))
-    assert [(event.number, event.failure) for event in its.events if isinstance(event, LoraAnswer)] == [
-        (7, None) for _ in its.runners
+    assert [(event.number, event.failure) for event in opened.events if isinstance(event, LoraAnswer)] == [
+        (7, None) for _ in opened.runners
     ]
     return lora
 
@@ -34,7 +34,7 @@ def prompts(loras: Sequence[bytes], **how: Any) -> Step:
     parts = ((PROMPT, (4, 1, 6)), (OTHER, (2, 3)))
     chosen = zip(parts, loras, strict=False)
     return Step(
-        1, tuple(SequenceStep(ids(*its), 0, blocks, GREEDY, lora=lora) for (its, blocks), lora in chosen), **how
+        1, tuple(SequenceStep(ids(*opened), 0, blocks, GREEDY, lora=lora) for (opened, blocks), lora in chosen), **how
     )
 
 
@@ -53,92 +53,92 @@ def folders(checkpoint: Path, tmp_path: Path) -> tuple[Path, Path]:
     return create_lora(tmp_path / "a", config, 1), create_lora(tmp_path / "b", config, 2, ("v", "down"), rank=4)
 
 
-def answers(its: Stages, loras: Sequence[bytes]) -> list[tuple[int | None, ...]]:
+def answers(opened: Stages, loras: Sequence[bytes]) -> list[tuple[int | None, ...]]:
     """Tokens of a prompt step and of the steps behind it, a run where there is one stage."""
     step = prompts(loras)
-    found = [its.run(step)[-1].sampled]
-    its.events.clear()
-    done = its.run(following(step, found[0], 1 if len(its.runners) > 1 else 4))
-    return found + [event.sampled for event in done if event.stage == len(its.runners) - 1]
+    found = [opened.run(step)[-1].sampled]
+    opened.events.clear()
+    done = opened.run(following(step, found[0], 1 if len(opened.runners) > 1 else 4))
+    return found + [event.sampled for event in done if event.stage == len(opened.runners) - 1]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_adapters_in_one_step_answer_as_alone(count: int, checkpoint: Path, folders: tuple[Path, Path]) -> None:
-    with stages(checkpoint, count) as its:
-        a, b = (loaded(its, folder) for folder in folders)
+    with stages(checkpoint, count) as opened:
+        a, b = (loaded(opened, folder) for folder in folders)
     alone = {}
     for lora, folder in ((b"", None), (a, folders[0]), (b, folders[1])):
-        with stages(checkpoint, count) as its:
+        with stages(checkpoint, count) as opened:
             if folder is not None:
-                loaded(its, folder)
-            alone[lora] = answers(its, (lora, lora))
+                loaded(opened, folder)
+            alone[lora] = answers(opened, (lora, lora))
     assert alone[a] != alone[b""] != alone[b] != alone[a]
     for pair in ((a, b), (b, b""), (b"", a)):
-        with stages(checkpoint, count) as its:
+        with stages(checkpoint, count) as opened:
             for folder in folders:
-                loaded(its, folder)
-            together = answers(its, pair)
-        assert together == [(one[0], other[1]) for one, other in zip(alone[pair[0]], alone[pair[1]], strict=True)]
+                loaded(opened, folder)
+            together = answers(opened, pair)
+        assert together == [(mine[0], other[1]) for mine, other in zip(alone[pair[0]], alone[pair[1]], strict=True)]
 
 
 def test_on_a_device_with_its_own_memory(checkpoint: Path, folders: tuple[Path, Path]) -> None:
-    with stages(checkpoint, 1) as its:
-        loras = loaded(its, folders[0]), loaded(its, folders[1])
-        expected = answers(its, loras)
+    with stages(checkpoint, 1) as opened:
+        loras = loaded(opened, folders[0]), loaded(opened, folders[1])
+        expected = answers(opened, loras)
     device = StagedDevice(seed=3)
-    with stages(checkpoint, 1, device) as its:
+    with stages(checkpoint, 1, device) as opened:
         for folder in folders:
-            loaded(its, folder)
-        found = [event.sampled for event in _closed(its, prompts(loras))]
+            loaded(opened, folder)
+        found = [event.sampled for event in _closed(opened, prompts(loras))]
     assert found == expected[:1]
 
 
-def _closed(its: Stages, step: Step) -> list[StageDone]:
-    its.events.clear()
-    its.run(step)
-    for runner in its.runners:
+def _closed(opened: Stages, step: Step) -> list[StageDone]:
+    opened.events.clear()
+    opened.run(step)
+    for runner in opened.runners:
         runner.platform.close()
-    return [event for event in its.events if isinstance(event, StageDone)]
+    return [event for event in opened.events if isinstance(event, StageDone)]
 
 
 def test_layers_are_reported_and_gates_hold(checkpoint: Path, folders: tuple[Path, Path]) -> None:
-    with stages(checkpoint, 1) as its:
-        lora = loaded(its, folders[0])
-        its.events.clear()
-        its.gates[0].open(1, 1)
-        (done,) = its.run(prompts((lora, b""), gated=True, layer_events=True))
+    with stages(checkpoint, 1) as opened:
+        lora = loaded(opened, folders[0])
+        opened.events.clear()
+        opened.gates[0].open(1, 1)
+        (done,) = opened.run(prompts((lora, b""), gated=True, layer_events=True))
         assert done.aborted
-        assert [event.layer for event in its.events if isinstance(event, LayerDone)] == [0, 1]
+        assert [event.layer for event in opened.events if isinstance(event, LayerDone)] == [0, 1]
 
 
 def test_a_dropped_adapter_is_gone_and_can_come_back(checkpoint: Path, folders: tuple[Path, Path]) -> None:
-    with stages(checkpoint, 1) as its:
-        lora = loaded(its, folders[0])
-        (runner,) = its.runners
+    with stages(checkpoint, 1) as opened:
+        lora = loaded(opened, folders[0])
+        (runner,) = opened.runners
         assert runner.loras[lora].nbytes > 0
         runner.drop_lora(DropLora(8, lora))
         assert not runner.loras
-        assert its.events[-1] == LoraAnswer(8, 0)
-        assert loaded(its, folders[0]) == lora
+        assert opened.events[-1] == LoraAnswer(8, 0)
+        assert loaded(opened, folders[0]) == lora
 
 
 def test_an_adapter_that_cannot_be_loaded_is_told_and_costs_nothing(
     checkpoint: Path, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with stages(checkpoint, 1) as its:
-        (runner,) = its.runners
+    with stages(checkpoint, 1) as opened:
+        (runner,) = opened.runners
         for order, kind, words in (
             (LoadLora(1, b"x" * 32, str(tmp_path / "none")), "CheckpointError", "no adapter_config.json"),
             (LoadLora(2, b"x" * 32, str(folders[0])), "CheckpointError", "have changed"),
             (LoadLora(3, read_adapter(folders[0]).id, str(folders[0])), "UnsupportedModel", "rank 8"),
         ):
-            its.events.clear()
+            opened.events.clear()
             runner.load_lora(order)
-            (answer,) = its.events
+            (answer,) = opened.events
             assert isinstance(answer, LoraAnswer)
             assert answer.failure is not None
             assert (answer.number, answer.failure.kind) == (order.number, kind)
             assert words in answer.failure.message
         assert not runner.loras
-        its.events.clear()
-        assert its.run(prompts((b"", b"")))[-1].sampled
+        opened.events.clear()
+        assert opened.run(prompts((b"", b"")))[-1].sampled

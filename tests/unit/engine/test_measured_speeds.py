@@ -87,8 +87,8 @@ async def test_on_a_device_sequences_have_blocks_of_their_own_and_all_timed_deco
         tables = [block for sequence in sequences for block in sequence.block_table]
         assert len(set(tables)) == min(len(tables), 5000)
     assert max(len(step.sequences) for step in engine.steps) == 24
-    decoded = [it for step in engine.steps for it in step.sequences if len(it.token_ids) == 4]
-    assert all((it.start + 1) % 16 for it in decoded), "full blocks go to the host, and few real steps fill one"
+    decoded = [sequence for step in engine.steps for sequence in step.sequences if len(sequence.token_ids) == 4]
+    assert all((share.start + 1) % 16 for share in decoded), "full blocks go to the host, and few real steps fill one"
     assert max(len(step.sequences[0].token_ids) // 4 for step in engine.steps) == 2048
     assert TimedSizes.of(replace(spec, device="cpu")) == TimedSizes()
 

@@ -227,7 +227,9 @@ def test_patient_steps_give_way(checkpoint: Path) -> None:
             waited_ns.append(time.monotonic_ns() - began_ns)
 
         one.runners[0].give_way = give_way
-        done = [it for told in one.run(replace(whole(1), patient=True, steps=2)) for it in (*told.earlier, told)]
+        done = [
+            report for told in one.run(replace(whole(1), patient=True, steps=2)) for report in (*told.earlier, told)
+        ]
         assert len(called) == 2
         for told, wait in zip(done, waited_ns, strict=True):
             assert 0 < wait <= told.waited_ns < told.end_ns - told.start_ns

@@ -12,8 +12,10 @@ from llguidance import LLMatcher, LLParserLimits
 import moonpool.base.bundled
 from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.grammar import Grammar
-from moonpool.engine import structured_output
-from moonpool.engine.structured_output import KeptParser, MaskBuilder, MaskRequest, ParserCache, ProcessorTime, begun
+from moonpool.engine import parser_cache
+from moonpool.engine.parser_cache import KeptParser, ParserCache, begun
+from moonpool.engine.processor_time import ProcessorTime
+from moonpool.engine.structured_output import MaskBuilder, MaskRequest
 
 FOLDER = Path(moonpool.base.bundled.__file__).parent / "tiny"
 CONFIG = load_config(FOLDER)
@@ -32,14 +34,14 @@ def parsers() -> Iterator[Callable[[], ParserCache]]:
         return made[-1]
 
     yield make
-    for its in made:
-        its.close()
+    for made_parser in made:
+        made_parser.close()
 
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = LLParserLimits(max_lexer_states=1_000, verbose_errors=False)
-    monkeypatch.setattr(structured_output, "LIMITS", limits)
+    monkeypatch.setattr(parser_cache, "LIMITS", limits)
 
 
 def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:
@@ -77,10 +79,10 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
     *_, answer = follow(parser_of(made, MANY), 0, 5)
     last = parser_of(made, MANY, answer)
     for seed in SEEDS:
-        *_, its = follow(kept := parser_of(made, MANY), seed)
+        *_, made_parser = follow(kept := parser_of(made, MANY), seed)
         if kept.is_error():
             break
-        made.keep(MANY, its, KeptParser(kept, used_up, ProcessorTime()))
+        made.keep(MANY, made_parser, KeptParser(kept, used_up, ProcessorTime()))
     else:
         pytest.fail("they never were used up")
     assert len(follow(last, 1)) <= 20, "the library counts them for all its copies: else nothing need be made anew"
@@ -89,7 +91,7 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
     assert follow(parser_of(made, MANY, answer), 1) == follow(parser_of(parsers(), MANY, answer), 1)
     made.forget(MANY, used_up)
     assert made.compiled(MANY) is anew, "a second failure of the old one costs no further compilation"
-    assert made.known(MANY, its) is None
+    assert made.known(MANY, made_parser) is None
 
 
 @pytest.mark.usefixtures("few_states")

@@ -37,9 +37,9 @@ def story(checkpoint: Path, device: Device | None) -> list[tuple[tuple[int | Non
         one.run(Step(2, tuple(going_on), steps=8))
         one.runners[0].close()
         told = [event for event in one.events if isinstance(event, StageDone)]
-        done = list(chain.from_iterable((*it.earlier, it) for it in told))
+        done = list(chain.from_iterable((*report.earlier, report) for report in told))
         assert not one.failures
-        return [(it.sampled, it.failed) for it in done]
+        return [(report.sampled, report.failed) for report in done]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -111,8 +111,12 @@ def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
     plain = {"conductor": ("127.0.0.1:1",), "model": str(checkpoint)}
 
     def setup(config: PrefillConfig | DecodeConfig) -> tuple[int, int, float]:
-        its = engine_setup(config).spec
-        return its.blocks * its.layout.block_bytes >> 20, its.max_num_batched_tokens, its.memory_share
+        engine_spec = engine_setup(config).spec
+        return (
+            engine_spec.blocks * engine_spec.layout.block_bytes >> 20,
+            engine_spec.max_num_batched_tokens,
+            engine_spec.memory_share,
+        )
 
     assert setup(PrefillConfig(**plain)) == (256, 512, 0.9)  # type: ignore[arg-type]
     assert setup(PrefillConfig(**plain, device="staged")) == (256, 512, 0.9)  # type: ignore[arg-type]

@@ -186,13 +186,13 @@ class Walk:
 @pytest.mark.parametrize("seed", range(2))
 def test_every_slice_that_may_leave_has_the_hash_of_its_bytes(checkpoint: Path, count: int, seed: int) -> None:
     with stages(checkpoint, count) as engine:
-        it = Walk(engine, seed)
+        walk = Walk(engine, seed)
         for number in range(60):
-            it.arrive(number)
-            while it.steps or it.loads:
-                if it.loads and (not it.steps or it.random.random() < 0.5):
-                    it.load(it.loads.pop(0))
+            walk.arrive(number)
+            while walk.steps or walk.loads:
+                if walk.loads and (not walk.steps or walk.random.random() < 0.5):
+                    walk.load(walk.loads.pop(0))
                 else:
-                    it.run()
-        assert it.checked > 500
-        assert min(it.aborted, it.loaded, it.failed, it.answered) > 0, "the walk went past it"
+                    walk.run()
+        assert walk.checked > 500
+        assert min(walk.aborted, walk.loaded, walk.failed, walk.answered) > 0, "the walk went past it"

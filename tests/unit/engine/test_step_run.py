@@ -20,7 +20,7 @@ def told(patient: bool, step_s: float, steps: int) -> list[int]:
         end_ns = BEGAN_NS + round(number * step_s * 1e9)
         done = run.to_report(StageDone(1, 0, (number,), False, end_ns, end_ns, over=number == steps - 1))
         counts.append(0 if done is None else 1 + len(done.earlier))
-        tokens += [it.sampled[0] for it in (*done.earlier, done)] if done is not None else []
+        tokens += [result.sampled[0] for result in (*done.earlier, done)] if done is not None else []
     assert tokens == list(range(steps))
     return counts
 

@@ -38,7 +38,7 @@ class Chosen:
     def __init__(self, *specs: SampleSpec) -> None:
         self.model = Counted()
         shares = tuple(SequenceStep(bytes(4), 0, (block,), spec) for block, spec in enumerate(specs))
-        self.batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], 16)
+        self.batch = PackedBatch.build([(share.token_ids, share.start, share.block_table) for share in shares], 16)
         self.choosing = StepSampler(cast("StageModel", self.model), Step(1, shares, steps=3), ())
 
     def choose(self, *rows: dict[int, float], masks: PendingMasks | None = None) -> StepOutput:
@@ -52,30 +52,30 @@ class Chosen:
 
 def test_logits_of_a_run_of_many_sequences_are_held_some_rows_at_a_time() -> None:
     count = 2 * LOGIT_ROWS + 3
-    it = Chosen(*[SampleSpec()] * count)
+    case = Chosen(*[SampleSpec()] * count)
     for step in range(3):
         tokens = [(row + step) % VOCAB for row in range(count)]
-        assert it.choose(*({token: 1.0} for token in tokens)).sampled == tokens
-        it.choosing.advance(tokens)
-    assert it.model.rows == LOGIT_ROWS
+        assert case.choose(*({token: 1.0} for token in tokens)).sampled == tokens
+        case.choosing.advance(tokens)
+    assert case.model.rows == LOGIT_ROWS
 
 
 def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     beam = SampleSpec(SamplingParams(beam_width=1), best=2)
-    it = Chosen(beam, SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=2.0), history=bytes(4)))
+    case = Chosen(beam, SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=2.0), history=bytes(4)))
     logits = {7: 1.0, 9: 0.9}
-    assert it.choose({5: 1.0}, logits).sampled == [5, 7]
-    it.choosing.advance([5, 7])
-    assert it.choose({5: 1.0}, logits).sampled == [5, 9]
+    assert case.choose({5: 1.0}, logits).sampled == [5, 7]
+    case.choosing.advance([5, 7])
+    assert case.choose({5: 1.0}, logits).sampled == [5, 9]
 
 
 def test_masks_are_made_when_the_logits_are_there_and_waiting_for_grammars_is_told() -> None:
     def make() -> TokenMasks:
-        assert it.model.rows == 2
+        assert case.model.rows == 2
         return TokenMasks({1: memoryview(bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3))}, waited_ns=5)
 
-    it = Chosen(SampleSpec(), SampleSpec())
-    found = it.choose({5: 1.0}, {7: 1.0}, masks=PendingMasks(make))
+    case = Chosen(SampleSpec(), SampleSpec())
+    found = case.choose({5: 1.0}, {7: 1.0}, masks=PendingMasks(make))
     assert found.sampled == [5, 16]
     assert found.awaited_ns == 5
-    assert not it.choose({5: 1.0}, {7: 1.0}).awaited_ns
+    assert not case.choose({5: 1.0}, {7: 1.0}).awaited_ns

@@ -16,15 +16,10 @@ from moonpool.base.checkpoint import Tokenizer, load_config
 from moonpool.base.grammar import Grammar
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceSampling, SequenceStep, Step
-from moonpool.engine import structured_output
+from moonpool.engine import processor_time
+from moonpool.engine.parser_cache import MAX_PARSERS
 from moonpool.engine.sampling.sampler import sample
-from moonpool.engine.structured_output import (
-    MAX_PARSERS,
-    STEPS_PER_MEMORY_CHECK,
-    MaskBuilder,
-    MaskRequest,
-    TokenMasks,
-)
+from moonpool.engine.structured_output import STEPS_PER_MEMORY_CHECK, MaskBuilder, MaskRequest, TokenMasks
 from moonpool.v1 import kv_pb2
 from tests.unit.engine.schemas import SCHEMAS, record
 
@@ -199,8 +194,8 @@ def test_a_sequence_that_may_skip_is_not_waited_for() -> None:
 
 
 def test_masks_that_take_too_much_processor_time_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_output, "ALLOWED_NS", 0)
-    monkeypatch.setattr(structured_output, "ALLOWED_TOKEN_NS", 0)
+    monkeypatch.setattr(processor_time, "ALLOWED_NS", 0)
+    monkeypatch.setattr(processor_time, "ALLOWED_TOKEN_NS", 0)
     costly = MaskBuilder(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
     assert "s of processor time for 0 tokens, which is too much" in refused(
         costly, SampleSpec(SamplingParams(response_format="regex", grammar="[ab]!"))
@@ -212,10 +207,10 @@ def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: MaskBu
     params = schema({"enum": ["aa", "ab", "b"]})
     sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
     quote, a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in ('"', "a", "b"))
-    same = [sampling.at(PROMPT + array("i", its)) for its in ([quote], [quote])]
+    same = [sampling.at(PROMPT + array("i", given)) for given in ([quote], [quote])]
     first, second = begun(masks, *same).values()
     assert first == second
-    apart = [sampling.at(PROMPT + array("i", its)) for its in ([quote, a], [quote, b])]
+    apart = [sampling.at(PROMPT + array("i", given)) for given in ([quote, a], [quote, b])]
     after_a, after_b = (allowed(mask) for mask in begun(masks, *apart).values())
     assert {a, b} <= after_a
     assert not {a, b} & after_b
@@ -310,8 +305,8 @@ def test_guesses_that_a_step_checks_have_the_masks_of_plain_steps(masks: MaskBui
     for order in ([first, *specs[1:3], wrong, wrong.after(0)], [first, *specs[1:]]):
         made = masks.begin(MaskRequest.of(step_of(*order)))
         assert made is not None
-        its = made.now()
+        given = made.now()
         good = [index for index, spec in enumerate(order) if spec in specs]
-        assert [bytes(its.masks[index]) for index in good] == plain[: len(good)]
-        assert set(its.failed) == set(range(len(order))) - set(good)
+        assert [bytes(given.masks[index]) for index in good] == plain[: len(good)]
+        assert set(given.failed) == set(range(len(order))) - set(good)
     assert begun(masks, specs[3])[0] == plain[3]

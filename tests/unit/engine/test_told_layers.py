@@ -102,41 +102,41 @@ def told(checkpoint: Path) -> Iterator[Told]:
 
 
 def test_layers_are_one_call_and_told_by_another_thread_before_the_step(checkpoint: Path) -> None:
-    with told(checkpoint) as it:
-        assert it.run() == [0, 1, 2, 3, "done"]
-        assert it.stream.given == 3, "embedding, layers, choice"
+    with told(checkpoint) as told_rig:
+        assert told_rig.run() == [0, 1, 2, 3, "done"]
+        assert told_rig.stream.given == 3, "embedding, layers, choice"
         me = threading.current_thread()
-        assert [thread is me for thread in it.threads] == [False] * LAYERS + [True]
-        assert it.run(2) == [0, 1, 2, 3, "done"]
+        assert [thread is me for thread in told_rig.threads] == [False] * LAYERS + [True]
+        assert told_rig.run(2) == [0, 1, 2, 3, "done"]
 
 
 def test_in_torch_this_thread_tells_them_layer_by_layer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "torch")
-    with told(checkpoint) as it:
-        assert it.run() == [0, 1, 2, 3, "done"]
-        assert it.stream.given == LAYERS + 2
-        assert set(it.threads) == {threading.current_thread()}
+    with told(checkpoint) as told_rig:
+        assert told_rig.run() == [0, 1, 2, 3, "done"]
+        assert told_rig.stream.given == LAYERS + 2
+        assert set(told_rig.threads) == {threading.current_thread()}
 
 
 def test_layers_below_a_shut_gate_are_told_while_it_is_shut(checkpoint: Path) -> None:
     """Each gate opens only when the layer below it is told."""
-    with told(checkpoint) as it:
-        [gates] = it.engine.gates
-        it.then = lambda layer: gates.open(1, layer + 1)
+    with told(checkpoint) as told_rig:
+        [gates] = told_rig.engine.gates
+        told_rig.then = lambda layer: gates.open(1, layer + 1)
         gates.open(1, 0)
-        assert it.run(gated=True) == [0, 1, 2, 3, "done"]
+        assert told_rig.run(gated=True) == [0, 1, 2, 3, "done"]
         assert not len(gates)
 
 
 @pytest.mark.parametrize("shut", range(1, LAYERS))
 def test_a_step_aborted_at_a_gate_tells_the_layers_below_it_and_no_other(checkpoint: Path, shut: int) -> None:
-    with told(checkpoint) as it:
-        [gates] = it.engine.gates
+    with told(checkpoint) as told_rig:
+        [gates] = told_rig.engine.gates
         gates.open(1, shut - 1)
-        it.then = partial(_abort_at, gates, 1, shut - 1)
-        assert it.run(gated=True) == [*range(shut), "aborted"]
-        it.then = lambda layer: None
-        assert it.run(2) == [0, 1, 2, 3, "done"]
+        told_rig.then = partial(_abort_at, gates, 1, shut - 1)
+        assert told_rig.run(gated=True) == [*range(shut), "aborted"]
+        told_rig.then = lambda layer: None
+        assert told_rig.run(2) == [0, 1, 2, 3, "done"]
 
 
 def _abort_at(gates: KVGates, step_id: int, at: int, layer: int) -> None:
@@ -147,12 +147,12 @@ def _abort_at(gates: KVGates, step_id: int, at: int, layer: int) -> None:
 def test_a_step_aborted_at_any_time_tells_what_was_computed(checkpoint: Path) -> None:
     """`is_sealed` looks at each layer that is told; where another thread aborts, no one knows how many there are."""
     chosen = random.Random(5)
-    with told(checkpoint) as it:
-        [gates] = it.engine.gates
+    with told(checkpoint) as told_rig:
+        [gates] = told_rig.engine.gates
         for step in range(1, 60):
             at = chosen.randrange(LAYERS)
-            it.then = partial(_abort_at, gates, step, at)
-            *layers, end = it.run(step)
+            told_rig.then = partial(_abort_at, gates, step, at)
+            *layers, end = told_rig.run(step)
             assert layers == list(range(len(layers)))
             assert len(layers) > at
             assert end == ("done" if len(layers) == LAYERS else "aborted")
@@ -169,9 +169,9 @@ def test_a_step_ends_when_all_its_layers_are_told_however_slow_that_is(checkpoin
                 computed.set()
 
     with stages(checkpoint, 1) as engine:
-        it = Told(engine, stream=Chosen())
-        it.then = lambda layer: waited.append(computed.wait(60))
-        assert it.run() == [0, 1, 2, 3, "done"]
+        told_rig = Told(engine, stream=Chosen())
+        told_rig.then = lambda layer: waited.append(computed.wait(60))
+        assert told_rig.run() == [0, 1, 2, 3, "done"]
         assert waited == [True] * LAYERS
 
 
@@ -188,10 +188,10 @@ class Broken(CpuKVMemory):
 
 def test_a_layer_that_cannot_be_sealed_fails_the_step(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as engine:
-        it = Told(engine)
+        told_rig = Told(engine)
         [runner], [part] = engine.runners, engine.pool.parts
         runner.platform = replace(runner.platform, memory=Broken(part))
         with pytest.raises(OSError, match="no"):
-            it.run()
-        assert it.names == [0]
+            told_rig.run()
+        assert told_rig.names == [0]
         assert engine.failures == [Broken.ERROR]

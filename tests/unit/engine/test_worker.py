@@ -135,9 +135,9 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
             for step in (run, replace(run, step_id=21, patient=True)):
                 told: list[StepResult] = []
                 told.append(await engine.run(step, on_step=told.append))
-                steps = [it for one in told for it in (*one.earlier, one)]
-                assert [it.sampled for it in steps] == [(token,) for token in expected[1:]]
-                assert step.patient or not any(one.earlier for one in told)
+                steps = [report for last in told for report in (*last.earlier, last)]
+                assert [step.sampled for step in steps] == [(token,) for token in expected[1:]]
+                assert step.patient or not any(last.earlier for last in told)
 
         # The prefix's KV is taken out of the pool and comes back layer by layer, behind gates.
         saved = {(layer, block): bytes(engine.pool.slice(layer, block)) for layer in range(layers) for block in (9, 2)}

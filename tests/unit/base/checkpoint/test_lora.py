@@ -45,7 +45,7 @@ def test_modules_ranks_and_scales(tmp_path: Path) -> None:
     assert rooted.modules[Q].scale == 4.0
     patterns = {"rank_pattern": {"q_proj": 2, r"layers\.\d+\.self_attn\..*": 3}, "alpha_pattern": {"down_proj": 1}}
     patterned = read_adapter(write(tmp_path / "c", patterns, {Q: 2, DOWN: 4}))
-    assert [(it.rank, it.scale) for it in patterned.modules.values()] == [(2, 4.0), (4, 0.25)]
+    assert [(module.rank, module.scale) for module in patterned.modules.values()] == [(2, 4.0), (4, 0.25)]
     assert patterned.rank == 4
 
 

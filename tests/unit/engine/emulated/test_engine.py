@@ -60,10 +60,10 @@ async def test_steps_take_the_profiles_time_layer_by_layer(clock: Clock) -> None
 
 async def test_decode_takes_the_time_of_batch_and_context(clock: Clock) -> None:
     async with engine_of(spec_of(decode=True, scale=2.0), clock) as engine:
-        one, two = history([3] * 7), history([4] * 11)
-        await fill(engine, clock, [(one, (1,)), (two, (2,))])
+        early, two = history([3] * 7), history([4] * 11)
+        await fill(engine, clock, [(early, (1,)), (two, (2,))])
         began = clock.now
-        step = Step(9, (part(one, 6, 7, (1,), sample=True), part(two, 10, 11, (2,), sample=True)))
+        step = Step(9, (part(early, 6, 7, (1,), sample=True), part(two, 10, 11, (2,), sample=True)))
         result = await clock.run(asyncio.ensure_future(engine.run(step)))
         assert clock.now - began == (2.0 + 2 * 0.5 + 18 * 0.125) / 2.0
         assert list(result.sampled) == continuation([3] * 7, 1, VOCAB, {1}) + continuation([4] * 11, 1, VOCAB, {1})
@@ -72,8 +72,8 @@ async def test_decode_takes_the_time_of_batch_and_context(clock: Clock) -> None:
 async def test_a_copied_block_takes_time_and_holds_the_kv(clock: Clock) -> None:
     """A sequence that shares six tokens with another goes on in a copy of the block; an empty block would fail."""
     async with engine_of(spec_of(decode=True), clock) as engine:
-        one, two = history([3] * 7), history([*[3] * 6, 5])
-        await fill(engine, clock, [(one, (1,))])
+        early, two = history([3] * 7), history([*[3] * 6, 5])
+        await fill(engine, clock, [(early, (1,))])
         began = clock.now
         step = Step(9, (part(two, 6, 7, (2,), sample=True),), copies=((1, 2),))
         result = await clock.run(asyncio.ensure_future(engine.run(step)))
@@ -98,9 +98,9 @@ async def test_a_prompt_pays_once_for_itself_and_for_its_cached_tokens(clock: Cl
     """Two prompts in chunks: the first chunk of each takes 8 s more, and 0.5 s for each cached token."""
     speeds = replace(SPEEDS, prefill_per_prompt_s=8.0, prefill_per_cached_token_s=0.5)
     async with engine_of(spec_of(profile=replace(PROFILE, speeds=speeds)), clock) as engine:
-        one, two = history(PROMPT), history(PROMPT)
+        early, two = history(PROMPT), history(PROMPT)
         seconds = []
-        for number, (of, start, end) in enumerate([(one, 0, 16), (one, 16, 40), (two, 32, 36), (two, 36, 40)]):
+        for number, (of, start, end) in enumerate([(early, 0, 16), (early, 16, 40), (two, 32, 36), (two, 36, 40)]):
             began = clock.now
             step = Step(number, (part(of, start, end, (0, 1, 2)),))
             await clock.run(asyncio.ensure_future(engine.run(step)))

@@ -180,10 +180,10 @@ def test_as_many_threads_as_torch_has_within_the_process() -> None:
     assert built is not None
     assert built.threads_used(1) == 1
     case = make([(1, 900), (1, 40), (60, 300)])
-    one = case.run()
+    single = case.run()
     torch.set_num_threads(2)
     try:
-        assert torch.equal(case.run(), one)
+        assert torch.equal(case.run(), single)
     finally:
         torch.set_num_threads(1)
     processors = len(os.sched_getaffinity(0))

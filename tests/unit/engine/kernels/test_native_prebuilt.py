@@ -104,6 +104,6 @@ def test_an_emulated_processor_is_what_the_kernel_says(monkeypatch: pytest.Monke
 
 
 def test_every_target_belongs_to_one_architecture() -> None:
-    assert sorted(name for one in build.ARCHITECTURES.values() for name in one.targets) == sorted(build.TARGETS)
+    assert sorted(name for built in build.ARCHITECTURES.values() for name in built.targets) == sorted(build.TARGETS)
     for architecture in build.ARCHITECTURES.values():
         assert build.TARGETS[architecture.targets[-1]][0] <= architecture.always  # whatever it is, one fits

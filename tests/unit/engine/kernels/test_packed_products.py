@@ -263,7 +263,7 @@ def test_a_matrix_that_chunks_do_not_fit_stays_as_it_is(inputs: int, group: int)
 
 def test_rows_that_floats_multiply_stay_as_they_are() -> None:
     """Sums are those of the dense weight in float64, as near as float32 comes."""
-    for kind in (its for its in KINDS if its.floats):
+    for kind in (floating for floating in KINDS if floating.floats):
         weight, x = packed(75, 640, kind), rows(8, 640, torch.float32)
         want = x.double() @ weight.dense().double().t()
         got = arranged(weight, torch.float32).product(x)

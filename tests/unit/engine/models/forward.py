@@ -55,7 +55,7 @@ class Runner:
         shapes = [(blocks, group.kv_heads, group.planes, group.slots(BLOCK), group.head_dim) for group in groups]
         free = -1 if stored == torch.int8 else torch.nan
         dtypes = [torch.float32 if group.kind == "recurrent" else stored or dtype for group in groups]
-        pools = [torch.full(shape, free, dtype=its) for shape, its in zip(shapes, dtypes, strict=True)]
+        pools = [torch.full(shape, free, dtype=own) for shape, own in zip(shapes, dtypes, strict=True)]
         self.pool: LayersKV = torch.stack(pools) if len(set(shapes)) == 1 else pools
         self.scales: LayersScales | None = None
         if stored is not None:
@@ -80,9 +80,9 @@ class Runner:
         batch.context_lens -= dropped
         hidden = batch.token_ids
         for stage in self.stages:
-            its = slice(stage.layer_begin, stage.layer_end)
-            scales = None if self.scales is None else self.scales[its]
-            hidden = stage.forward(hidden, batch, self.pool[its], scales=scales)
+            own = slice(stage.layer_begin, stage.layer_end)
+            scales = None if self.scales is None else self.scales[own]
+            hidden = stage.forward(hidden, batch, self.pool[own], scales=scales)
         return self.stages[-1].logits(hidden)
 
     def generate(

@@ -166,7 +166,7 @@ def rewritten(edit: Callable[[dict[str, torch.Tensor]], None]) -> Quirk:
 
 def halved(weights: dict[str, torch.Tensor]) -> None:
     """Most weights in bfloat16, norms in float32."""
-    weights |= {name: it.bfloat16() for name, it in weights.items() if "norm" not in name}
+    weights |= {name: entries.bfloat16() for name, entries in weights.items() if "norm" not in name}
 
 
 def ropes_of_old(weights: dict[str, torch.Tensor]) -> None:
@@ -196,13 +196,13 @@ def split_by_expression(content: dict[str, Any]) -> None:
 def two_processors(content: dict[str, Any]) -> None:
     """As Llama 3: a processor of bytes before the one that adds tokens."""
     bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    adding = [it for it in [content["post_processor"]] if it is not None]
+    adding = [entries for entries in [content["post_processor"]] if entries is not None]
     content["post_processor"] = {"type": "Sequence", "processors": [bytes_, *adding]}
 
 
 def normalised(*kinds: str) -> Quirk:
     steps = [{"type": kind} for kind in kinds]
-    return tokenizer_json(lambda it: it.update(normalizer={"type": "Sequence", "normalizers": steps}))
+    return tokenizer_json(lambda entries: entries.update(normalizer={"type": "Sequence", "normalizers": steps}))
 
 
 def with_template(source: str) -> Quirk:
@@ -256,10 +256,11 @@ SLOW: Mapping[str, Quirk] = {
     "qwen's class": settings(tokenizer_class="Qwen2Tokenizer"),
     "split special tokens": settings(split_special_tokens=True),
     "flags without a post processor": both(
-        tokenizer_json(lambda it: it.update(post_processor=None)), settings(add_bos_token=True, add_eos_token=True)
+        tokenizer_json(lambda entries: entries.update(post_processor=None)),
+        settings(add_bos_token=True, add_eos_token=True),
     ),
     "truncation and padding": tokenizer_json(
-        lambda it: it.update(
+        lambda entries: entries.update(
             truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
         )
     ),
@@ -289,7 +290,8 @@ SLOW: Mapping[str, Quirk] = {
     "an adapter's folder beside": both(write("checkpoint-1/adapter_config.json", "{}"), write("optimizer.pt", "")),
     "tied in config only": config(tie_word_embeddings=True),
     "tied, and the head is stored": both(
-        config(tie_word_embeddings=True), rewritten(lambda it: it.update({"lm_head.weight": 1 * it[EMBEDDING]}))
+        config(tie_word_embeddings=True),
+        rewritten(lambda entries: entries.update({"lm_head.weight": 1 * entries[EMBEDDING]})),
     ),
     "template with a loop's break": with_template(
         "{% for m in messages %}{{ m.content }}{% if loop.index == 1 %}{% break %}{% endif %}{% endfor %}"

@@ -390,7 +390,7 @@ def with_whole_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     for name in tensors:
         if not name.endswith(".experts.0.gate_proj.weight"):
             continue
-        prefix, count = name.removesuffix("0.gate_proj.weight"), sum("experts" in it for it in tensors) // 3
+        prefix, count = name.removesuffix("0.gate_proj.weight"), sum("experts" in tensor for tensor in tensors) // 3
         numbers = [n for n in range(count) if f"{prefix}{n}.up_proj.weight" in tensors]
         gates, ups, downs = (
             torch.stack([tensors[f"{prefix}{n}.{part}_proj.weight"] for n in numbers])

@@ -114,7 +114,7 @@ def test_a_stage_reads_what_its_folder_has(folders: Callable[[str], Path], tmp_p
     folder = make_folder("llama", tmp_path / "folder", attention_bias=True)
     file = write_gguf("llama", folder, tmp_path / "model.gguf")
     ours, theirs = load_config(file), load_config(folder)
-    eps = [its.decoder.final_norm.eps for its in (ours, theirs)]
+    eps = [part.decoder.final_norm.eps for part in (ours, theirs)]
     assert eps[0] == pytest.approx(eps[1], rel=1e-6)
     norm = ours.decoder.final_norm
     decoder = replace(theirs.decoder, final_norm=norm).each(lambda _, layer: replace(layer, norm=norm))
@@ -125,8 +125,8 @@ def test_a_stage_reads_what_its_folder_has(folders: Callable[[str], Path], tmp_p
         assert torch.equal(mine.feed_forward.down.dense(), expected.feed_forward.down.dense())
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
     projected = [stage.layers[1].attention for stage in stages]
-    assert all(isinstance(its, AttentionWeights) for its in projected)
-    assert torch.equal(*(its.qkv(x) for its in projected if isinstance(its, AttentionWeights)))
+    assert all(isinstance(part, AttentionWeights) for part in projected)
+    assert torch.equal(*(part.qkv(x) for part in projected if isinstance(part, AttentionWeights)))
     assert inspect_checkpoint(file).parameters == inspect_checkpoint(folder).parameters
     assert len({weights_fingerprint(file), weights_fingerprint(folder)}) == 2
 

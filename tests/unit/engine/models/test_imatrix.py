@@ -28,8 +28,8 @@ def older(path: Path, entries: Entries) -> Path:
     """As llama-imatrix wrote files until 2025, after three calls each; the text's name lies behind."""
     parts = [struct.pack("<i", len(entries))]
     for name, means in entries.items():
-        its = name.encode()
-        parts.append(struct.pack("<i", len(its)) + its + struct.pack("<ii", 3, means.size))
+        encoded = name.encode()
+        parts.append(struct.pack("<i", len(encoded)) + encoded + struct.pack("<ii", 3, means.size))
         parts.append((means * np.float32(3)).astype(np.float32).tobytes())
     path.write_bytes(b"".join(parts) + struct.pack("<ii", 3, 4) + b"text")
     return path
@@ -85,7 +85,7 @@ def test_weights_are_packed_by_importance(shape: str, write: Any, tmp_path: Path
         exact: Any = dense.layers[1].attention
         assert torch.equal(attention.qkv.dense(), pack_int4(exact.qkv.dense(), 32, importance).dequantise())
     theirs: list[Any] = [stage.layers[1].feed_forward for stage in (weighted, plain)]
-    experts = [its.experts[2] if shape == "tiny-mixtral" else its for its in theirs]
+    experts = [their.experts[2] if shape == "tiny-mixtral" else their for their in theirs]
     assert not torch.equal(experts[0].down.dense(), experts[1].down.dense())
     if shape == "tiny-llama":  # whose importance the file has not
         assert torch.equal(theirs[0].gate_up.dense(), theirs[1].gate_up.dense())

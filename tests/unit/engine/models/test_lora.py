@@ -80,15 +80,15 @@ class Served:
         logits: list[list[Tensor]] = [[] for _ in texts]
         for step in range(new + 1):
             parts = []
-            for i, its in enumerate(tokens):
-                count = len(its) // 2 if step == 0 else len(its) - done[i]
-                parts.append((array("i", its[done[i] : done[i] + count]).tobytes(), done[i], tables[i]))
+            for i, sequence in enumerate(tokens):
+                count = len(sequence) // 2 if step == 0 else len(sequence) - done[i]
+                parts.append((array("i", sequence[done[i] : done[i] + count]).tobytes(), done[i], tables[i]))
                 done[i] += count
             found = self._step(parts, names, pool)
             for i, rows in enumerate(torch.split(found, [len(part[0]) // 4 for part in parts])) if step else ():
                 logits[i].append(rows[-1])
                 tokens[i].append(int(rows[-1].argmax()))
-        return [its[len(text) :] for its, text in zip(tokens, texts, strict=True)], logits
+        return [sequence[len(text) :] for sequence, text in zip(tokens, texts, strict=True)], logits
 
     def _step(self, parts: Sequence[tuple[bytes, int, list[int]]], names: Sequence[str], pool: Any) -> Tensor:
         batch = PackedBatch.build(parts, BLOCK)
@@ -107,8 +107,8 @@ def assert_rows_alone(served: Served, names: Sequence[str]) -> None:
     for i, name in enumerate(names):
         alone, rows = served.greedy(texts[i : i + 1], [name])
         assert alone == together[i : i + 1]
-        for one, other in zip(rows[0], logits[i], strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=0)
+        for own, other in zip(rows[0], logits[i], strict=True):
+            torch.testing.assert_close(other, own, rtol=0, atol=0)
     plain, _ = served.greedy(texts, [""] * len(names))
     assert [mine == base for mine, base in zip(together, plain, strict=True)] == [not name for name in names]
 

@@ -44,7 +44,7 @@ def test_the_torch_stage(case: str, threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     for sequences, most in ((1, 1), (7, 1), (5, 30)):
         work, prefixes = draw(native.config, chosen, sequences, most)
-        (_, mine, pool), (_, theirs, others) = (its.run(work.batch, prefixes) for its in (native, plain))
+        (_, mine, pool), (_, theirs, others) = (model.run(work.batch, prefixes) for model in (native, plain))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(pool, others, rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -79,5 +79,5 @@ def test_scores_in_groups(tmp_path: Path) -> None:
     native, plain = (Checked(tmp_path, torch.float32, mode) for mode in ("native", "torch"))
     assert native.stage.native
     work, prefixes = draw(native.config, random.Random(4), 6, 20)
-    (_, mine, _), (_, theirs, _) = (its.run(work.batch, prefixes) for its in (native, plain))
+    (_, mine, _), (_, theirs, _) = (model.run(work.batch, prefixes) for model in (native, plain))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

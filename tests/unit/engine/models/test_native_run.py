@@ -213,6 +213,6 @@ def test_greedy_tokens_by_an_int8_head_are_the_same(how: str, checkpoint: Callab
         run.logits.fill_(torch.nan)
         assert run.go_on(8, 2**62).steps == 8
         found[with_int8] = run.tokens(8), bool(run.logits.isnan().all())
-    tokens = {with_int8: [its for its, _ in steps] for with_int8, (steps, _) in found.items()}
+    tokens = {with_int8: [chosen_token for chosen_token, _ in steps] for with_int8, (steps, _) in found.items()}
     assert tokens[True] == tokens[False]
     assert (found[True][1], found[False][1]) == (how in BY_INT8_HEAD, False)

@@ -87,13 +87,13 @@ class Checked:
         """Logits of the steps after `batch`, in which its sequences go on by these tokens; written where NaN was."""
         with kernels(self.mode):
             if self.mode == "torch":
-                return [self._after(batch := batch.after(its), pool) for its in tokens]
+                return [self._after(batch := batch.after(token), pool) for token in tokens]
             chosen = array("i", tokens[0])
             run = self.stage.native_run(batch, pool, len(tokens), chosen.buffer_info()[0])
             assert run is not None
             logits = []
-            for its in tokens:
-                chosen[:] = array("i", its)
+            for token in tokens:
+                chosen[:] = array("i", token)
                 run.logits.fill_(torch.nan)
                 assert run.go_on().steps == 1
                 logits.append(run.logits.clone())
@@ -151,7 +151,7 @@ def close(mine: Tensor, theirs: Tensor, exact: Tensor) -> None:
     """Written where the torch stage writes, and not further from the exact numbers than it, by more than a little."""
     assert torch.equal(torch.isnan(mine), torch.isnan(theirs))
     there = ~torch.isnan(exact)
-    own, others = (float((it.double() - exact)[there].abs().mean()) for it in (mine, theirs))
+    own, others = (float((number.double() - exact)[there].abs().mean()) for number in (mine, theirs))
     assert own <= 1.25 * others + 2e-6 * float(exact[there].abs().mean())
 
 
@@ -194,14 +194,14 @@ def compare(
         poison(three[0])
         for checked, its in zip(three, found, strict=True):
             its.append(results(checked, work, prefixes, tokens, threads))
-    for parts in zip(*(zip(*its, strict=True) for its in found), strict=True):
+    for parts in zip(*(zip(*each, strict=True) for each in found), strict=True):
         mine, theirs, exact = map(torch.cat, parts)
         close(mine, theirs, exact.double())
 
 
 @pytest.mark.parametrize(
     "sequences",
-    [pytest.param(it, marks=pytest.mark.slow if it % 7 != 1 else ()) for it in range(1, MOST + 1)],
+    [pytest.param(number, marks=pytest.mark.slow if number % 7 != 1 else ()) for number in range(1, MOST + 1)],
 )
 @torch.inference_mode()
 def test_the_torch_stage_on_fresh_shapes(sequences: int, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_quantised_kv(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -
             checked.go_on(checked.stage.embed(work.batch.token_ids), work.batch, pool, 0, scales=scales)[1]
             for checked, (pool, scales) in zip((native, plain, exact), pools, strict=True)
         ]
-        for first, (mine, theirs) in enumerate(zip(*(its[0].view(torch.uint8) for its in pools[:2]), strict=True)):
+        for first, (mine, theirs) in enumerate(zip(*(pool[0].view(torch.uint8) for pool in pools[:2]), strict=True)):
             # What comes into the first layer is the same to the bit, or nearly.
             assert float((mine != theirs).float().mean()) < (2e-4 if dtype is torch.float32 else 0.1 * (1 + first))
         mine_, theirs_, want = (hidden.double() for hidden in hiddens)

@@ -67,8 +67,8 @@ def test_logits_are_those_of_the_dequantised_weights(quantization: Any, checkpoi
     tokens = prompts(load_config(path).vocab_size)[2]
     want = reference(path, quantization)(torch.tensor([tokens])).logits[0]
     packed, dense = (
-        Runner(path, torch.float32, quantization=its).step([(Sequence_(tokens), len(tokens))])
-        for its in (quantization, "none")
+        Runner(path, torch.float32, quantization=each).step([(Sequence_(tokens), len(tokens))])
+        for each in (quantization, "none")
     )
     own, other = ((logits - want).square().mean(1).sqrt() / want.std() for logits in (packed, dense))
     assert float(own.sort().values[len(own) // 10]) < 1e-5
@@ -110,5 +110,5 @@ def test_experts_are_packed_and_the_router_is_not(checkpoint: Callable[[str], Pa
     assert all(expert.down.nbytes < 2 * expert.down.shape.numel() for expert in experts.experts)
     dense = Runner(path, torch.float32)
     [tokens] = texts
-    packed, plain = (its.step([(Sequence_(tokens), len(tokens))]) for its in (runner, dense))
+    packed, plain = (each.step([(Sequence_(tokens), len(tokens))]) for each in (runner, dense))
     torch.testing.assert_close(packed, plain, rtol=0, atol=0.1 * float(plain.abs().max()))

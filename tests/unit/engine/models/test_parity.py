@@ -101,11 +101,11 @@ def teacher_forced(path: Path, dtype: torch.dtype, *, dropped: int) -> list[tupl
     left = len(tokens) - PREFIX - CHUNK
     steps = torch.cat([runner.step([(sequence, 1)], dropped=dropped) for _ in range(left)])
     every, theirs_of_all = (
-        reference(path, its)(torch.tensor([tokens])).logits[0].float() for its in (torch.float32, dtype)
+        reference(path, each)(torch.tensor([tokens])).logits[0].float() for each in (torch.float32, dtype)
     )
     found = []
     for ours, begin in ((chunk, PREFIX), (steps, PREFIX + CHUNK)):
-        exact, theirs = (its[begin : begin + len(ours)] for its in (every, theirs_of_all))
+        exact, theirs = (each[begin : begin + len(ours)] for each in (every, theirs_of_all))
         lost = exact.amax(-1) - exact.gather(1, ours.argmax(-1)[:, None])[:, 0]
         error = (ours - exact).abs().mean() / (theirs - exact).abs().mean()
         found.append((float(error), float(lost.max() / every.std())))

@@ -127,4 +127,4 @@ def test_nothing_is_missed_however_the_threads_meet(work: Work) -> None:
             came = work.run(FIRST, progress, Shut(shut - 1))
             progress.end()
         assert came == shut
-        assert [heard.get() for _ in range(FIRST, LAST)] == [(it, it < shut) for it in range(FIRST, LAST)]
+        assert [heard.get() for _ in range(FIRST, LAST)] == [(index, index < shut) for index in range(FIRST, LAST)]

@@ -220,12 +220,12 @@ def test_projections_and_a_quantised_head_keep_their_codes(form: str, tmp_path: 
     assert kept.changed_weights == ""
     pairs: list[Any] = [(kept.head, dense.head)]
     for mine, theirs in zip(kept.layers, dense.layers, strict=True):
-        its: list[Any] = [(layer.attention, layer.feed_forward) for layer in (mine, theirs)]
+        parts_: list[Any] = [(layer.attention, layer.feed_forward) for layer in (mine, theirs)]
         for part, name in ((0, "qkv"), (0, "output"), (1, "gate_up"), (1, "down")):
-            pairs.append(tuple(getattr(layer[part], name) for layer in its))
-    for one, other in pairs:
-        assert torch.equal(one.dense(), other.dense())
-        assert one.nbytes < other.nbytes / 2
+            pairs.append(tuple(getattr(layer[part], name) for layer in parts_))
+    for mine_, other in pairs:
+        assert torch.equal(mine_.dense(), other.dense())
+        assert mine_.nbytes < other.nbytes / 2
 
 
 def test_the_file_of_modelopt_counts_where_config_json_says_nothing(tmp_path: Path) -> None:

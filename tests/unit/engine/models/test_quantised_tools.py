@@ -108,7 +108,7 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     compressor.update_config(str(tmp_path))
     found, held = loaded(tmp_path)
-    assert {its.partition("/")[0] for its in held} == {kind}
+    assert {form.partition("/")[0] for form in held} == {kind}
     kept = dense.state_dict()
     original = {at: weight.clone() for at, weight in kept.items()}
     for at, module in model.named_modules():
@@ -235,9 +235,9 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     for mine, theirs in zip(kept.layers, plain.layers, strict=True):
         assert isinstance(mine.feed_forward, MixtureOfExperts)
         assert isinstance(theirs.feed_forward, MixtureOfExperts)
-        for one, other in zip(mine.feed_forward.experts, theirs.feed_forward.experts, strict=True):
-            assert one.gate_up.dense().equal(other.gate_up.dense())
-            assert one.down.dense().equal(other.down.dense())
+        for own, other in zip(mine.feed_forward.experts, theirs.feed_forward.experts, strict=True):
+            assert own.gate_up.dense().equal(other.gate_up.dense())
+            assert own.down.dense().equal(other.down.dense())
     packed, dense = (
         Runner(tmp_path, torch.float32, quantization=how).step([(Sequence_(list(PROMPT)), len(PROMPT))])
         for how in ("auto", "none")

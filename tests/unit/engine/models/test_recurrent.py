@@ -74,7 +74,7 @@ def taken_twice(path: Path, back: list[int] | None, again: list[int]) -> tuple[T
     runner, draw = Runner(path, torch.float32), torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 320, (length + 3,), generator=draw).tolist() for length in (20, 32, 5)]
     sequences = [Sequence_(prompt) for prompt in prompts]
-    runner.step([(it, len(it.tokens) - 3) for it in sequences])
+    runner.step([(sequence, len(sequence.tokens) - 3) for sequence in sequences])
     work = [(sequences[0], 1), (sequences[1], 1), (sequences[2], 2)]
     first = runner.step(work)
     for stage in runner.stages:

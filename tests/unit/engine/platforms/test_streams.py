@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moonpool.base.errors import ConfigError
-from moonpool.engine.platforms.kv_memory import CallbackThread
+from moonpool.engine.platforms.callback_thread import CallbackThread
 from moonpool.engine.platforms.registry import DeviceName, collectives_of, stage_devices
 from moonpool.engine.platforms.stage_platform import open_device
 from moonpool.engine.platforms.staged import StagedDevice
@@ -45,8 +45,8 @@ def test_streams_keep_their_own_order_and_wait_for_events(seed: int) -> None:
         device.load_stream.wait_event(device.compute.record())
         device.load_stream.run(partial(done.append, 10 + number))
     device.load_stream.record().wait()
-    assert [it for it in done if it < 10] == [0, 1, 2, 3]
-    assert [it for it in done if it >= 10] == [10, 11, 12, 13]
+    assert [work_ for work_ in done if work_ < 10] == [0, 1, 2, 3]
+    assert [work_ for work_ in done if work_ >= 10] == [10, 11, 12, 13]
     assert all(done.index(number) < done.index(10 + number) for number in range(4))
     device.close()
 

@@ -53,7 +53,7 @@ class Both:
             tokens.append([token for [token] in sampler.sample(table[tokens[-1]]).tokens])
             if step < 19:
                 sampler.advance(tokens[-1])
-        return [list(its) for its in zip(*tokens[1:], strict=True)]
+        return [list(by_row) for by_row in zip(*tokens[1:], strict=True)]
 
     def __call__(
         self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
@@ -137,8 +137,8 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | No
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(9)) * 3
     weights = weights_of(logits, torch.tensor([scale_of(params)]))[0].double()
     sums = weights.cumsum(0) / weights.sum()
-    zero, one = torch.zeros(1).double(), torch.ones(1).double()
-    borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, one)))[:, :-1].flatten().tolist()
+    zero, unit = torch.zeros(1).double(), torch.ones(1).double()
+    borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, unit)))[:, :-1].flatten().tolist()
     theirs = draw(logits.clone(), [params], [borders])
     spec = SampleSpec(params, samples=len(borders))
     mine = NativeRows(native, 3000, [spec], [scale_of(params)]).sample(logits.clone(), {}, borders)
@@ -202,14 +202,14 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
 
     def generate(company: int, known: Sequence[Sequence[int]]) -> list[list[int]]:
         """Up to 20 tokens of each, those that are `known` are there already; in steps of some sequences at a time."""
-        tokens = [prompt + array("i", its) for prompt, its in zip(prompts, known, strict=True)]
+        tokens = [prompt + array("i", by_row) for prompt, by_row in zip(prompts, known, strict=True)]
         while running := [at for at in range(3) if len(tokens[at]) < 25]:
             step = chosen.sample(running, min(company, len(running)))
             logits = torch.stack([table[tokens[at][-1]] for at in step])
             found = both(logits, [samplings[at].at(tokens[at]) for at in step])
             for at, [token] in zip(step, found.tokens, strict=True):
                 tokens[at].append(token)
-        return [its[5:].tolist() for its in tokens]
+        return [token[5:].tolist() for token in tokens]
 
     whole = generate(1, [[], [], []])
     first, second, third = whole
@@ -224,6 +224,6 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
 def test_options_of_a_row_are_parameters_by_name() -> None:
     """`SAMPLING_OPTIONS` of processors.h is all that packs them."""
     native = Library(build.build())
-    assert set(native.sampling_options) <= {it.name for it in fields(SamplingParams)}
+    assert set(native.sampling_options) <= {option.name for option in fields(SamplingParams)}
     assert native.sampling_row.names is not None
     assert set(native.sampling_options) <= set(native.sampling_row.names)

@@ -118,7 +118,10 @@ def chi_square(counts: Counter[int], probabilities: list[float]) -> tuple[float,
     """The statistic, and its bound at four standard deviations (Wilson and Hilferty's approximation)."""
     total = sum(counts.values())
     possible = [token for token, share in enumerate(probabilities) if share * total >= 1]
-    value = sum((counts[it] - probabilities[it] * total) ** 2 / (probabilities[it] * total) for it in possible)
+    value = sum(
+        (counts[possible_token] - probabilities[possible_token] * total) ** 2 / (probabilities[possible_token] * total)
+        for possible_token in possible
+    )
     freedom = len(possible) - 1
     scale = 2 / (9 * freedom)
     return value, freedom * (1 - scale + 4 * math.sqrt(scale)) ** 3

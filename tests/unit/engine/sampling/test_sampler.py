@@ -169,8 +169,10 @@ def test_log_probabilities_are_those_before_everything_else() -> None:
     assert [token for token, _ in row.top] == logits[0].topk(3).indices.tolist()
     assert [value for _, value in row.top] == pytest.approx(plain[0].topk(3).values.tolist(), abs=1e-5)
     both = list(told[2].of(tokens[2]))
-    assert [it.logprob for it in both] == pytest.approx([float(plain[2, token]) for token in tokens[2]], abs=1e-5)
-    assert [it.top for it in both] == [(), ()]
+    assert [logprobs_.logprob for logprobs_ in both] == pytest.approx(
+        [float(plain[2, token]) for token in tokens[2]], abs=1e-5
+    )
+    assert [logprobs_.top for logprobs_ in both] == [(), ()]
 
 
 @pytest.mark.parametrize("vocabulary", [5, 127, 4096, 5001])

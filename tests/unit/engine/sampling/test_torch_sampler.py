@@ -62,11 +62,12 @@ def test_nothing_is_looked_at_between_logits_and_tokens(vocabulary: int) -> None
     assert pending.tokens.shape == (sum(spec.samples for spec in specs),)
     assert {pending.tokens.device, pending.highest.device} == {NOTHING}
     assert pending.logprobs is not None
-    assert {it.device for it in pending.logprobs} == {NOTHING}
+    assert {logprob.device for logprob in pending.logprobs} == {NOTHING}
 
 
 @pytest.mark.parametrize(
-    "look", [torch.nonzero, torch.Tensor.tolist, lambda it: it[it > 0], lambda it: it + torch.ones(3)]
+    "look",
+    [torch.nonzero, torch.Tensor.tolist, lambda tensor: tensor[tensor > 0], lambda tensor: tensor + torch.ones(3)],
 )
 def test_looking_at_nothing_fails(look: Any) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -134,7 +135,7 @@ def run_of(specs: list[SampleSpec], steps: list[Tensor], masks: dict[int, bytes]
     sampler, found = Sampler(specs, steps[0].shape[1], torch.device(device), len(steps)), []
     for logits in steps:
         found.append(sampler.sample(logits.to(device, copy=True), masks))
-        sampler.advance([its[0] if its else 0 for its in found[-1].tokens])
+        sampler.advance([token[0] if token else 0 for token in found[-1].tokens])
     return found
 
 

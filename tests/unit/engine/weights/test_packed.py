@@ -141,13 +141,13 @@ def test_int4_beats_plain_rounding() -> None:
 def test_int4_errs_least_where_inputs_count() -> None:
     generator = torch.Generator().manual_seed(4)
     weight, importance = torch.randn(64, 96, generator=generator), torch.rand(96, generator=generator).square() + 0.01
-    errors = [(pack_int4(weight, 32, its).dequantise() - weight).square() for its in (importance, None)]
-    weighted, plain = ((its * importance).sum() for its in errors)
+    errors = [(pack_int4(weight, 32, counted).dequantise() - weight).square() for counted in (importance, None)]
+    weighted, plain = ((error * importance).sum() for error in errors)
     assert float(weighted) < 0.95 * float(plain)
     assert float(errors[1].sum()) < float(errors[0].sum())
-    same = (pack_int4(weight, 32, its).dequantise() for its in (torch.ones(96), torch.zeros(96), None))
-    one, none_counts, unsaid = same
-    torch.testing.assert_close(one, unsaid)
+    same = (pack_int4(weight, 32, counted).dequantise() for counted in (torch.ones(96), torch.zeros(96), None))
+    ones, none_counts, unsaid = same
+    torch.testing.assert_close(ones, unsaid)
     assert torch.equal(none_counts, unsaid)
 
 

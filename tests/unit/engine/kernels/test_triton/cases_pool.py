@@ -22,8 +22,8 @@ def both_write(
     return expected, expected_scales
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.cpu().contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
+def same(own: Tensor, other: Tensor) -> bool:
+    return torch.equal(own.cpu().contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -111,11 +111,11 @@ def _launched(gpu: Gpu, launch: Callable[[Any], None]) -> list[Launch]:
 def _fits(gpu: Gpu, launch: Callable[[Any], None]) -> None:
     launched = _launched(gpu, launch)
     assert launched
-    for it in launched:
-        kernel = compile_for(gpu, it)
-        assert kernel.metadata.shared <= gpu.limits.shared_bytes, it.name
+    for launch_ in launched:
+        kernel = compile_for(gpu, launch_)
+        assert kernel.metadata.shared <= gpu.limits.shared_bytes, launch_.name
         if gpu == HOPPER:
-            assert resources_of(kernel).stack_bytes <= GIVEN_UP, it.name
+            assert resources_of(kernel).stack_bytes <= GIVEN_UP, launch_.name
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, determinis
 def test_packed_products_are_of_bytes_on_tensor_cores(gpu: Gpu, rows: int, instruction: str) -> None:
     _fits(gpu, lambda ops: launches.packed_products(ops, rows=rows))
     found = _launched(gpu, lambda ops: launches.packed_products(ops, rows=rows))
-    [product] = [compile_for(gpu, it) for it in found if it.name == "_packed_product"]
+    [product] = [compile_for(gpu, each) for each in found if each.name == "_packed_product"]
     assert instruction in product.asm["ptx"]
     assert "s8.s8" in product.asm["ptx"]
 
@@ -156,8 +156,8 @@ def test_products_of_experts_are_on_tensor_cores(gpu: Gpu, rows: int) -> None:
         launches.experts(ops, rows=rows)
 
     _fits(gpu, launch)
-    for it in _launched(gpu, launch)[:2]:
-        ptx = compile_for(gpu, it).asm["ptx"]
+    for launch_ in _launched(gpu, launch)[:2]:
+        ptx = compile_for(gpu, launch_).asm["ptx"]
         assert "mma" in ptx
         assert "cp.async" in ptx, "loads of weights behind an address are pipelined"
 

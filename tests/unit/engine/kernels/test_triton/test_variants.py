@@ -22,8 +22,8 @@ def test_no_batch_takes_a_variant_that_they_leave_out(
     for heads, kv_heads, head_dim in HEADS:
         shape = AttentionShape(torch.bfloat16, torch.bfloat16, heads, kv_heads, head_dim, deterministic, limits)
         batches = shape.batches(tokens, longest)
-        assert all(it.tokens <= tokens and it.rows <= it.context <= longest for it in batches)
-        known = {shape.variant(SINGLES if it.rows == 1 else MANY, it) for it in batches}
+        assert all(batch.tokens <= tokens and batch.rows <= batch.context <= longest for batch in batches)
+        known = {shape.variant(SINGLES if batch.rows == 1 else MANY, batch) for batch in batches}
         for _ in range(300):
             rows = [min(longest, 1 << draw.randrange(tokens.bit_length())) for _ in range(draw.randint(1, 9))]
             rows = [count for number, count in enumerate(rows) if sum(rows[: number + 1]) <= tokens] or [1]
@@ -37,7 +37,7 @@ def test_no_batch_takes_a_variant_that_they_leave_out(
 def test_there_is_a_batch_for_each_kind_of_launch() -> None:
     def splits(*, deterministic: bool) -> set[tuple[int, int, int]]:
         shape = AttentionShape(torch.bfloat16, torch.bfloat16, 32, 8, 128, deterministic, HOPPER)
-        variants = [shape.variant(SINGLES if it.rows == 1 else MANY, it) for it in shape.batches(2048, 32_768)]
+        variants = [shape.variant(SINGLES if taken.rows == 1 else MANY, taken) for taken in shape.batches(2048, 32_768)]
         return {(which, tile.rows, split) for which, tile, split in variants}
 
     assert splits(deterministic=False) == {
@@ -50,5 +50,5 @@ def test_what_is_cheap_is_run() -> None:
     shape = AttentionShape(torch.bfloat16, torch.bfloat16, 32, 8, 128, False, HOPPER)
     batches = shape.batches(8192, 131_072)
     assert BatchShape(1, 1, 1) in batches
-    assert max(it.tokens for it in batches) < 1024
-    assert max(it.context for it in batches) < 4096
+    assert max(batch.tokens for batch in batches) < 1024
+    assert max(batch.context for batch in batches) < 4096
