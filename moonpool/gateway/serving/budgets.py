@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moonpool.base.rpc.auth import BudgetOwner
+from moonpool.base.rpc.api_keys import BudgetOwner
 from moonpool.base.scheduling.budgets import TokenBucket
 from moonpool.gateway.serving.errors import BudgetSpentError
 

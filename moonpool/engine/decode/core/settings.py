@@ -57,7 +57,7 @@ class DecodeSettings:
     speeds: Speeds = field(default_factory=Speeds)
     preemption: Preemption = setting(
         Preemption.AUTO,
-        "how a preempted sequence's KV comes back: recompute = computed again, as far as the pool has needed the blocks "
+        "how a preempted sequence's KV comes back: recompute = computed again, where the pool has needed the blocks "
         "for others; swap = copied to DRAM and back; auto = the way predicted to be quicker",
     )
     watermark_blocks: int = 0
