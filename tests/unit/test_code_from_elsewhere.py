@@ -32,7 +32,8 @@ PLACES = {
     ("moonpool/base/kv/native_copy.py", "import_module"): "a constant",
     ("moonpool/base/runtime/core_classes.py", "import_module"): "constants, and the modules that the command names",
     ("moonpool/base/transport/registry.py", "import_module"): "values of a table",
-    ("moonpool/cli/main.py", "import_module"): "constants",
+    ("moonpool/cli/lazy_verbs.py", "import_module"): "constants",
+    ("moonpool/cli/service_verbs.py", "import_module"): "constants",
     ("moonpool/conductor/placement/policies/registry.py", "import_module"): "the operator's settings",
     ("moonpool/engine/platforms/stage_platform.py", "import_module"): "values of a table",
 }
