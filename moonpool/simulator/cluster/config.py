@@ -224,13 +224,12 @@ PREFILL_LEFT_OUT = {
 """Fields of `PrefillSettings` that keep their defaults, and why."""
 DECODE_LEFT_OUT = {
     "promise_s": "no simulated conductor renews a promise for so long",
-    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
     "grace_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
     "log_ttl_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
     "log_bytes": "simulated answers have no tokens",
     "preempt_every": "for diagnosis of real engines",
     "patience_steps": "no service sets the number, either",
-    "turn_steps": "no service sets the number, either",
+    "grant_steps": "no service sets the number, either",
     "draft_tokens": "simulated tokens cannot be guessed",
     "window_blocks": _ALL_ALIKE,
     "window_slots": _ALL_ALIKE,
