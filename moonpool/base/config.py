@@ -219,6 +219,26 @@ PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), Af
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)]
 # NAME=VALUE, as often as you want; see `assignments`.
 Assignments = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_assignments)]
+SERVICES = ("conductor", "prefill", "decode", "kvstore", "gateway")
+SERVICE_MODULES = {
+    "conductor": "moonpool.conductor",
+    "prefill": "moonpool.engine.prefill",
+    "decode": "moonpool.engine.decode",
+    "kvstore": "moonpool.kvstore",
+    "gateway": "moonpool.gateway",
+    "adapter": "moonpool.interop.adapter",
+    "indexer": "moonpool.interop.indexer",
+}
+"""Kind of service -> package that runs as a program."""
+OTHER_VARIABLES = (
+    "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
+    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
+    "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
+    "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
+    "STACK_BASE", "STACK_CONDUCTOR", "STACK_HOST", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH",
+    "STACK_SIZE",  # of compose.yaml
+)  # fmt: skip
+"""MOONPOOL_* variables that are no setting of a service."""
 
 
 class ServiceConfig(BaseSettings):
@@ -491,28 +511,6 @@ def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
         now = RENAMED.get(name, "")
         hint = f"; it is now {now}" if now in cls.model_fields else suggestion(name, list(cls.model_fields))
         raise ConfigError(name, f"no such setting ({source}){hint}")
-
-
-SERVICES = ("conductor", "prefill", "decode", "kvstore", "gateway")
-SERVICE_MODULES = {
-    "conductor": "moonpool.conductor",
-    "prefill": "moonpool.engine.prefill",
-    "decode": "moonpool.engine.decode",
-    "kvstore": "moonpool.kvstore",
-    "gateway": "moonpool.gateway",
-    "adapter": "moonpool.interop.adapter",
-    "indexer": "moonpool.interop.indexer",
-}
-"""Kind of service -> package that runs as a program."""
-OTHER_VARIABLES = (
-    "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
-    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
-    "DIE_WITH_PARENT", "FAULT_BREAK_CONNECTIONS", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
-    "DYNAMO", "FUZZ_EVENTS", "FUZZ_EXAMPLES", "FUZZ_SEED", "STORM_MESSAGES",
-    "STACK_BASE", "STACK_CONDUCTOR", "STACK_HOST", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH",
-    "STACK_SIZE",  # of compose.yaml
-)  # fmt: skip
-"""MOONPOOL_* variables that are no setting of a service."""
 
 
 def refuse_unknown_variables(own: Iterable[str] = ()) -> None:

@@ -87,13 +87,6 @@ def inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     return found
 
 
-class SchemaWordError(ValueError):
-    """A schema has a word that is not supported. The message names the word with the word's place."""
-
-    def __init__(self, place: str, word: str, message: str) -> None:
-        super().__init__(f"{place}.{word}: {message}" if place else f"{word}: {message}")
-
-
 _FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )  # fmt: skip
@@ -119,6 +112,26 @@ _TRIVIAL: Mapping[str, tuple[Any, ...]] = {
 """Values with which unsupported words have no effect."""
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Words beside which `unevaluatedProperties` means more than `additionalProperties`."""
+_FAULTS = (
+    ("Unsatisfiable", "no answer can satisfy this schema"),
+    ("oneOf", "oneOf is supported only if no value can match two of its schemas, for example by a `const` in each"),
+    ("regex", "a pattern is no regular expression that can be followed; look-around is not supported"),
+    ("Pointer", "$ref refers to a definition that does not exist"),
+    ("NoExtensionBias", "$ref refers to itself without an end"),
+    ("min/maxProperties", "minProperties and maxProperties are supported only if all members are listed as required"),
+    ("Invalid type", "type must be one of string, number, integer, boolean, object, array and null"),
+    ("must be a", "a word has a value of a wrong type"),
+    ("Unimplemented", "a word is not supported yet"),
+    ("not supported", "a word is not supported with this value"),
+)
+"""Words of llguidance's errors, and what they mean."""
+
+
+class SchemaWordError(ValueError):
+    """A schema has a word that is not supported. The message names the word with the word's place."""
+
+    def __init__(self, place: str, word: str, message: str) -> None:
+        super().__init__(f"{place}.{word}: {message}" if place else f"{word}: {message}")
 
 
 def ignored_words(schema: Mapping[str, Any]) -> list[str]:
@@ -204,21 +217,6 @@ def _list_names(schema: dict[str, Any], definitions: Mapping[str, Any]) -> None:
         return
     del schema["propertyNames"]
     schema["additionalProperties"] = False
-
-
-_FAULTS = (
-    ("Unsatisfiable", "no answer can satisfy this schema"),
-    ("oneOf", "oneOf is supported only if no value can match two of its schemas, for example by a `const` in each"),
-    ("regex", "a pattern is no regular expression that can be followed; look-around is not supported"),
-    ("Pointer", "$ref refers to a definition that does not exist"),
-    ("NoExtensionBias", "$ref refers to itself without an end"),
-    ("min/maxProperties", "minProperties and maxProperties are supported only if all members are listed as required"),
-    ("Invalid type", "type must be one of string, number, integer, boolean, object, array and null"),
-    ("must be a", "a word has a value of a wrong type"),
-    ("Unimplemented", "a word is not supported yet"),
-    ("not supported", "a word is not supported with this value"),
-)
-"""Words of llguidance's errors, and what they mean."""
 
 
 def explain_fault(wrong: str) -> str:

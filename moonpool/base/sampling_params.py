@@ -46,6 +46,10 @@ def lora_option(lora: bytes) -> str:
     return f"{LORA}:{lora.hex()}"
 
 
+_BEAM_OPTIONS = ("length_penalty", "early_stopping")
+_TOKEN_BYTES = 4
+
+
 class Unset(float):
     """Neutral value of a parameter that was not given. The served checkpoint's suggestion replaces this value."""
 
@@ -361,7 +365,6 @@ _NEUTRAL: dict[str, float | int] = {
     if isinstance(value, Unset | UnsetInt)
 }
 """Of parameters that checkpoints suggest; plain numbers, which are pickled quickly."""
-_BEAM_OPTIONS = ("length_penalty", "early_stopping")
 _NOT_WITH_BEAMS = [name for name, allowed in _declared("with_beams").items() if not allowed]
 _NOT_WITH_FORMAT = [name for name, allowed in _declared("with_format").items() if not allowed]
 _VALUES = attrgetter(*_DEFAULTS)
@@ -377,7 +380,6 @@ def stream_seed(seed: int, index: int) -> int:
 
 
 GREEDY = SamplingParams(temperature=0.0)
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,12 @@ ABORT_S = 4.0
 """Seconds that services have to end when their start is given up; then they are killed."""
 DRAIN_S = 8.0
 """Seconds that a service has to finish running requests."""
+FIRST_RESTART_PAUSE_S = 0.5
+MAX_RESTART_PAUSE_S = 30.0
+MAX_FAILURES = 5
+"""Ends in a row after which a service is given up."""
+STABLE_S = 60.0
+"""A service that ran for so long has not failed in a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -489,14 +495,6 @@ def setting_of(plan: StackPlan, kind: str, name: str, default: str) -> str:
     flags = [value for flag, value in given if flag == f"--{name}"]
     settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith(f"{name}=")]
     return [os.environ.get(f"{ENV_PREFIX}{name.upper()}", default), *flags, *settings][-1]
-
-
-FIRST_RESTART_PAUSE_S = 0.5
-MAX_RESTART_PAUSE_S = 30.0
-MAX_FAILURES = 5
-"""Ends in a row after which a service is given up."""
-STABLE_S = 60.0
-"""A service that ran for so long has not failed in a row."""
 
 
 class SupervisedProcess(Protocol):

@@ -32,6 +32,8 @@ _STATUS: dict[int, Status] = {
 }
 Query = Callable[[Protobuf, float], Awaitable[Any]]
 """Calls the conductor with a request and a timeout in seconds; returns the response."""
+_PROMPT = ("messages", "token_ids", "tools")
+_PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,6 @@ class CreateContextArguments(TypedDict, total=False):
     model: str
     pin_only: bool
     cache_salt: str
-
-
-_PROMPT = ("messages", "token_ids", "tools")
-_PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only", "cache_salt")
 
 
 class AsyncContexts:

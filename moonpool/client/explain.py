@@ -7,6 +7,20 @@ from dataclasses import dataclass, replace
 
 from moonpool.client.types import Placement, Timing, Usage
 
+PHASE_NAMES = {
+    "gap": "no token comes: the request was placed again",
+    "wait": "waits at the conductor for a place",
+    "place": "is tokenised and placed, and room is promised",
+    "lost": "is placed, and given up before a token came",
+    "queue": "waits at the prefill instance",
+    "load": "KV is loaded from a kvstore or another instance",
+    "chunk": "a step computes a part of the prompt",
+    "stream": "KV streams to decode",
+    "prompt": "decode computes the missing part of the prompt",
+    "steps": "decode generates the answer",
+}
+"""Descriptions by name, in the order in which a placement's phases begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
@@ -25,21 +39,6 @@ class RequestPhase:
     end_s: float
     tokens: int = 0
     attempt: int = 1
-
-
-PHASE_NAMES = {
-    "gap": "no token comes: the request was placed again",
-    "wait": "waits at the conductor for a place",
-    "place": "is tokenised and placed, and room is promised",
-    "lost": "is placed, and given up before a token came",
-    "queue": "waits at the prefill instance",
-    "load": "KV is loaded from a kvstore or another instance",
-    "chunk": "a step computes a part of the prompt",
-    "stream": "KV streams to decode",
-    "prompt": "decode computes the missing part of the prompt",
-    "steps": "decode generates the answer",
-}
-"""Descriptions by name, in the order in which a placement's phases begin."""
 
 
 def request_phases(found: Explanation) -> list[RequestPhase]:

@@ -33,6 +33,9 @@ STALL_S = 10.0
 LEASE_S = 60.0
 """Longest read; the read's blocks cannot be evicted so long."""
 WRITE_BACK_TIMEOUT_S = 30.0
+LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
+    Metric("lent_blocks", "Pool blocks kept while other instances read.", lambda lending: sum(1 for _ in lending), 0),
+)
 
 
 class PoolCalls:
@@ -170,9 +173,6 @@ READ_METRICS: tuple[Metric[PoolReads], ...] = (
         0,
     ),
     counter("peer_read_bytes_total", "Bytes that other instances read from the pool.", lambda reads: reads.sent_bytes),
-)
-LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
-    Metric("lent_blocks", "Pool blocks kept while other instances read.", lambda lending: sum(1 for _ in lending), 0),
 )
 
 

@@ -23,6 +23,58 @@ from moonpool.kvstore.prefetch import Prefetcher
 from moonpool.kvstore.ssd.tier import SsdTier
 from moonpool.kvstore.write_behind import WriteBehind
 
+SSD_METRICS: tuple[Metric[SsdTier], ...] = (
+    Metric("ssd_reading_blocks", "Blocks that are being read from SSD.", lambda ssd: ssd.readers, 0),
+    Metric("ssd_blocks", "Blocks on SSD.", lambda ssd: len(ssd.catalogue)),
+    Metric("ssd_segments", "Segment files on SSD.", lambda ssd: len(ssd.catalogue.segments)),
+    Metric("ssd_bytes", "Bytes of segment files on SSD.", lambda ssd: ssd.used_bytes),
+    Metric("ssd_live_bytes", "Bytes on SSD of records that are in use.", lambda ssd: ssd.catalogue.live.total_bytes),
+    Metric("ssd_capacity_bytes", "Size of the SSD tier in bytes.", lambda ssd: ssd.capacity_bytes),
+    Metric(
+        "ssd_locked_blocks",
+        "Blocks on SSD that counted as absent at the start, because `encryption_keys` lacks their key.",
+        lambda ssd: ssd.locked_blocks,
+    ),
+    Metric("ssd_disks_out", "Data folders left out since the start.", lambda ssd: ssd.disks_out),
+    Metric("ssd_indexed", "1 if the SSD tier keeps an index on disk, else 0.", lambda ssd: ssd.indexed),
+    Metric(
+        "ssd_write_amplification",
+        "Bytes written to SSD over bytes of new blocks.",
+        lambda ssd: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0,
+    ),
+    Metric(
+        "ssd_housekeeping", "1 if segments wait to be rewritten or deleted, else 0.", lambda ssd: ssd.has_housekeeping
+    ),
+    counter("ssd_written_bytes_total", "Bytes written to SSD.", lambda ssd: ssd.written_bytes),
+    counter("ssd_user_bytes_total", "Bytes written to SSD for new blocks.", lambda ssd: ssd.user_bytes),
+    counter(
+        "ssd_carried_bytes_total",
+        "Bytes of records copied out of segments that were removed.",
+        lambda ssd: ssd.carried_bytes,
+    ),
+    counter(
+        "ssd_lost_blocks_total",
+        "Blocks found damaged when they were to be copied to another segment.",
+        lambda ssd: ssd.lost_blocks,
+    ),
+    counter("ssd_scrubbed_bytes_total", "Bytes that scrubbing has read and checked.", lambda ssd: ssd.scrubbed_bytes),
+    counter("ssd_scrub_passes_total", "Times that scrubbing has read all blocks.", lambda ssd: ssd.scrub_passes),
+    counter(
+        "ssd_indexes_rebuilt_total",
+        "Times that an index on disk was written anew: damaged, lost, or of an older version.",
+        lambda ssd: ssd.indexes_rebuilt,
+    ),
+    counter("ssd_dropped_segments_total", "Segments removed: evicted, or rewritten.", lambda ssd: ssd.dropped_segments),
+    counter(
+        "ssd_refused_blocks_total", "Blocks that the SSD tier did not admit.", lambda ssd: ssd.admission.refused_blocks
+    ),
+    counter(
+        "ssd_refused_bytes_total", "Bytes that the SSD tier did not admit.", lambda ssd: ssd.admission.refused_bytes
+    ),
+)
+"""Reported by a store with an SSD tier."""
+FOLLOWED_KEYS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStore:
@@ -223,57 +275,6 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     ),
 )
 
-SSD_METRICS: tuple[Metric[SsdTier], ...] = (
-    Metric("ssd_reading_blocks", "Blocks that are being read from SSD.", lambda ssd: ssd.readers, 0),
-    Metric("ssd_blocks", "Blocks on SSD.", lambda ssd: len(ssd.catalogue)),
-    Metric("ssd_segments", "Segment files on SSD.", lambda ssd: len(ssd.catalogue.segments)),
-    Metric("ssd_bytes", "Bytes of segment files on SSD.", lambda ssd: ssd.used_bytes),
-    Metric("ssd_live_bytes", "Bytes on SSD of records that are in use.", lambda ssd: ssd.catalogue.live.total_bytes),
-    Metric("ssd_capacity_bytes", "Size of the SSD tier in bytes.", lambda ssd: ssd.capacity_bytes),
-    Metric(
-        "ssd_locked_blocks",
-        "Blocks on SSD that counted as absent at the start, because `encryption_keys` lacks their key.",
-        lambda ssd: ssd.locked_blocks,
-    ),
-    Metric("ssd_disks_out", "Data folders left out since the start.", lambda ssd: ssd.disks_out),
-    Metric("ssd_indexed", "1 if the SSD tier keeps an index on disk, else 0.", lambda ssd: ssd.indexed),
-    Metric(
-        "ssd_write_amplification",
-        "Bytes written to SSD over bytes of new blocks.",
-        lambda ssd: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0,
-    ),
-    Metric(
-        "ssd_housekeeping", "1 if segments wait to be rewritten or deleted, else 0.", lambda ssd: ssd.has_housekeeping
-    ),
-    counter("ssd_written_bytes_total", "Bytes written to SSD.", lambda ssd: ssd.written_bytes),
-    counter("ssd_user_bytes_total", "Bytes written to SSD for new blocks.", lambda ssd: ssd.user_bytes),
-    counter(
-        "ssd_carried_bytes_total",
-        "Bytes of records copied out of segments that were removed.",
-        lambda ssd: ssd.carried_bytes,
-    ),
-    counter(
-        "ssd_lost_blocks_total",
-        "Blocks found damaged when they were to be copied to another segment.",
-        lambda ssd: ssd.lost_blocks,
-    ),
-    counter("ssd_scrubbed_bytes_total", "Bytes that scrubbing has read and checked.", lambda ssd: ssd.scrubbed_bytes),
-    counter("ssd_scrub_passes_total", "Times that scrubbing has read all blocks.", lambda ssd: ssd.scrub_passes),
-    counter(
-        "ssd_indexes_rebuilt_total",
-        "Times that an index on disk was written anew: damaged, lost, or of an older version.",
-        lambda ssd: ssd.indexes_rebuilt,
-    ),
-    counter("ssd_dropped_segments_total", "Segments removed: evicted, or rewritten.", lambda ssd: ssd.dropped_segments),
-    counter(
-        "ssd_refused_blocks_total", "Blocks that the SSD tier did not admit.", lambda ssd: ssd.admission.refused_blocks
-    ),
-    counter(
-        "ssd_refused_bytes_total", "Bytes that the SSD tier did not admit.", lambda ssd: ssd.admission.refused_bytes
-    ),
-)
-"""Reported by a store with an SSD tier."""
-
 
 class TenantFigures(NamedTuple):
     """One tenant, or all tenants without a row, in a byte table."""
@@ -308,9 +309,6 @@ def store_metrics(measured: MeasuredStore, tenants: Sequence[str]) -> MetricSet:
         for table, used in tables:
             metrics.add(table, TenantFigures(used, tenant, tenants), tenant=tenant)
     return metrics
-
-
-FOLLOWED_KEYS = 4096
 
 
 class StoreObserver:

@@ -62,6 +62,10 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
 
 MAX_MATCH_KEYS = 1 << 15
+MAX_WAITING_FOR_ROOM = 512
+LEASE_TIMEOUT_S = 600.0
+"""Longest time for which a reader keeps blocks from eviction, whatever the reader does."""
+END_STREAMS_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,10 +160,6 @@ def _checked_keys(packed: bytes) -> list[BlockKey]:
 
 
 log = get_logger(__name__)
-MAX_WAITING_FOR_ROOM = 512
-LEASE_TIMEOUT_S = 600.0
-"""Longest time for which a reader keeps blocks from eviction, whatever the reader does."""
-END_STREAMS_S = 2.0
 
 
 def open_tiers(

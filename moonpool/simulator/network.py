@@ -22,6 +22,8 @@ DEAL_S = 0.002
 _DEAL = ps(DEAL_S)
 _ROUNDING = 1e-9
 """A smaller share of a link is a rounding error, not room."""
+NOTICED_S = 1.0
+"""Seconds until both ends of a connection notice a lost message."""
 
 
 class Priority(IntEnum):
@@ -272,10 +274,6 @@ def _left(spare: float, share: float, count: int, least: float) -> float:
         if spare <= least:
             return 0.0
     return spare
-
-
-NOTICED_S = 1.0
-"""Seconds until both ends of a connection notice a lost message."""
 
 
 @dataclass(frozen=True, slots=True)

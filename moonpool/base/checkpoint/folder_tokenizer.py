@@ -28,6 +28,13 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Llama 3 splits text before merging."""
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+"""How Qwen 2 splits text before merging."""
+_CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+}
+"""A class's special tokens that the folder may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,17 +244,9 @@ def _qwen2(content: Mapping[str, Any], fields: Mapping[str, Any], read: tokenize
     return backend
 
 
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-"""How Qwen 2 splits text before merging."""
-
 _Rebuild = Callable[[Mapping[str, Any], Mapping[str, Any], tokenizers.Tokenizer], tokenizers.Tokenizer]
 _REBUILT: Mapping[str, _Rebuild] = {"LlamaTokenizer": _llama, "Qwen2Tokenizer": _qwen2}
 """transformers' classes that take only vocabulary and merges from `tokenizer.json`."""
-_CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
-}
-"""A class's special tokens that the folder may leave out."""
 
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[str, Any]:

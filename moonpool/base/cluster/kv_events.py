@@ -19,6 +19,7 @@ from moonpool.v1 import kv_pb2
 
 KEYS_PER_MESSAGE = 4096
 """Keys in one message at most: 128 KiB, so that a snapshot never holds up a stream."""
+RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,6 @@ class KVEventLog:
         sequence = self._next_sequence
         self._next_sequence += 1
         return sequence
-
-
-RETRY_AFTER_S = 5.0
 
 
 @dataclasses.dataclass(eq=False)

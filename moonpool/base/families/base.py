@@ -19,6 +19,10 @@ _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 """Keys of rotary embeddings in the spelling before transformers 5."""
 COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
+_ACTIVATIONS: Mapping[object, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +205,6 @@ class ModelFamily:
         return JsonFields(
             {**given, **{ours: given[theirs] for ours, theirs in self.other_keys.items() if theirs in given}}, source
         )
-
-
-_ACTIVATIONS: Mapping[object, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
 
 
 def activation(fields: JsonFields, key: str = "hidden_act") -> Activation:

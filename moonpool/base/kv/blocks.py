@@ -18,6 +18,7 @@ NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """Parent for a block if the writer named no parent."""
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
+PARTS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +105,6 @@ class DramBlock:
 
 
 Value = TypeVar("Value")
-PARTS = 256
 
 
 class PartTable(Generic[Value]):

@@ -19,6 +19,13 @@ from moonpool.base.kv.keys import BlockKey, window_key, with_window_keys
 
 EVERY_TENANT = "*"
 """Key in a table of times to live: every tenant without an entry."""
+MAX_DELETIONS = 1 << 16
+"""Most deletions in a `DeletionLog`. Conductors repeat deletions of the last month only."""
+DEMANDED_S = 3600.0
+"""Seconds for which KV is taken only from instances that carried out the same deletion.
+
+Older KV is on the way for minutes at most; conductors repeat deletions to joining instances for a month.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +157,6 @@ class DeletionIndex:
         yield self._by_tenant, selection.tenants
         yield self._by_namespace, selection.namespaces
         yield self._by_key, selection.keys
-
-
-MAX_DELETIONS = 1 << 16
-"""Most deletions in a `DeletionLog`. Conductors repeat deletions of the last month only."""
-DEMANDED_S = 3600.0
-"""Seconds for which KV is taken only from instances that carried out the same deletion.
-
-Older KV is on the way for minutes at most; conductors repeat deletions to joining instances for a month.
-"""
 
 
 class DeletionLog:

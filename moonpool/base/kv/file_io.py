@@ -24,6 +24,9 @@ from moonpool.base.native.build import BuildError
 
 SCRATCH_BYTES = 1 << 20
 """A thread's memory for direct reads, if the destination cannot take a direct read."""
+SECTOR = 4096
+"""Alignment for direct reads and writes: offset, length and memory."""
+_IOV_MAX = 512
 
 
 class FileSpan(NamedTuple):
@@ -139,10 +142,7 @@ def slice_reader() -> Read:
         return read_slice_by_slice  # `moonpool.base.kv.native_copy` tells why
 
 
-SECTOR = 4096
-"""Alignment for direct reads and writes: offset, length and memory."""
 Buffer = bytes | bytearray | memoryview
-_IOV_MAX = 512
 
 
 def write_all(fd: int, parts: Iterable[Buffer], offset: int) -> int:

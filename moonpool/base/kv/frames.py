@@ -26,6 +26,8 @@ FRAME_BYTES = 1 << 20
 """Target payload size: with smaller frames gRPC's cost per message shows, larger frames block the event loop."""
 MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening a frame is quick for any slice size."""
+MAX_SHAPES = 64
+"""That are kept."""
 
 
 class SliceRun(NamedTuple):
@@ -365,10 +367,6 @@ class _Frame:
                 valid_tokens=valid_tokens,
             )
         return header, self._pieces
-
-
-MAX_SHAPES = 64
-"""That are kept."""
 
 
 class FrameShape:

@@ -61,6 +61,15 @@ def _check_range(name: str, value: int, limit: str = "") -> None:
         raise ConfigError(name, f"must be in [1, {most}], is {value}")
 
 
+_PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {
+    "full": kv_pb2.KV_KIND_FULL,
+    "window": kv_pb2.KV_KIND_WINDOW,
+    "latent": kv_pb2.KV_KIND_LATENT,
+    "recurrent": kv_pb2.KV_KIND_RECURRENT,
+}
+_KINDS_BY_PROTO = {value: name for name, value in _PROTO_KINDS.items()}
+
+
 @dataclass(frozen=True)
 class KVGroup:
     """Layers with equally shaped slices: `[kv_heads, planes]` runs of `[block_size, head_dim]` values, then scales.
@@ -538,15 +547,6 @@ class LayoutPart(NamedTuple):
 
     layout: KVLayout
     layers: tuple[int, ...]
-
-
-_PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {
-    "full": kv_pb2.KV_KIND_FULL,
-    "window": kv_pb2.KV_KIND_WINDOW,
-    "latent": kv_pb2.KV_KIND_LATENT,
-    "recurrent": kv_pb2.KV_KIND_RECURRENT,
-}
-_KINDS_BY_PROTO = {value: name for name, value in _PROTO_KINDS.items()}
 
 
 def _group_to_proto(group: KVGroup, block_size: int) -> kv_pb2.KVGroup:

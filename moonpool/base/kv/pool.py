@@ -17,6 +17,13 @@ from moonpool.base.kv.keys import slice_hash
 from moonpool.base.kv.layout import NO_SLOT, KVLayout
 from moonpool.base.kv.memory import available_bytes, shared_memory
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, which Python does not name."""
+_POPULATING = 4
+"""Threads: one takes 0.3 s for 1 GB."""
+_NUMBER_BYTES = 8
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names the flag from 3.13 on
+
 
 class KVPool:
     """All parts of an instance's pool. Memory is taken from the system when a block is first touched, zero-filled."""
@@ -140,12 +147,6 @@ class KVPool:
 NO_DEVICE, DEVICE_KNOWS, TELL_DEVICE = range(3)
 """Whether a device has a copy of a pool, and whether the device's process waits for landed slices."""
 _madvise = ctypes.CDLL(None).madvise  # mmap's own holds the interpreter meanwhile
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, which Python does not name."""
-_POPULATING = 4
-"""Threads: one takes 0.3 s for 1 GB."""
-_NUMBER_BYTES = 8
-F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names the flag from 3.13 on
 
 
 @dataclass(slots=True)

@@ -19,6 +19,12 @@ from moonpool.base.kv.keys import BlockKey
 
 T = TypeVar("T")
 _HASHES = 1 << 32
+REUSE_KEYS = 16384  # at most, about 250 bytes each
+_STEPS_PER_OCTAVE = 32  # distances are counted to within 1/32 of a power of two, that is 2.2 %
+SAMPLE_KEYS = 16384
+EVIDENCE = 16.0  # weight, in returns, of the assumption that a class is like all others and a rate is zero
+_AGES = 49
+_EDGES = [0.0] + [2.0 ** (8 + step / 2) for step in range(_AGES)]  # ages below 256 references share one interval
 
 
 class KeySample(collections.OrderedDict[BlockKey, T]):
@@ -48,8 +54,6 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
         return self.rate < before
 
 
-REUSE_KEYS = 16384  # at most, about 250 bytes each
-_STEPS_PER_OCTAVE = 32  # distances are counted to within 1/32 of a power of two, that is 2.2 %
 HitCurve = Sequence[tuple[int, float]]  # (size, share of block uses that would be hits), ascending in both
 
 
@@ -97,12 +101,6 @@ class ReuseSample:
         self.times.append(self._time)
         if self.last_uses.put(key, self._time):
             self.times = list(self.last_uses.values())
-
-
-SAMPLE_KEYS = 16384
-EVIDENCE = 16.0  # weight, in returns, of the assumption that a class is like all others and a rate is zero
-_AGES = 49
-_EDGES = [0.0] + [2.0 ** (8 + step / 2) for step in range(_AGES)]  # ages below 256 references share one interval
 
 
 def age_bin(age: int) -> int:

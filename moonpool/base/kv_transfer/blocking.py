@@ -32,6 +32,10 @@ from moonpool.v1 import kvstore_pb2
 
 Into = Callable[[int, int], memoryview | None]
 OnSlice = Callable[[int, int, memoryview, int], None]
+MAX_PUT_BLOCKS = 128
+"""Most blocks in one exchange; a store takes more blocks over a channel only."""
+SEND_BYTES = 512 << 10
+"""Bytes of slices that are sent together, about, while the next slices are hashed."""
 
 
 class _DamagedSliceError(MoonpoolError):
@@ -140,12 +144,6 @@ class BlockingReader:
             self.connection.fill(target)
             intact += slice_hash(target) == value
         return intact
-
-
-MAX_PUT_BLOCKS = 128
-"""Most blocks in one exchange; a store takes more blocks over a channel only."""
-SEND_BYTES = 512 << 10
-"""Bytes of slices that are sent together, about, while the next slices are hashed."""
 
 
 @functools.lru_cache(16)

@@ -36,6 +36,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
 OnSlice = Callable[[int, int, memoryview, int], None]
 Into = Callable[[int, int], memoryview | None]
+READ_WINDOW_BYTES = 32 << 20
 
 
 class PrefixLost(TransferFailed):
@@ -330,7 +331,6 @@ def _check_arguments(error: Exception | None) -> None:
         raise TransferFailed(f"a payload could not be taken: {error!r}") from error
 
 
-READ_WINDOW_BYTES = 32 << 20
 ReadRequest = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
 
 

@@ -16,6 +16,11 @@ from moonpool.base.runtime.journal import JournalWriter
 from moonpool.base.scheduling.state_machine import Core, Tick
 from moonpool.base.telemetry.logs import get_logger
 
+E = TypeVar("E")
+A = TypeVar("A")
+MAX_TURN_S = 0.01
+"""Longest time in which events are handled before the loop's other tasks run, seconds."""
+
 
 class CoreServiceConfig(ServiceConfig):
     """Settings for every service with a core."""
@@ -40,10 +45,6 @@ class CoreServiceConfig(ServiceConfig):
 
 
 log = get_logger(__name__)
-E = TypeVar("E")
-A = TypeVar("A")
-MAX_TURN_S = 0.01
-"""Longest time in which events are handled before the loop's other tasks run, seconds."""
 
 
 class Driver(Generic[E, A]):

@@ -30,12 +30,13 @@ from moonpool.base.kv.keys import BlockKey, window_key
 from moonpool.base.kv.layout import NO_SLOT
 from moonpool.base.scheduling.state_machine import digest_of
 
+NO_KEY_CHANGES = KeyChanges()
+COLD_S = 60.0
+"""Seconds after which an unused replicated block is evicted first."""
+
 
 class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
     """Fewer blocks are free or cached than asked for; the pool is unchanged."""
-
-
-NO_KEY_CHANGES = KeyChanges()
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +52,6 @@ class KVOwner:
 
 
 NO_OWNER = KVOwner()
-COLD_S = 60.0
-"""Seconds after which an unused replicated block is evicted first."""
 
 
 class BlockManager:

@@ -115,6 +115,10 @@ def earliest(first: float | None, other: float | None) -> float | None:
     return min(first, other)
 
 
+A = TypeVar("A")
+T = TypeVar("T")
+
+
 class Timers(Generic[K]):
     """One deadline per key. Each call costs O(log n); equal deadlines come in the order of setting."""
 
@@ -173,8 +177,6 @@ class Timers(Generic[K]):
 
 
 E_contra = TypeVar("E_contra", contravariant=True)
-A = TypeVar("A")
-T = TypeVar("T")
 
 
 @frozen

@@ -19,6 +19,11 @@ async def wait_within(seconds: float, event: asyncio.Event) -> bool:
     return False
 
 
+T = TypeVar("T")
+OFFLOAD_LEAST_BYTES = 256 << 10
+OFFLOAD_LEAST_TOKENS = 1 << 10
+
+
 class Deadline:
     """One wait; a context manager that raises TimeoutError if the deadline cancels the body."""
 
@@ -124,9 +129,6 @@ class OneTimeEvent:
             raise self._error
 
 
-T = TypeVar("T")
-
-
 async def run_in_steps(steps: Generator[None, None, T]) -> T:
     """The result of `steps`; other tasks have a turn before each step."""
     while True:
@@ -225,10 +227,6 @@ class WaiterQueue(Generic[Wanted, Result]):
             queue.pop(future, None)
             if not queue:
                 del self._queues[priority]
-
-
-OFFLOAD_LEAST_BYTES = 256 << 10
-OFFLOAD_LEAST_TOKENS = 1 << 10
 
 
 class ThreadOffload(NamedTuple):

@@ -24,6 +24,11 @@ SEED = "MOONPOOL_FAULT_SEED"
 CONNECTION_BROKEN = "connection broken on purpose"
 """The event that is logged once for each connection that is broken."""
 log = get_logger(__name__)
+CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
+HEADER_SHARE = 0.3
+"""Share of damages that hit headers; other damages hit payloads."""
+FRAME_DAMAGED = "frame damaged on purpose"
+"""The event that is logged once for each damaged frame."""
 
 
 class ConnectionBreaker:
@@ -74,11 +79,6 @@ def _number(environment: Mapping[str, str], name: str, kind: type[int] | type[fl
 
 breaker = connection_breaker_from(os.environ)
 """This process' own; None when no connection is to break."""
-CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
-HEADER_SHARE = 0.3
-"""Share of damages that hit headers; other damages hit payloads."""
-FRAME_DAMAGED = "frame damaged on purpose"
-"""The event that is logged once for each damaged frame."""
 Frame = tuple[kv_pb2.FrameHeader, list[memoryview]]
 
 

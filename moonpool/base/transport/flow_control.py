@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from moonpool.base.errors import TransferFailed
 from moonpool.base.transport.async_utils import WaiterQueue
 
+TO_DECODE = 0
+"""Priority of KV that a generation waits for."""
+TO_STORE = 1
+"""Priority of everything else."""
+BURST_S = 0.005
+"""Time by which a late timer is made up for, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamTraffic:
@@ -131,14 +138,6 @@ class CreditReturn:
         """The bytes to hand back because no more are expected for now."""
         returned, self._pending = self._pending, 0
         return returned
-
-
-TO_DECODE = 0
-"""Priority of KV that a generation waits for."""
-TO_STORE = 1
-"""Priority of everything else."""
-BURST_S = 0.005
-"""Time by which a late timer is made up for, in seconds."""
 
 
 def _loop_time() -> float:

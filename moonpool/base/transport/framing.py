@@ -47,6 +47,8 @@ _HEAD = struct.Struct("<BxHHHHHIQ")
 _EXTENT = struct.Struct("<IIQ")
 _SUM = struct.Struct("<Q")
 HASH_BYTES = _SUM.size
+LENGTH_PREFIX = struct.Struct("<II")
+"""Before each message: the number of bytes, and of payload bytes after the message."""
 
 
 class PayloadExtent(NamedTuple):
@@ -175,7 +177,3 @@ def found_answers(
 def otherwise_answer(number: int) -> OneShotAnswer:
     """The answer to what takes a channel."""
     return OneShotAnswer(OneShotMessage(OTHERWISE, number), [])
-
-
-LENGTH_PREFIX = struct.Struct("<II")
-"""Before each message: the number of bytes, and of payload bytes after the message."""

@@ -27,6 +27,8 @@ ResAny = TypeVar("ResAny", bound=Message)
 ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
 IN_FLIGHT_BYTES = 4 << 20
 """Most payload bytes per channel that a connection holds at once."""
+LINGER_S = 0.005
+"""Seconds for which the last credits wait for a message to travel with."""
 
 
 class MuxChannel(Generic[Req, Res]):
@@ -171,10 +173,6 @@ class ChannelHandler(Protocol[ResIn]):
 
     def on_broken(self, error: Exception) -> None:
         """The channel has ended, by StreamBroken or by an exception in `on_message`. No call follows."""
-
-
-LINGER_S = 0.005
-"""Seconds for which the last credits wait for a message to travel with."""
 
 
 class MuxConnection(ClientStream[Req, Res]):

@@ -32,6 +32,7 @@ MAX_PATH_BYTES = 107
 STALE_S = 60.0
 """An older socket without a listener was left by a process that ended."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_CREDENTIALS = struct.Struct("3i")
 
 
 class SharedMemoryTransport(SocketTransport):
@@ -149,9 +150,6 @@ def remove_stale(folder: Path) -> None:
             probe.setblocking(False)
             if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
                 path.unlink()
-
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -30,6 +30,8 @@ from moonpool.v1 import kvstore_pb2
 log = get_logger(__name__)
 DIRECT_TRANSPORTS = ("local", "tcp", "tls")
 """Transports that can carry direct connections."""
+REOPEN_AFTER_S = 10.0
+"""Seconds between two attempts to open a direct connection for one kind and size, which may break each time."""
 
 
 class BlockingKVConnection(KVConnection):
@@ -131,8 +133,6 @@ def _offset_index(function: Callable[..., Any], first: int) -> Callable[..., Any
     return function if not first else lambda layer, index, *rest: function(layer, first + index, *rest)
 
 
-REOPEN_AFTER_S = 10.0
-"""Seconds between two attempts to open a direct connection for one kind and size, which may break each time."""
 DirectT = TypeVar("DirectT", BlockingReader, BlockingWriter)
 
 

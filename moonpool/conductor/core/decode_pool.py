@@ -24,6 +24,8 @@ from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAUL
 
 CLASS_WIDTH = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines."""
+TRANSFER_BYTES = 1 << 28
+"""Bytes of KV by which transfers are compared."""
 
 
 class DecodePool(InstancePool[DecodeInstanceState]):
@@ -127,10 +129,6 @@ class PoolDecodeCandidates(DecodeCandidates):
         need = self._model.blocks(instance.load.answer_tokens)
         optimism = self._pool.optimism_factor(instance)
         return self._model.choice(instance.facts.id, instance.speeds, instance.there, held_blocks, need, optimism)
-
-
-TRANSFER_BYTES = 1 << 28
-"""Bytes of KV by which transfers are compared."""
 
 
 @frozen

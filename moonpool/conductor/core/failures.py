@@ -5,6 +5,11 @@ from enum import Enum
 
 from moonpool.base.frozen import frozen
 
+FENCE_FIELD = "resume.count"
+"""The failure's field if another conductor has taken over the sequence."""
+NO_DECODE_ROOM = "no_decode_room"
+"""Reason of a refusal because no decode instance has memory."""
+
 
 class FailureKind(Enum):
     """Kinds of failures; the values are the names of the classes in `moonpool.base.errors`."""
@@ -30,10 +35,6 @@ INNER_KINDS = (FailureKind.TRANSFER, FailureKind.STREAM, FailureKind.FRAME, Fail
 """Failures between instances; the client gets `Unavailable` instead."""
 UNANSWERED_KINDS = (FailureKind.UNAVAILABLE, FailureKind.DEADLINE, FailureKind.STREAM, FailureKind.INTERNAL)
 """Failures after which the instance may have done the work all the same."""
-FENCE_FIELD = "resume.count"
-"""The failure's field if another conductor has taken over the sequence."""
-NO_DECODE_ROOM = "no_decode_room"
-"""Reason of a refusal because no decode instance has memory."""
 
 
 @frozen

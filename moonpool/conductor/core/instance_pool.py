@@ -9,6 +9,18 @@ from moonpool.conductor.core.instance_sets import slots_in
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
 from moonpool.conductor.core.load_ranking import LoadRanking
 
+K = TypeVar("K")
+UNPROVEN_DOUBT = 0.25
+"""How much less an unproven instance is taken to be slow with each request that goes elsewhere, per instance.
+
+The instance was measured only at the start, perhaps at a bad moment. The first request measures the instance at work,
+so a bad measurement costs the instance one request.
+"""
+TRIAL_FACTOR = 0.5
+"""Factor on an instance's predicted seconds during a trial."""
+STARVED_TURNS = 4
+"""Requests that each other instance may get before an unproven instance counts as starved."""
+
 
 class PoolInstance(Protocol):
     """What a pool needs to know of an instance."""
@@ -28,17 +40,6 @@ class PoolInstance(Protocol):
 
 
 I = TypeVar("I", bound=PoolInstance)  # noqa: E741
-K = TypeVar("K")
-UNPROVEN_DOUBT = 0.25
-"""How much less an unproven instance is taken to be slow with each request that goes elsewhere, per instance.
-
-The instance was measured only at the start, perhaps at a bad moment. The first request measures the instance at work,
-so a bad measurement costs the instance one request.
-"""
-TRIAL_FACTOR = 0.5
-"""Factor on an instance's predicted seconds during a trial."""
-STARVED_TURNS = 4
-"""Requests that each other instance may get before an unproven instance counts as starved."""
 
 
 class InstancePool(Generic[I]):

@@ -6,6 +6,11 @@ from typing import NamedTuple
 from moonpool.base.scheduling.speed_tracker import learnt_rate
 from moonpool.conductor.placement.base import PrefillChoice
 
+RATE_WEIGHT = 0.2
+"""One read's weight in a link's learned rate."""
+RATE_FRESH_S = 60.0
+"""Seconds after the last read for which a learned rate counts: a link that seems slow gets another chance."""
+
 
 class LinkRead(NamedTuple):
     """One read: predicted seconds (0 if the link is shared), and the share from SSD."""
@@ -20,10 +25,6 @@ class LinkRead(NamedTuple):
 
 
 NO_READ = LinkRead()
-RATE_WEIGHT = 0.2
-"""One read's weight in a link's learned rate."""
-RATE_FRESH_S = 60.0
-"""Seconds after the last read for which a learned rate counts: a link that seems slow gets another chance."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,9 @@ from moonpool.conductor.core.decode_instance import DecodeInstanceState, PlacedA
 from moonpool.conductor.core.decode_pool import DecodePool
 from moonpool.conductor.core.output_lengths import OutputLengthModel, Stratum
 
+FORECAST_POINTS = 8
+"""Later times at which a forecast looks at most."""
+
 
 @frozen
 class LoadForecast:
@@ -17,8 +20,6 @@ class LoadForecast:
 
 
 NO_LOAD = LoadForecast(0.0, 0.0)
-FORECAST_POINTS = 8
-"""Later times at which a forecast looks at most."""
 
 
 class LoadForecaster:

@@ -13,6 +13,8 @@ MIN_ERROR_S = 0.005
 """Errors of shorter predictions count as if the prediction were this long, seconds."""
 GROWING_SPREAD, SHARED_HOST_SPREAD = 0.2, 0.5
 """Standard deviation of the factor before anything was measured; the second if other programs may use the cores."""
+OVERHEAD_SAMPLES = 15
+"""Samples whose median is the overhead: a few long samples do not count, and the median follows the machine's load."""
 
 
 class PrefillCorrections:
@@ -87,10 +89,6 @@ class PrefillCorrections:
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
         return self._reported, *self._learnt.state, *self.overhead.state
-
-
-OVERHEAD_SAMPLES = 15
-"""Samples whose median is the overhead: a few long samples do not count, and the median follows the machine's load."""
 
 
 class OverheadModel:

@@ -38,6 +38,10 @@ SAMPLED = 64
 """Sample size: above this number, some instances' queues stand for all."""
 LATER_SHARE = 0.25
 """Share of a full step that later prompts take in the step in which a waiting prompt ends."""
+LONG_PROMPT_END = work_of(512, 16384)
+"""The end of a long prompt."""
+LOAD_BYTES = 1 << 28
+"""Bytes of KV by which loads are compared."""
 
 
 class PrefillPool(InstancePool[PrefillInstanceState]):
@@ -363,12 +367,6 @@ class ShadowTally:
             for choice in (real, shadow)
         ]
         self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
-
-
-LONG_PROMPT_END = work_of(512, 16384)
-"""The end of a long prompt."""
-LOAD_BYTES = 1 << 28
-"""Bytes of KV by which loads are compared."""
 
 
 @frozen

@@ -5,6 +5,8 @@ from math import exp
 
 RECENT_S = 60.0
 """Time constant of what is called recent, seconds."""
+USUAL_S = 600.0
+"""Time constant of what is called usual, seconds."""
 
 
 @dataclass(slots=True)
@@ -23,10 +25,6 @@ class RecentRate:
 
     def _left(self, now: float) -> float:
         return self.total * exp(min(self.at - now, 0.0) / RECENT_S)
-
-
-USUAL_S = 600.0
-"""Time constant of what is called usual, seconds."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
+S = TypeVar("S", bound=Enum)
+
 
 class RequestState(Enum):
     """What a request does now."""
@@ -177,7 +179,6 @@ REQUEST_TIMERS = (
     TimerKind.OWNER,
 )
 """Timers numbered by a request. They end with the request."""
-S = TypeVar("S", bound=Enum)
 
 
 def checked(transitions: Mapping[S, frozenset[S]], before: S, after: S) -> S:

@@ -24,6 +24,10 @@ from moonpool.conductor.placement.base import (
 from moonpool.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from moonpool.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
+EXPECTED_ANSWER_TOKENS = 256
+"""Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""
+NO_KEY = QueueKey("", 0.0, 0)
+
 
 @frozen
 class RoutingConfig:
@@ -84,9 +88,6 @@ class RoutingConfig:
 
 
 DEFAULT_ROUTING = RoutingConfig()
-EXPECTED_ANSWER_TOKENS = 256
-"""Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""
-NO_KEY = QueueKey("", 0.0, 0)
 
 
 @frozen

@@ -14,6 +14,10 @@ def load_bucket(others: int) -> int:
     return min(others.bit_length(), LOAD_BUCKETS - 1)
 
 
+TPOT_SPREAD = 1.0
+"""Standard deviation of the steps that are added, before anything was measured."""
+
+
 class TpotForecast(NamedTuple):
     """Forecast of an answer's time per output token (TPOT), seconds.
 
@@ -29,8 +33,6 @@ class TpotForecast(NamedTuple):
 
 
 NO_TPOT_FORECAST = TpotForecast()
-TPOT_SPREAD = 1.0
-"""Standard deviation of the steps that are added, before anything was measured."""
 
 
 class TpotModel:

@@ -28,6 +28,7 @@ _SUFFIX = ".yaml"
 _PREFILL = ("base_s", "per_token_s", "per_pair_s")
 _PROMPT = ("per_prompt_s", "per_cached_token_s")
 _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
+_FOLDER = Path(__file__).resolve().parent / "profiles"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ class Noise:
 
 
 NO_NOISE = Noise()
-_FOLDER = Path(__file__).resolve().parent / "profiles"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,14 @@ from moonpool.engine.kernels import ops
 from moonpool.engine.kernels.deterministic import elementwise
 from moonpool.engine.weights.linear import Linear
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
 
 class Norm:
     """A norm with the stored weight [n], or [heads, head_dim] for a norm per head, and bias."""
@@ -91,12 +99,3 @@ def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Te
         return elementwise(function, inner, deterministic=deterministic)
     gate, up = inner.chunk(2, dim=-1)
     return elementwise(function, gate, deterministic=deterministic) * up
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-}

@@ -39,6 +39,14 @@ from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_defin
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds for which a prompt's KV is worth keeping, by the TTL of a breakpoint."""
+_ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
 
 
 class CacheControl(Body):
@@ -336,16 +344,6 @@ async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
     )
     checked.caller.budget.charge_work(len(tokens))
     return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
-
-
-_ERROR_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
-}
 
 
 class MessagesFormatter(ResponseFormatter):

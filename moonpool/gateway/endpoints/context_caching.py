@@ -31,6 +31,12 @@ MAX_PAGE_ITEMS = 100
 DEFAULT_PAGE_ITEMS = 20
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,127}")
 _METADATA_QUERY = re.compile(r"metadata\[(?P<name>[^\[\]]{1,64})\]")
+CACHE_HEADER = "x-msh-context-cache"
+TTL_HEADER = "x-msh-context-cache-reset-ttl"
+DRY_RUN_HEADER = "x-msh-context-cache-dryrun"
+MAX_TTL_DIGITS = 9
+_CACHE_NAME = re.compile(r"[^;=]{1,256}")
+_REFERENCE_FIELD = "messages.0.content"
 
 
 class CacheUpdateBody(Body):
@@ -173,13 +179,6 @@ def cache_tags(context: Context) -> Iterator[dict[str, Any]]:
     return (tag_object(tag, context) for tag in context.tags)
 
 
-CACHE_HEADER = "x-msh-context-cache"
-TTL_HEADER = "x-msh-context-cache-reset-ttl"
-DRY_RUN_HEADER = "x-msh-context-cache-dryrun"
-MAX_TTL_DIGITS = 9
-_CACHE_NAME = re.compile(r"[^;=]{1,256}")
-
-
 @dataclass(frozen=True, slots=True)
 class CacheReference:
     """The cache that a chat asks for.
@@ -191,9 +190,6 @@ class CacheReference:
 
     name: str
     reset_ttl_s: float = 0.0
-
-
-_REFERENCE_FIELD = "messages.0.content"
 
 
 def parse_cache_reference(content: object) -> CacheReference:

@@ -17,15 +17,14 @@ from moonpool.gateway.responses.stored_items import item_page, list_page, name_i
 from moonpool.gateway.serving.body import Body, FailFastList, SmallObject
 from moonpool.gateway.serving.json_response import json_response
 
+MAX_NEW_ITEMS = 20
+"""Items that one request may add to a conversation, as with OpenAI."""
+
 
 class MetadataBody(Body):
     """Body of `POST /v1/conversations/ID`."""
 
     metadata: SmallObject[str] | None = None
-
-
-MAX_NEW_ITEMS = 20
-"""Items that one request may add to a conversation, as with OpenAI."""
 
 
 class NewConversationBody(MetadataBody):

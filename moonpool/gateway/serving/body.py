@@ -28,6 +28,7 @@ from moonpool.base.sampling_params import MAX_LOGIT_BIASES
 BodyT = TypeVar("BodyT", bound="Body")
 _MESSAGES = {"model_type": "must be an object", "dict_type": "must be an object", "missing": "is missing"}
 """Messages by pydantic's error type, in place of messages that name Python classes."""
+T = TypeVar("T")
 
 
 class Body(BaseModel):
@@ -147,9 +148,6 @@ def _clearest_error(errors: Sequence[ErrorDetails]) -> ErrorDetails:
     branch = len(first) - 1
     within = [error for error in errors if len(error["loc"]) > len(first) and error["loc"][:branch] == first[:branch]]
     return _clearest_error(within) if len({error["loc"][branch] for error in within}) == 1 else errors[0]
-
-
-T = TypeVar("T")
 
 
 class _FailFast:

@@ -12,6 +12,10 @@ from moonpool.base.errors import InvalidRequest, Unavailable
 
 BODY_COPIES = 4
 """Memory for a request in progress, as a multiple of the body's size: the text, and the derived objects."""
+MAX_PACED = 1024
+"""Tenants beyond which those whose bytes are all due are forgotten."""
+UNCHECKED_BYTES = 64 << 10
+"""Bodies up to this size are parsed without counting their parts first."""
 
 
 class BodyMemory:
@@ -60,8 +64,6 @@ PACE_BYTES_PER_S, PACE_AHEAD_BYTES = 8 << 20, 8 << 20
 """How fast a tenant's bodies are read for long, and how much may come at once: more text than engines compute, and a
 tenth of a processor to read and parse.
 """
-MAX_PACED = 1024
-"""Tenants beyond which those whose bytes are all due are forgotten."""
 
 
 class BodyPace:
@@ -84,10 +86,6 @@ class BodyPace:
             self._due = {name: until for name, until in self._due.items() if until > now}
         self._due[tenant] = due
         return max(0.0, due - now - self._ahead_s)
-
-
-UNCHECKED_BYTES = 64 << 10
-"""Bodies up to this size are parsed without counting their parts first."""
 
 
 class JsonPartCounts(NamedTuple):

@@ -15,6 +15,8 @@ from moonpool.client import SessionTurn, Slo
 from moonpool.gateway.serving.body import Body, Integer
 from moonpool.gateway.serving.tool_set import ToolSet
 
+_TTL_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
 
 class SloBody(Body):
     """Moonpool's latency limits, in seconds. A request that would miss a limit is answered with 429.
@@ -110,9 +112,6 @@ class GenerateBody(Body):
             InvalidRequest: a field cannot be translated; names the field.
         """
         raise NotImplementedError
-
-
-_TTL_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 class PromptCacheOptions(Body):

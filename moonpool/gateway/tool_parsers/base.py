@@ -18,6 +18,15 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar
 from moonpool.base.json_schema import inner_schemas, moved_schema
 
+DEFAULT_CALL_ID = "call_{:.24}"
+"""Format for a call's id; the argument is hexadecimal digits."""
+SPACE = r"[ \n\t]*"
+"""Regular expression of the white space that may stand before a call."""
+MAX_FORMS = 64
+"""Forms of the parameters of one function."""
+_MAX_DEPTH = 16
+_DEFINITIONS = ("$defs", "definitions")
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
@@ -74,10 +83,6 @@ def tool_call_from_json(item: Any, names: Collection[str]) -> ParsedToolCall | N
         return None
 
 
-DEFAULT_CALL_ID = "call_{:.24}"
-"""Format for a call's id; the argument is hexadecimal digits."""
-
-
 class ToolParser(Protocol):
     """Finds the tool calls in one answer. The outputs of `push` and `end` are the answer, in order.
 
@@ -115,10 +120,6 @@ class ToolParserFamily:
     id_format: str = DEFAULT_CALL_ID
 
 
-SPACE = r"[ \n\t]*"
-"""Regular expression of the white space that may stand before a call."""
-
-
 def call_head(name: str, key: str) -> str:
     """What stands before the arguments of a call that is {"name": NAME, KEY: {...}}."""
     return f'{{"name": {json.dumps(name)}, "{key}": '
@@ -142,12 +143,6 @@ class ObjectForm:
     members: Mapping[str, Mapping[str, Any]]
     required: frozenset[str]
     is_open: bool
-
-
-MAX_FORMS = 64
-"""Forms of the parameters of one function."""
-_MAX_DEPTH = 16
-_DEFINITIONS = ("$defs", "definitions")
 
 
 def object_forms(parameters: Mapping[str, Any]) -> list[ObjectForm]:

@@ -32,6 +32,12 @@ from moonpool.gateway.tool_parsers.base import (
     tool_call_from_json,
 )
 
+MAX_NAME_CHARS = 256
+"""Characters that may stand between a marker and the JSON, in formats where the name stands there."""
+_NAME_BEFORE_JSON = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
+_CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+"""Start of a call whose arguments can be sent before the call ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
@@ -48,13 +54,6 @@ class ToolCallFormat:
     end_marker: str = ""
     allow_unmarked: bool = False
     name_before_json: bool = False
-
-
-MAX_NAME_CHARS = 256
-"""Characters that may stand between a marker and the JSON, in formats where the name stands there."""
-_NAME_BEFORE_JSON = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
-_CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-"""Start of a call whose arguments can be sent before the call ends."""
 
 
 @dataclass(slots=True)

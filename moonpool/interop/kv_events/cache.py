@@ -40,6 +40,10 @@ def _chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int, lora: 
     return block_keys(parent, token_ids, block_size)
 
 
+NO_RANK = -1
+"""No rank holds anything of a chain."""
+
+
 class RankCache:
     """One data-parallel rank's cache.
 
@@ -202,10 +206,6 @@ def _without(lora: str, extra: tuple[ExtraKeys, ...] | None) -> tuple[ExtraKeys,
     if not lora or extra is None:
         return extra
     return tuple([keys[1:] if keys[:1] == (lora,) else keys for keys in extra])
-
-
-NO_RANK = -1
-"""No rank holds anything of a chain."""
 
 
 class EngineCache:

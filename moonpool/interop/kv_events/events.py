@@ -13,6 +13,15 @@ BlockHash = int | bytes
 """An engine's own name for a block and everything before: a number, or a digest's bytes."""
 ExtraKeys = tuple[object, ...]
 """Parts of a block's hash beside the tokens: a cache salt, an adapter's name, images."""
+_FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+"""Fields of events that come as arrays, in their order."""
 
 
 @frozen
@@ -71,17 +80,6 @@ class EventBatch:
 
     time: float
     events: tuple[EngineEvent, ...]
-
-
-_FIELDS = {
-    "BlockStored": (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
-        "group_idx", "kv_cache_spec_kind",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}  # fmt: skip
-"""Fields of events that come as arrays, in their order."""
 
 
 def read_batch(message: object, *, salt_field: bool = False) -> EventBatch:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from moonpool.base.frozen import frozen
 from moonpool.interop.kv_events.events import EventBatch
 
+MAX_HELD = 8192
+"""Batches that wait for the end of a replay; when there are more, the oldest are dropped, and asked for again."""
+
 
 @frozen
 class BatchArrived:
@@ -64,8 +67,6 @@ class ForgetBlocks:
 
 FeedEvent = BatchArrived | BatchReplayed | ReplayEnded | Interrupted
 FeedAction = AskReplay | ApplyBatch | ForgetBlocks
-MAX_HELD = 8192
-"""Batches that wait for the end of a replay; when there are more, the oldest are dropped, and asked for again."""
 
 
 @dataclass(slots=True)

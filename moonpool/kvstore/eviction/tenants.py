@@ -22,6 +22,11 @@ DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each 
 MAX_TENANT_ROWS = 64  # each is a set of gauges
 ByteCount = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 QuotaKind = Literal["dram", "ssd", "pins"]  # in which a tenant has bytes: a tier, or the blocks kept by pins in either
+MAX_NAME_BYTES = 256  # of a pin, as UTF-8
+MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
+MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
+MAX_PINS = 1024
+"""Pins of a store at once."""
 
 
 class TenantRow(BaseModel):
@@ -136,9 +141,6 @@ class TenantAccount:
         )
 
 
-MAX_NAME_BYTES = 256  # of a pin, as UTF-8
-MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
-MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
 SizeOf = Callable[[BlockKey], int | None]  # bytes of a block; None if not here
 
 
@@ -170,10 +172,6 @@ class _Pinned:
 
     nbytes: int
     pins: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-
-MAX_PINS = 1024
-"""Pins of a store at once."""
 
 
 class Pins:

@@ -52,6 +52,9 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
+ALIGN = 4096
+
+
 class _File:
     """An open file, closed with the last reference, so never during a call."""
 
@@ -255,6 +258,3 @@ def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
     """Open an LMDB database as the index needs, with more settings for `lmdb.open`."""
     # lock=False: the data folder has a separate lock, and a device may be too full to map a lock file.
     return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
-
-
-ALIGN = 4096

@@ -49,6 +49,11 @@ _MAX_MAP_BYTES = 1 << 44
 MAP_BYTES = 64 << 20
 _FAILURES = (lmdb.MapFullError, lmdb.DiskError, lmdb.MemoryError, lmdb.ReadonlyError)
 _BAD_VALUE = (struct.error, DecodeError, UnicodeDecodeError, IndexError, MoonpoolError)
+_LONG = b"\0"
+"""In place of a layout's length, which is never 0: the length follows in four bytes."""
+_LENGTH = struct.Struct("<I")
+_KEY_ID = b"\xff"
+"""Before a key's id, behind the tenant's name: not a byte of UTF-8."""
 
 
 class IndexLostError(MoonpoolError):
@@ -297,13 +302,6 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
         and all(length * ALIGN >= smallest[kind] for kind, length in set(zip(numbers, lengths, strict=True)))
         and max(dropped, default=0) < len(starts)
     )
-
-
-_LONG = b"\0"
-"""In place of a layout's length, which is never 0: the length follows in four bytes."""
-_LENGTH = struct.Struct("<I")
-_KEY_ID = b"\xff"
-"""Before a key's id, behind the tenant's name: not a byte of UTF-8."""
 
 
 def _pack_kind(kind: RecordKind) -> bytes:

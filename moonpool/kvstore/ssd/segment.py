@@ -15,19 +15,8 @@ from moonpool.base.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kvstore.eviction.tenants import TenantBytes
 from moonpool.kvstore.ssd.files import ALIGN
 
-
-class RecordKind(NamedTuple):
-    """What many blocks have in common."""
-
-    format: BlockFormat
-    tenant: str
-    key_id: str = ""  # of the key that encrypts; "" for plaintext
-
-
 ENTRY = struct.Struct("<32sIIII")
 """One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`."""
-IndexEntry = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-RowId = tuple[int, int]  # a segment's number on one disk, and the record's row there
 MAX_SEGMENT_BYTES = ALIGN << 32
 ROW_BITS = 24
 """A block's place is one integer: the segment's id, shifted by so many bits, and the record's row in the segment.
@@ -37,6 +26,18 @@ An integer takes less memory than a pair, and there are millions of blocks. A se
 """
 ROW_MASK = (1 << ROW_BITS) - 1
 NUMBER_BITS = 32
+
+
+class RecordKind(NamedTuple):
+    """What many blocks have in common."""
+
+    format: BlockFormat
+    tenant: str
+    key_id: str = ""  # of the key that encrypts; "" for plaintext
+
+
+IndexEntry = tuple[BlockKey, int, int, int, int]  # the same, unpacked
+RowId = tuple[int, int]  # a segment's number on one disk, and the record's row there
 
 
 def _column() -> "array[int]":

@@ -19,6 +19,39 @@ FULL = 1.0
 """Load above which no request is admitted."""
 FIRST_S = 10.0
 """Seconds that answers are assumed to take until an answer has ended."""
+ADMISSIONS = {
+    "all": "nobody is refused",
+    "baseline": (
+        "each stage refuses by itself when the stage's work begins: prefill by the queue, decode when the KV comes"
+    ),
+    "early": "refused before prefill by both stages' present load, and by decode when the KV comes",
+    "predictive": "the same by the load that decode is expected to have when the prompt is computed",
+    "promised_none": "as the services do with --admission none: only decode checks, when asked for memory",
+    "promised_early": "as the services do with --admission early: both stages as they are now, and decode likewise",
+    "promised": "as the services do by default: predictive, and decode checks when asked for memory",
+}
+"""Which requests are admitted; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
+SERVICES = {
+    AdmissionMode.NONE: "promised_none",
+    AdmissionMode.EARLY: "promised_early",
+    AdmissionMode.PREDICTIVE: "promised",
+}
+"""What the services do, by their flag `--admission`."""
+PAPER = ("baseline", "early", "predictive")
+HEADROOM = 0.9
+"""Share of the TBT limit up to which requests are admitted: contexts grow, and a request is judged by the longest tenth
+of the intervals, not by the mean.
+"""
+FOREVER_S = 1e7
+_GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
+LIMITS_LEFT_OUT = {
+    "adopt_wait_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "max_queued": "simulated requests have no queue deadline",
+    "max_queued_bytes": "simulated requests have no queue deadline",
+    "heartbeat_s": "only budgets depend on the time in which news spreads",
+    "budgets": "simulated tenants have no budgets",
+}
+"""Fields of `SchedulerLimits` that keep their defaults, and why."""
 
 
 @dataclass(slots=True)
@@ -75,43 +108,6 @@ class PoolLoad:
     def _level(self, contexts: list[int]) -> float:
         sequences, context = len(contexts) / self._instances, sum(contexts) / self._instances
         return decode_step_seconds(self._speeds, sequences, context) / self._limit_s
-
-
-ADMISSIONS = {
-    "all": "nobody is refused",
-    "baseline": (
-        "each stage refuses by itself when the stage's work begins: prefill by the queue, decode when the KV comes"
-    ),
-    "early": "refused before prefill by both stages' present load, and by decode when the KV comes",
-    "predictive": "the same by the load that decode is expected to have when the prompt is computed",
-    "promised_none": "as the services do with --admission none: only decode checks, when asked for memory",
-    "promised_early": "as the services do with --admission early: both stages as they are now, and decode likewise",
-    "promised": "as the services do by default: predictive, and decode checks when asked for memory",
-}
-"""Which requests are admitted; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
-SERVICES = {
-    AdmissionMode.NONE: "promised_none",
-    AdmissionMode.EARLY: "promised_early",
-    AdmissionMode.PREDICTIVE: "promised",
-}
-"""What the services do, by their flag `--admission`."""
-PAPER = ("baseline", "early", "predictive")
-HEADROOM = 0.9
-"""Share of the TBT limit up to which requests are admitted: contexts grow, and a request is judged by the longest tenth
-of the intervals, not by the mean.
-"""
-FOREVER_S = 1e7
-_GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
-
-
-LIMITS_LEFT_OUT = {
-    "adopt_wait_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
-    "max_queued": "simulated requests have no queue deadline",
-    "max_queued_bytes": "simulated requests have no queue deadline",
-    "heartbeat_s": "only budgets depend on the time in which news spreads",
-    "budgets": "simulated tenants have no budgets",
-}
-"""Fields of `SchedulerLimits` that keep their defaults, and why."""
 
 
 def limits_of(config: ClusterConfig) -> SchedulerLimits:

@@ -64,6 +64,12 @@ from moonpool.simulator.cluster.requests import (
 from moonpool.simulator.cluster.store import Store
 from moonpool.simulator.network import Calls
 
+ROUTING_LEFT_OUT = {
+    "kvstore_replicas": "simulated kvstores hold one copy of each prefix, as by default",
+    "shadow_policy": "a trial beside a live policy, whereas runs compare policies",
+}
+"""Fields of `RoutingConfig` that keep their defaults, and why."""
+
 
 class Conductor:
     """Owns one conductor's core.
@@ -323,13 +329,6 @@ class Conductor:
 def owner_of(stream: int, conductors: int) -> int:
     """The number of the stream's conductor."""
     return stream % conductors
-
-
-ROUTING_LEFT_OUT = {
-    "kvstore_replicas": "simulated kvstores hold one copy of each prefix, as by default",
-    "shadow_policy": "a trial beside a live policy, whereas runs compare policies",
-}
-"""Fields of `RoutingConfig` that keep their defaults, and why."""
 
 
 def routing_of(config: ClusterConfig, number: int) -> RoutingConfig:

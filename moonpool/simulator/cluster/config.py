@@ -19,6 +19,35 @@ from moonpool.simulator.network import CallDelays
 from moonpool.simulator.traces.mooncake import BLOCK_SIZE
 
 GB = 10**9
+_ALL_ALIKE = "all layers of a simulated model have full attention"
+PREFILL_LEFT_OUT = {
+    "max_started": "no service sets the number, either",
+    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
+    "verdict_timeout_s": "simulated verdicts come, or decode is lost, which the simulator tells",
+    "windowed_layers": _ALL_ALIKE,
+    "window_blocks": _ALL_ALIKE,
+    "window_slots": _ALL_ALIKE,
+    "window_bytes": _ALL_ALIKE,
+    "recurrent": _ALL_ALIKE,
+    "states_alone": _ALL_ALIKE,
+}
+"""Fields of `PrefillSettings` that keep their defaults, and why."""
+DECODE_LEFT_OUT = {
+    "promise_s": "no simulated conductor renews a promise for so long",
+    "grace_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "log_ttl_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
+    "log_bytes": "simulated answers have no tokens",
+    "preempt_every": "for diagnosis of real engines",
+    "patience_steps": "no service sets the number, either",
+    "grant_steps": "no service sets the number, either",
+    "draft_tokens": "simulated tokens cannot be guessed",
+    "window_blocks": _ALL_ALIKE,
+    "window_slots": _ALL_ALIKE,
+    "window_bytes": _ALL_ALIKE,
+    "recurrent": _ALL_ALIKE,
+    "states_alone": _ALL_ALIKE,
+}
+"""Fields of `DecodeSettings` that keep their defaults, and why."""
 
 
 @frozen
@@ -207,37 +236,6 @@ class Runs:
 
 LEAPS = Runs()
 """As many steps at once as need no decision."""
-
-
-_ALL_ALIKE = "all layers of a simulated model have full attention"
-PREFILL_LEFT_OUT = {
-    "max_started": "no service sets the number, either",
-    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
-    "verdict_timeout_s": "simulated verdicts come, or decode is lost, which the simulator tells",
-    "windowed_layers": _ALL_ALIKE,
-    "window_blocks": _ALL_ALIKE,
-    "window_slots": _ALL_ALIKE,
-    "window_bytes": _ALL_ALIKE,
-    "recurrent": _ALL_ALIKE,
-    "states_alone": _ALL_ALIKE,
-}
-"""Fields of `PrefillSettings` that keep their defaults, and why."""
-DECODE_LEFT_OUT = {
-    "promise_s": "no simulated conductor renews a promise for so long",
-    "grace_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
-    "log_ttl_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
-    "log_bytes": "simulated answers have no tokens",
-    "preempt_every": "for diagnosis of real engines",
-    "patience_steps": "no service sets the number, either",
-    "grant_steps": "no service sets the number, either",
-    "draft_tokens": "simulated tokens cannot be guessed",
-    "window_blocks": _ALL_ALIKE,
-    "window_slots": _ALL_ALIKE,
-    "window_bytes": _ALL_ALIKE,
-    "recurrent": _ALL_ALIKE,
-    "states_alone": _ALL_ALIKE,
-}
-"""Fields of `DecodeSettings` that keep their defaults, and why."""
 
 
 def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:

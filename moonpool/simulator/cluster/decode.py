@@ -44,6 +44,15 @@ from moonpool.simulator.cluster.requests import DecodeSequence, DecodeUse, Place
 from moonpool.simulator.cluster.store import SimulatedPoolReads, Store
 from moonpool.simulator.network import Link, SimulatedNetwork
 
+HEARD_PER_LEASE = 8
+"""The core is told that a transfer lives so often in a lease, as in the service."""
+_TELL = ps(1.0)
+"""Reports to the conductor: an answer's first and last token, and at least this often while events happen.
+
+The service reports tokens with each step. The conductor uses only the tokens' times, which are reported here too."""
+RETRY_S = 1.0
+"""After which a refused request may try again, as the service says."""
+
 
 class Copies:
     """One instance's copies, until the instance is lost. Each copy is answered by one `IoEnded`.
@@ -101,16 +110,6 @@ class Copies:
 def nothing_written(io: int) -> IoEnded[IoEnd]:
     """Answers `StopReceiving`: what comes is in the pool at once."""
     return IoEnded(io, ReceiveEnd())
-
-
-HEARD_PER_LEASE = 8
-"""The core is told that a transfer lives so often in a lease, as in the service."""
-_TELL = ps(1.0)
-"""Reports to the conductor: an answer's first and last token, and at least this often while events happen.
-
-The service reports tokens with each step. The conductor uses only the tokens' times, which are reported here too."""
-RETRY_S = 1.0
-"""After which a refused request may try again, as the service says."""
 
 
 @frozen

@@ -52,6 +52,9 @@ from moonpool.simulator.cluster.requests import (
 )
 from moonpool.simulator.network import NOTICED_S, Calls, SimulatedLink
 
+RESERVE_LIMIT = 2.0
+"""A `Reserve` call ends after this multiple of the seconds that the core waits for the answer, as in the service."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestSubscription:
@@ -250,8 +253,6 @@ class DecodeStreams:
             stream.abandon()
 
 
-RESERVE_LIMIT = 2.0
-"""A `Reserve` call ends after this multiple of the seconds that the core waits for the answer, as in the service."""
 Token = Callable[[int, ReportFirstToken], bool]
 """Takes a request's first token; returns whether the request goes on."""
 

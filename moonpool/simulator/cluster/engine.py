@@ -21,6 +21,9 @@ from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.cluster.requests import DecodeSequence, DecodeUse
 from moonpool.simulator.network import exponential
 
+STOPPED = 1
+"""Why answers end."""
+
 
 class SharedMachine:
     """One machine's engines.
@@ -126,10 +129,6 @@ class Leap:
         if not self.more:
             return [self.first] * (end - begin)
         return range(self.first + begin * self.more, self.first + end * self.more, self.more)
-
-
-STOPPED = 1
-"""Why answers end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from moonpool.simulator.clock import SimulatedWorld, ps
 from moonpool.simulator.cluster.decode import SimulatedDecode
 from moonpool.simulator.cluster.prefill import SimulatedPrefill
 
+LOOK_S = 0.5
+"""An instance that drains is looked at so often."""
+
 
 @frozen
 class Instances:
@@ -29,8 +32,6 @@ class Instances:
         return self.prefills[name] if name in self.prefills else self.decodes[name]
 
 
-LOOK_S = 0.5
-"""An instance that drains is looked at so often."""
 EngineInstance = SimulatedPrefill | SimulatedDecode
 
 

@@ -17,6 +17,9 @@ from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.eviction import Pool
 from moonpool.simulator.network import Link, Priority, SimulatedNetwork
 
+WRITES_AT_ONCE = 16
+"""Puts that a store takes at once; further puts wait in order, as for credits. Two puts fill the link."""
+
 
 class SimulatedDisk:
     """One queue.
@@ -103,10 +106,6 @@ class SimulatedPoolReads:
         """See `Readable.read`."""
         self.read_blocks += end - begin
         ready()
-
-
-WRITES_AT_ONCE = 16
-"""Puts that a store takes at once; further puts wait in order, as for credits. Two puts fill the link."""
 
 
 @frozen

@@ -25,6 +25,8 @@ WORTH = 0.999
 """A try must be better by a thousandth: parameters with hardly any effect stay."""
 FACTORS = {"prefill", "decode", "host_slowdown", "links"}
 """Extras that multiply: their steps are a quarter of the steps for seconds, which can have any size."""
+WANTED = {0.5: 0.15, 0.9: 0.25}
+"""How far a simulated quantile may be from the measured quantile, as a share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +236,6 @@ def _size(name: str, step: float) -> float:
 
 def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:
     return replace(extras, **{name: getattr(extras, name) * factor for name, factor in factors.items()})
-
-
-WANTED = {0.5: 0.15, 0.9: 0.25}
-"""How far a simulated quantile may be from the measured quantile, as a share."""
 
 
 @dataclass(frozen=True, slots=True)

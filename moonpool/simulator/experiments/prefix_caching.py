@@ -37,6 +37,14 @@ CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 1_000)
 BLOCKS = ("full", "all")
 OPTIMUM = "optimum"
 UNBOUNDED = "inf"
+WAYS = {"none": (False, 0.0), "loading": (True, 0.0), "loading and copies": (True, 0.1)}
+"""How prefixes spread beside being computed where they are not: not, by being loaded, and by copies as well. Whether
+peers are read, and the share of a link that copies may take."""
+PREFIXES = (2048, 4096, 8192, 16384, 32768, 65536)
+REST = 512
+"""Tokens after the prefix."""
+_STEPS = 40
+_EQUAL = 1e-9
 
 
 class HeadFirstLRU(LRU):
@@ -105,11 +113,6 @@ def cache(
 
 def _ordered(series: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
     return {name: sorted(points) for name, points in series.items()}
-
-
-WAYS = {"none": (False, 0.0), "loading": (True, 0.0), "loading and copies": (True, 0.1)}
-"""How prefixes spread beside being computed where they are not: not, by being loaded, and by copies as well. Whether
-peers are read, and the share of a link that copies may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +188,6 @@ def hot(config: ClusterConfig, load: HotLoad, progress: Progress) -> Result:
     chart = Chart("Time to first token by how hot prefixes spread", "", "seconds", series, names=tuple(WAYS))
     facts = {**assumptions(config, RequestSource()), "trace": "generated", **asdict(load)}
     return Result("hot", facts, rows, chart)
-
-
-PREFIXES = (2048, 4096, 8192, 16384, 32768, 65536)
-REST = 512
-"""Tokens after the prefix."""
-_STEPS = 40
-_EQUAL = 1e-9
 
 
 def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:

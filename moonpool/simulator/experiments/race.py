@@ -45,6 +45,10 @@ def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
     return sorted((*moved, *waiting), key=lambda request: request.timestamp)
 
 
+REFERENCE = "kvcache_centric"
+"""Name of the Mooncake paper's Algorithm 1 among the rules; the default is compared with this rule, too."""
+
+
 class Slowdowns:
     """TTFT over the seconds for the same prompt alone on an empty instance, by length class."""
 
@@ -131,8 +135,6 @@ def race(config: ClusterConfig, source: RequestSource, racers: Racers, courses: 
     return Result("race", facts, rows, _chart(rows, racers, courses))
 
 
-REFERENCE = "kvcache_centric"
-"""Name of the Mooncake paper's Algorithm 1 among the rules; the default is compared with this rule, too."""
 WORST_MEAN, WORST_SHARE, WORST_SLOWDOWN = 1.02, 0.005, 1.02
 """The default's bounds: mean TTFT over the best rule's; how much the share within limits may be below the reference's;
 p99 of the slowdown over the reference's, in each length class."""

@@ -14,6 +14,10 @@ BUCKET_WIDTH = 1.002
 _LOG_BUCKET_WIDTH = math.log(BUCKET_WIDTH)
 LEAST_VALUE = 1e-9
 """Smaller values count as this value."""
+LONGEST_SHARE = 10
+"""A request's TBT is the mean over the longest 1 / `LONGEST_SHARE` of the request's intervals."""
+_COLOURS = ("#2a6fdb", "#d9822b", "#2f9e44", "#c4262e", "#7048c6", "#555555", "#0b8a8f")
+_TICKS = 5
 
 
 @dataclass(slots=True)
@@ -52,10 +56,6 @@ class LatencyQuantiles:
 def digits(value: float, count: int = 4) -> float:
     """Rounded to so many significant digits."""
     return float(f"{value:.{count}g}")
-
-
-LONGEST_SHARE = 10
-"""A request's TBT is the mean over the longest 1 / `LONGEST_SHARE` of the request's intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,6 @@ def longest_mean(intervals: Sequence[int]) -> float:
 
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 64, 150, 40, 48
-_COLOURS = ("#2a6fdb", "#d9822b", "#2f9e44", "#c4262e", "#7048c6", "#555555", "#0b8a8f")
-_TICKS = 5
 Points = Sequence[tuple[float, float]]
 
 

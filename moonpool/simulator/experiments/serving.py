@@ -82,6 +82,14 @@ SMOOTH = 30
 """Samples over which the load's slow course is averaged: the remainder is the swing."""
 COMPARED = (*PAPER, SERVICES[AdmissionMode.PREDICTIVE])
 PICTURED = ("early", "predictive")
+READING = WorkloadMix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0)
+TALKING = WorkloadMix(
+    conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0
+)
+PART_S = 600.0
+"""Seconds for each request kind."""
+PARTS = 4
+SWAPPING = "swapping"
 
 
 @dataclass(slots=True)
@@ -168,16 +176,6 @@ def correlation(value: Sequence[float], other: Sequence[float]) -> float:
         return 0.0
     means = fmean(value), fmean(other)
     return fmean([(a - means[0]) * (b - means[1]) for a, b in zip(value, other, strict=True)]) / spread
-
-
-READING = WorkloadMix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0)
-TALKING = WorkloadMix(
-    conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0
-)
-PART_S = 600.0
-"""Seconds for each request kind."""
-PARTS = 4
-SWAPPING = "swapping"
 
 
 @dataclass(frozen=True, slots=True)

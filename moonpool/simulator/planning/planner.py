@@ -25,6 +25,10 @@ _SUFFIX = ".yaml"
 KINDS = ("prefill", "decode", "kvstore")
 _SECTIONS = {"name", "models", "cost_per_hour", "kvstore"}
 _STORE = ("dram_bytes", "disk_bytes")
+MOST_S = {"ttft": 3600.0, "tbt": 60.0}
+"""A longer limit is none."""
+STORES = (0, 1, 2, 4)
+"""Numbers of kvstores that are always tried, within the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,6 @@ def _number(value: object, field: str, source: str) -> float:
     return float(value)
 
 
-MOST_S = {"ttft": 3600.0, "tbt": 60.0}
-"""A longer limit is none."""
-
-
 def parse_slo(text: str) -> SloTargets:
     """Reads "ttft=30,tbt=0.1", seconds.
 
@@ -162,10 +162,6 @@ def check_possible(profile: Profile, slo: SloTargets) -> None:
             raise ConfigError(
                 "slo", f"{name}={limit:g} cannot be kept: on {profile.hardware} one token alone takes {least:.3g} s"
             )
-
-
-STORES = (0, 1, 2, 4)
-"""Numbers of kvstores that are always tried, within the bound."""
 
 
 class NoPlan(MoonpoolError):  # noqa: N818 - it is an answer, not a defect

@@ -13,6 +13,9 @@ from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
 
+NO_STREAM = 0
+"""`DecodeRequest.stream` after losing the conductor."""
+
 
 class RequestStatus(Enum):
     """State of a request; `TRANSITIONS` has the changes that may happen."""
@@ -65,8 +68,6 @@ PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOM
 """The request may be preempted if no step in flight computes the request."""
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN)
 """A copy uses the request's blocks."""
-NO_STREAM = 0
-"""`DecodeRequest.stream` after losing the conductor."""
 
 
 @frozen

@@ -7,6 +7,9 @@ from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import setting
 
+WATERMARK = 0.01
+"""Share of the pool that an admission leaves free for the growth of running sequences (ADR 7)."""
+
 
 class Preemption(Enum):
     """How a request gives up blocks when the pool is full."""
@@ -17,10 +20,6 @@ class Preemption(Enum):
     """Full blocks stay in the pool as cache until they are needed; missing KV is computed again."""
     SWAP = "swap"
     """The blocks are copied to DRAM and back; as `RECOMPUTE` when there is no budget."""
-
-
-WATERMARK = 0.01
-"""Share of the pool that an admission leaves free for the growth of running sequences (ADR 7)."""
 
 
 @frozen

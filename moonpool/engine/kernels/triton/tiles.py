@@ -36,6 +36,8 @@ JOINED_AHEAD = 4
 
 #: Programs per multiprocessor that a split launch aims at: some rounds, so that the last one costs little.
 PROGRAMS_PER_PROCESSOR = 8
+#: Rows of a sequence up to which "small" is chosen over "prefill".
+SMALL_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,6 @@ _TILES_OF_WARPS = _TILES | {
     "prefill": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
 }
 _FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
-
-#: Rows of a sequence up to which "small" is chosen over "prefill".
-SMALL_ROWS = 64
 
 
 def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, group: int, limits: Limits) -> Tile:
