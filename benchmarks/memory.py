@@ -19,12 +19,12 @@ from moonpool.base.checkpoint.named_models import cache_folder, cached_model
 from moonpool.base.fork_server import execute
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import SequenceStep, Step
-from moonpool.engine.executor import start_processes
 from moonpool.engine.footprint import resident_bytes
 from moonpool.engine.memory_estimate import MemoryEstimate, estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.models.random_checkpoint import create
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_processes
 
 BLOCK, CHUNK, BATCH, LONGEST = 64, 512, 64, 4096
 KV_BYTES = 64 << 20

@@ -22,8 +22,8 @@ from moonpool.engine.calibration import (
     measure_prefill,
 )
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.executor import start_engine
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.start_engine import start_engine
 
 if TYPE_CHECKING:
     from moonpool.interop.adapter.base import EngineFacts

@@ -37,9 +37,9 @@ from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
-from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
+from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0

@@ -86,7 +86,7 @@ class StageLoader:
         """Return the runner, and what the process will hold in memory.
 
         Raises:
-            MoonpoolError: as `moonpool.engine.executor.start_engine` documents.
+            MoonpoolError: as `moonpool.engine.start_engine.start_engine` documents.
         """
         from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
         from moonpool.engine.footprint import max_rows, max_sequence_tokens

@@ -143,7 +143,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stores-with-disks": Scenario({"kvstore": 2, "store_bytes": 15 * GB, "disk_bytes": 60 * GB, "eviction": "s3-fifo"}),
     "one-machine": Scenario({"max_queue": 3, "host_slowdown": 1.6, "peers": False, "slow_factor": 2.0}),
     "single-steps": Scenario(
-        {"memory": DecodeMemory(max_num_batched_tokens=64)}, replace(TALK, answer_tokens=60.0), 60, runs=Runs(1)
+        {"memory": DecodeMemory(chunked_prefill_size=64)}, replace(TALK, answer_tokens=60.0), 60, runs=Runs(1)
     ),
     "short-runs": Scenario({"pool_blocks": 200}, replace(TALK, answer_tokens=100.0), 60, runs=Runs(8, 8)),
 }

@@ -34,7 +34,6 @@ from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
 from moonpool.engine.decode.receiver import TransferReceiver
-from moonpool.engine.executor import start_engine
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
     ExecutorParts,
@@ -47,6 +46,7 @@ from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion
 from moonpool.engine.loras import LORA_METRICS, InstanceLoras
 from moonpool.engine.request import RequestReader
 from moonpool.engine.setup import EngineSetup, engine_setup
+from moonpool.engine.start_engine import start_engine
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 
@@ -81,7 +81,7 @@ class DecodeInstance:
         layout, engine = context.setup.layout, context.engine
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
         self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
-        self.core = DecodeScheduler(core_config(context, config))
+        self.core = DecodeScheduler(core_settings(context, config))
         self.manager = self.core.blocks
         self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
         self.write_back = WriteBack(
@@ -335,7 +335,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
 )
 
 
-def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
+def core_settings(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
     """Return the scheduler's settings."""
     layout, engine = context.setup.layout, context.engine
     return DecodeSettings(

@@ -395,7 +395,7 @@ async def start_emulated(
 ) -> AsyncIterator["EmulatedEngine"]:
     """Return an emulated engine; leaving the context ends the engine and frees the pool.
 
-    See `moonpool.engine.executor.start_engine`.
+    See `moonpool.engine.start_engine.start_engine`.
 
     Raises:
         ConfigError: a value is refused (stages, blocks, memory).

@@ -21,7 +21,6 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.executor import start_engine
 from moonpool.engine.instance import (
     WRITE_BACK_GRACE_S,
     ExecutorParts,
@@ -40,6 +39,7 @@ from moonpool.engine.prefill.executor import PrefillExecutor
 from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
 from moonpool.engine.prefill.live_requests import LivePrefill, check_prefill
 from moonpool.engine.request import RequestReader
+from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 
 CONNECT_TIMEOUT_S = 2.0

@@ -66,7 +66,7 @@ class DecodeMemory:
         watermark: pool share that is left free when a sequence is let in.
         preemption: how sequences give their blocks up.
         swap_bytes: DRAM for KV that is copied out of the pool.
-        max_num_batched_tokens: most tokens computed again in one step.
+        chunked_prefill_size: most tokens computed again in one step.
         assumed_answer_tokens: expected answer length until some answers have ended.
         lease_s: seconds without news after which a promise or transfer ends.
     """
@@ -74,7 +74,7 @@ class DecodeMemory:
     watermark: float = WATERMARK
     preemption: Preemption = default_of(DecodeSettings, "preemption")
     swap_bytes: int = 256 * GB  # a server of the paper has a terabyte of DRAM; a service's default suits a laptop
-    max_num_batched_tokens: int = default_of(DecodeSettings, "chunked_prefill_size")
+    chunked_prefill_size: int = default_of(DecodeSettings, "chunked_prefill_size")
     assumed_answer_tokens: int = default_of(DecodeSettings, "assumed_answer_tokens")
     lease_s: float = default_of(DecodeSettings, "lease_s")
 
@@ -253,7 +253,7 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
     return complete(given, PREFILL_LEFT_OUT)
 
 
-def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
+def decode_core_settings(config: ClusterConfig, runs: Runs) -> DecodeSettings:
     """Settings for a decode instance's core."""
     memory = config.memory
     given = partial(
@@ -266,7 +266,7 @@ def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
         speeds=config.profile.speeds,
         preemption=memory.preemption,
         watermark_blocks=int(memory.watermark * config.blocks),
-        chunked_prefill_size=memory.max_num_batched_tokens,
+        chunked_prefill_size=memory.chunked_prefill_size,
         swap_blocks=memory.swap_bytes // config.block_bytes,
         assumed_answer_tokens=memory.assumed_answer_tokens,
         run_steps=runs.longest,

@@ -37,7 +37,7 @@ from moonpool.engine.decode.core.events import (
 )
 from moonpool.engine.decode.core.scheduler import DecodeScheduler
 from moonpool.simulator.clock import PS, SimulatedWorld, ps
-from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_config
+from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_settings
 from moonpool.simulator.cluster.core_host import CoreHost
 from moonpool.simulator.cluster.engine import STOPPED, DecodeEngine, RunListener, SharedMachine
 from moonpool.simulator.cluster.requests import DecodeSequence, DecodeUse, PlacedSequence, Resume, SequenceReport
@@ -157,7 +157,7 @@ class SimulatedDecode:
         self.pool = SimulatedPoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = network.world, network, config, ears
         self._stores = {store.name: store for store in stores}
-        self._core_config = decode_core_config(config, runs)
+        self._settings = decode_core_settings(config, runs)
         self._machine = machine or SharedMachine()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
@@ -168,7 +168,7 @@ class SimulatedDecode:
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
         self.epoch += 1
-        self.core = DecodeScheduler(self._core_config)
+        self.core = DecodeScheduler(self._settings)
         self.host: CoreHost[Event, actions.Action] = CoreHost(
             self._world, self.core, self._perform, before_tick=self._settle
         )
@@ -407,7 +407,7 @@ class SimulatedDecode:
         if isinstance(action, actions.ReservationGranted):
             self._taken += 1
             target = DecodeReservation(self.name, self.epoch, "", action.id, 0, action.held)
-            self._answers[action.id] = ReserveGranted(target, self._core_config.lease_s, self._taken)
+            self._answers[action.id] = ReserveGranted(target, self._settings.lease_s, self._taken)
             return
         self._leave(action.id)
         self._answers[action.id] = Failure(

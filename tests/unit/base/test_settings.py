@@ -16,7 +16,7 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.simulator.cluster.admission import limits_of
 from moonpool.simulator.cluster.conductor import routing_of
-from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, decode_core_config, prefill_core_settings
+from moonpool.simulator.cluster.config import LEAPS, ClusterConfig, decode_core_settings, prefill_core_settings
 
 RECORDS = {
     SchedulerLimits: "conductor",
@@ -63,7 +63,7 @@ NOT_THE_SAME = {
 def test_the_simulator_knows_each_field_of_each_core() -> None:
     config = ClusterConfig(profile=load_profile("llama-70b-a800"))
     prefill_core_settings(config)
-    decode_core_config(config, LEAPS)
+    decode_core_settings(config, LEAPS)
     limits_of(config)
     routing_of(config, 0)
 

@@ -13,7 +13,6 @@ from moonpool.base.fork_server import Launcher, execute, start_worker
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.sampling_params import SampleSpec, SamplingParams
 from moonpool.base.scheduling.steps import ScoredTokens, SequenceStep, Step
-from moonpool.engine.executor import start_processes
 from moonpool.engine.footprint import (
     GRAMMAR_BYTES,
     device_footprint,
@@ -29,6 +28,7 @@ from moonpool.engine.platforms.cuda import check_free_memory
 from moonpool.engine.platforms.stage_platform import stage_platform
 from moonpool.engine.platforms.staged import StagedDevice
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_processes
 
 BLOCK, BATCH = 64, 64
 SAMPLED = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9, top_k=50, logprobs=5, repetition_penalty=1.1))

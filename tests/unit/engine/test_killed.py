@@ -22,11 +22,11 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import RequestStatus
 from moonpool.engine.decode.service import DecodeInstance, contract
-from moonpool.engine.executor import start_processes
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import MAX_FETCHES, EngineSpec
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_processes
 from moonpool.engine.start_listener import StartListener
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub

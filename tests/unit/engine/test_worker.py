@@ -16,7 +16,6 @@ from moonpool.base.native import build
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
-from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.kernels import choice
 from moonpool.engine.kernels.native import library
@@ -24,6 +23,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.models.batch import PackedBatch
 from moonpool.engine.models.loader import load_stage
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_engine
 
 BLOCKS = 16
 

@@ -21,7 +21,7 @@ from moonpool.engine.decode.core.copy_on_write import (
 )
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
-from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_victim
+from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for_holder, choose_victim
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.restoring import begin_prompt_here
 from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
@@ -30,7 +30,6 @@ from moonpool.engine.decode.core.tbt_limiter import TbtLimiter
 from moonpool.engine.decode.core.tenant_rotation import TenantRotation
 from moonpool.engine.decode.core.tenant_shares import (
     TenantUse,
-    block_use,
     by_tenant,
     leave_for_share,
     several_tenants,
@@ -414,7 +413,7 @@ class BatchPlanner:
             if not giving or lacking is None or lacking <= self._preempted.blocks_being_freed:
                 self.slots.due, self._blocks_due = len(holder.sequences), self._budget.available
                 return
-            victim = max(giving, key=block_use(self._active).order)
+            victim = choose_for_holder(giving, self._active)
             giving.remove(victim)
             self._preempt(victim)
         self.add_restored(holder)

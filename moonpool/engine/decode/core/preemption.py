@@ -270,3 +270,13 @@ def choose_victim(
     giving = [request for request in free if use.of(request) == most]
     spared = [request for request in giving if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
     return max(spared or giving, key=use.order, default=None)
+
+
+def choose_for_holder(giving: list[DecodeRequest], active: list[DecodeRequest]) -> DecodeRequest:
+    """Choose which of the requests that give way to the holder of a grant goes first: the last one in order.
+
+    Args:
+        giving: give way to the holder; not empty.
+        active: requests that run or could run.
+    """
+    return max(giving, key=block_use(active).order)

@@ -11,7 +11,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.kv.keys import block_keys
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.engine.decode.config import DecodeConfig
-from moonpool.engine.decode.service import core_config
+from moonpool.engine.decode.service import core_settings
 from moonpool.engine.decode.speculation import (
     GRAM,
     KEPT_IN_COMMON,
@@ -194,11 +194,11 @@ def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: boo
     context: Any = SimpleNamespace(setup=setup, engine=engine)
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", speculative="ngram")
     with pytest.raises(ConfigError) as refused:
-        core_config(context, config)
+        core_settings(context, config)
     assert refused.value.field == "speculative"
-    assert core_config(context, config.model_copy(update={"speculative": "auto"})).draft_tokens == 0
+    assert core_settings(context, config.model_copy(update={"speculative": "auto"})).draft_tokens == 0
     with pytest.raises(ConfigError) as refused:
-        core_config(context, config.model_copy(update={"speculative": "auto", "draft_model": "small"}))
+        core_settings(context, config.model_copy(update={"speculative": "auto", "draft_model": "small"}))
     assert refused.value.field == "draft_model"
 
 

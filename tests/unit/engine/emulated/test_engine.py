@@ -11,9 +11,9 @@ from moonpool.base.errors import Internal, InvalidRequest, Unavailable
 from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.emulated.kv import EmulatedKV, continuation
-from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.setup import EngineSetup
+from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2
 from tests.unit.engine.emulated.rig import (
     BT,

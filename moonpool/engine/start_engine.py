@@ -64,7 +64,7 @@ async def start_processes(
     worker_module: str = WORKER,
     launcher: Launcher = start_worker,
 ) -> AsyncIterator[Engine]:
-    """See `moonpool.engine.executor.start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
+    """As `start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
     cores = len(os.sched_getaffinity(0))
     threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))

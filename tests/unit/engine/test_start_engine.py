@@ -21,10 +21,10 @@ from moonpool.base.fork_server import Launcher, execute, start_service
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
-from moonpool.engine.executor import start_processes
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process_engine import ProcessEngine
+from moonpool.engine.start_engine import start_processes
 
 FAKE = "tests.unit.engine.fake_worker"
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -113,7 +113,7 @@ async def test_leaving_aborts_what_is_in_flight() -> None:
 
 
 def test_the_io_side_needs_neither_torch_nor_grpc() -> None:
-    names = ("interface", "executor", "worker", "prefill.core.scheduler", "decode.core.scheduler")
+    names = ("interface", "start_engine", "worker", "prefill.core.scheduler", "decode.core.scheduler")
     modules = ", ".join(f"moonpool.engine.{name}" for name in names)
     program = f"import sys, {modules}; print({{'torch', 'grpc'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
@@ -258,9 +258,9 @@ def test_workers_die_with_a_killed_io_process() -> None:
     program = f"""
 import asyncio
 import contextlib
-from moonpool.engine.executor import start_processes
+from moonpool.engine.start_engine import start_processes
 from moonpool.base.fork_server import execute
-from tests.unit.engine.test_executor import FAKE, spec, step
+from tests.unit.engine.test_start_engine import FAKE, spec, step
 async def main():
     async with start_processes(spec(stages=2), start_timeout_s=20, worker_module=FAKE, launcher=execute) as engine:
         print(*engine.pids, flush=True)
