@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import pack_keys, unpack_keys
@@ -13,7 +14,7 @@ from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
 from moonpool.base.scheduling.state_machine import digest_of
 
 RetentionOwner = tuple[str, str]
-"""Tenant, and what the tenant keeps the chain for: a session or an announced prompt."""
+"""Tenant, and what the tenant keeps the chain for: a session, an announced prompt, or a pin by name."""
 MEMORY_LEAD_S = 10.0
 """Seconds before a use is expected at which the blocks are brought from SSD into a kvstore's memory."""
 INSTANCE_LEAD_S = 3.0
@@ -35,14 +36,16 @@ class RetainedChain:
         stores: kvstores that hold the blocks, or shall.
         lasting: the chain stays in the table when no use is expected.
         expected: the next use; None = not foreseen.
+        until: when the pin of a chain that is pinned ends; a use that is expected has its own end in the hint.
     """
 
     owner: RetentionOwner
     keys: bytes
     tail: bytes
     stores: tuple[str, ...]
-    lasting: bool
+    lasting: bool = False
     expected: ExpectedUse | None = None
+    until: float = inf
 
     @staticmethod
     def of(
