@@ -81,6 +81,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.gateway.endpoints.cluster",
         "moonpool.gateway.serving.auth",
         "moonpool.gateway.serving.budgets",
+        "moonpool.kvstore.eviction.retention",
         "moonpool.kvstore.eviction.tenants",
     ),
     "sync": (

@@ -19,8 +19,8 @@ from moonpool.conductor.core.events import (
     LoadReported,
     RoleChangeRequested,
 )
-from moonpool.conductor.core.expected import TellSession
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.decode_streams import StepsPool
 from moonpool.conductor.kv_watchers import KVWatchers

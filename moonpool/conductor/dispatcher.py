@@ -45,9 +45,9 @@ from moonpool.conductor.core.events import (
     SessionUpdated,
     StopRequested,
 )
-from moonpool.conductor.core.expected import TellSession
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.generate_stream import GenerateStream
 from moonpool.conductor.instance_calls import InstanceCalls

@@ -14,7 +14,7 @@ from moonpool.base.kv.reuse_stats import HitCurve, ReuseSample
 from moonpool.base.transport.async_utils import wait_within
 from moonpool.base.transport.flow_control import ByteCredits
 from moonpool.kvstore.core.store import BlockStore
-from moonpool.kvstore.eviction.tenants import PinOutcome
+from moonpool.kvstore.eviction.retention import PinOutcome
 from moonpool.kvstore.layer_reader import LayerReader
 from moonpool.kvstore.ssd.tier import SsdTier
 

@@ -44,7 +44,8 @@ from moonpool.kvstore.deletion import DeletionWorker, KeyWatch
 from moonpool.kvstore.dram.arena import Arena
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.policies import POLICIES
-from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
+from moonpool.kvstore.eviction.retention import Pins
+from moonpool.kvstore.eviction.tenants import TenantAccount
 from moonpool.kvstore.get_stream import GetResources, GetStream
 from moonpool.kvstore.memory_wait_queue import MemoryWaitQueue
 from moonpool.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics

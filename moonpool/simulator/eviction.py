@@ -11,7 +11,7 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.kvstore.eviction.base import EvictionPolicy
-from moonpool.kvstore.eviction.sessions import SessionRetention
+from moonpool.kvstore.eviction.retention import SessionRetention
 from moonpool.simulator.traces.mooncake import TraceRequest
 
 _FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="float32"))

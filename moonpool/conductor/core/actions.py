@@ -3,11 +3,11 @@
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.conductor.core.events import CompletionReason
-from moonpool.conductor.core.expected import TellSession
 from moonpool.conductor.core.failures import Failure
 from moonpool.conductor.core.instances import InstanceKind
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.request_spec import DecodeReservation
+from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.core.tenant_activity import TellActivity
 from moonpool.conductor.core.tpot_model import TpotForecast

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.conductor.core.expected import TellSession
 from moonpool.conductor.core.failures import Failure, FailureSeries
 from moonpool.conductor.core.request_spec import ATTEMPT_MARK, DecodeReservation, RequestSpec
 from moonpool.conductor.core.request_states import (
@@ -16,6 +15,7 @@ from moonpool.conductor.core.request_states import (
     RequestState,
     checked,
 )
+from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.routing import RoutingDecision
 from moonpool.conductor.core.tpot_model import NO_TPOT_FORECAST, TpotForecast
 from moonpool.conductor.placement.base import DecodeChoice

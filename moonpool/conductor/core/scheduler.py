@@ -54,7 +54,6 @@ from moonpool.conductor.core.events import (
     StopRequested,
     TokensArrived,
 )
-from moonpool.conductor.core.expected import ExpectedPrompts, TellSession
 from moonpool.conductor.core.failures import (
     CONDUCTOR_DRAINING,
     FINAL_KINDS,
@@ -78,6 +77,7 @@ from moonpool.conductor.core.request_states import (
     TimerKey,
     TimerKind,
 )
+from moonpool.conductor.core.retention import RetainedChains, TellSession
 from moonpool.conductor.core.routing import RoutingDecision, RoutingRequest
 from moonpool.conductor.core.sessions import SessionTable
 from moonpool.conductor.core.slo_queue import SloQueue
@@ -125,9 +125,9 @@ class RequestScheduler:
         self.requests: dict[int, ScheduledRequest] = {}
         self.tenants = TenantCounts()
         self.ledger = TenantLedger(limits.budgets, limits.heartbeat_s)
-        self._expected = ExpectedPrompts()
-        self.sessions = SessionTable(self._expected)
-        self.prefetch = Prefetch(cluster, self._expected, self.sessions, cluster.prefetch_share)
+        self._retained = RetainedChains()
+        self.sessions = SessionTable(self._retained)
+        self.prefetch = Prefetch(cluster, self._retained, self.sessions, cluster.prefetch_share)
         self.waiting_for_instance: dict[int, None] = {}
         self._limits = limits
         self._cluster = cluster
@@ -161,7 +161,7 @@ class RequestScheduler:
 
     def due(self) -> float | None:
         """Return the time of the next timer, or of the next order for an expected prompt; None = there is neither."""
-        return min([at for at in (self._timers.next(), self._expected.due()) if at is not None], default=None)
+        return min([at for at in (self._timers.next(), self._retained.due()) if at is not None], default=None)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         self._rest_shares(now)

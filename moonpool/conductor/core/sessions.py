@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.conductor.core.expected import ExpectedPrompt, ExpectedPrompts, TellSession
+from moonpool.conductor.core.retention import ExpectedUse, RetainedChain, RetainedChains, TellSession
 from moonpool.conductor.placement.base import SessionFacts
 
 MAX_SESSIONS = 16_384
@@ -22,8 +22,6 @@ TENANT_WEIGHT = 2.0
 MOST_PAUSES = 256.0
 """Weight of everything learnt; the latest pauses count more."""
 LEAST_PAUSE_S = 0.01
-MAX_KEY_BYTES = 64 << 20
-"""Bytes of the keys of sessions' chains that are remembered."""
 SESSION_BYTES = 16
 """Of a session's name at kvstores."""
 
@@ -49,9 +47,7 @@ class SessionState:
 
     Attributes:
         turn: what the client said last.
-        keys: of the latest prompt's full blocks, concatenated; empty = there were none, or they are forgotten.
-        tail: key of the last of these blocks; b"" = there was none.
-        stores: kvstores that shall hold the latest prompt's KV.
+        chain: the latest prompt's full blocks; None = there were none.
         turns: that were placed.
         prefill: instance to which the latest of them went; "" = there was none.
         running: turns that have come and not ended.
@@ -60,9 +56,7 @@ class SessionState:
     """
 
     turn: SessionTurn
-    keys: bytes = b""
-    tail: bytes = b""
-    stores: tuple[str, ...] = ()
+    chain: RetainedChain | None = None
     turns: int = 0
     prefill: str = ""
     running: int = 0
@@ -74,15 +68,13 @@ class SessionTable:
     """All sessions that a conductor knows, by tenant and id.
 
     Args:
-        expected: gets the next turns whose time is foreseen.
+        retained: gets the sessions' chains, and the next turns whose time is foreseen.
     """
 
-    def __init__(self, expected: ExpectedPrompts) -> None:
+    def __init__(self, retained: RetainedChains) -> None:
         self._sessions: OrderedDict[tuple[str, str], SessionState] = OrderedDict()
         self._tenants: OrderedDict[str, Pauses] = OrderedDict()
-        self._expected = expected
-        self._keyed: dict[tuple[str, str], SessionState] = {}  # sessions with keys, oldest first
-        self._key_bytes = 0
+        self._retained = retained
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -98,16 +90,14 @@ class SessionTable:
         state = self._sessions.setdefault((tenant, turn.id), SessionState(turn))
         self._sessions.move_to_end((tenant, turn.id))
         if len(self._sessions) > MAX_SESSIONS:
-            name, oldest = self._sessions.popitem(last=False)
-            self._expected.drop(name)
-            self._keep_keys(name, oldest, b"")
+            self._retained.forget(self._sessions.popitem(last=False)[0])
         if state.paused_at is not None:
             state.pauses.add(now - state.paused_at)
             self._usual(tenant).add(now - state.paused_at)
         state.turn = turn
         state.running += 1
         state.paused_at = None
-        self._expected.drop((tenant, turn.id))
+        self._retained.expect_no_more((tenant, turn.id))
 
     def facts(self, tenant: str, turn: SessionTurn) -> SessionFacts:
         """What policies see of a turn's session."""
@@ -136,23 +126,11 @@ class SessionTable:
         if state is None:
             return ()
         if stores and keys:
-            state.tail, state.stores = keys[-1], stores
+            state.chain = RetainedChain.of((tenant, turn.id), keys, stores, lasting=True)
             if turn.id:
-                self._keep_keys((tenant, turn.id), state, b"".join(keys))
+                self._retained.keep(state.chain)
         state.running = max(0, state.running - 1)
         return () if state.running else self._pause(tenant, state, now)
-
-    def _keep_keys(self, name: tuple[str, str], state: SessionState, keys: bytes) -> None:
-        """Keeps the keys of a session's chain; of too many, those of the oldest sessions are forgotten."""
-        self._key_bytes += len(keys) - len(state.keys)
-        state.keys = keys
-        self._keyed.pop(name, None)
-        if keys:
-            self._keyed[name] = state
-        while self._key_bytes > MAX_KEY_BYTES:
-            oldest = self._keyed.pop(next(iter(self._keyed)))
-            self._key_bytes -= len(oldest.keys)
-            oldest.keys = b""
 
     def update(self, tenant: str, turn: SessionTurn, now: float) -> Sequence[TellSession]:
         """Takes what a client says between two turns. Returns what kvstores must know."""
@@ -166,16 +144,17 @@ class SessionTable:
         turn = state.turn
         if state.paused_at is None:
             state.paused_at = now
-        name = tenant, turn.id
+        owner, chain = (tenant, turn.id), state.chain
         return_s = turn.return_s if turn.return_s is not None else self._expected_s(tenant, state)
-        self._expected.drop(name)
-        hint = session_hint(tenant, turn, state.tail, return_s)
-        if turn.last and turn.id:
-            self._keep_keys(name, self._sessions.pop(name), b"")
-        elif turn.id and return_s is not None and state.keys:
-            prompt = ExpectedPrompt(state.keys, state.stores, turn, hint, now, now + return_s)
-            self._expected.put(name, prompt, now)
-        return [TellSession(store, hint) for store in state.stores] if state.tail else ()
+        hint = session_hint(tenant, turn, b"" if chain is None else chain.tail, return_s)
+        if turn.id:
+            self._retained.expect_no_more(owner)
+            if turn.last:
+                del self._sessions[owner]
+                self._retained.forget(owner)
+            elif return_s is not None:
+                self._retained.expect(owner, ExpectedUse(turn, hint, now, now + return_s), now)
+        return [TellSession(store, hint) for store in chain.stores] if chain is not None else ()
 
     def _expected_s(self, tenant: str, state: SessionState) -> float | None:
         """The usual pause of the session: the geometric mean, drawn towards the tenant's."""
@@ -193,14 +172,13 @@ class SessionTable:
         return usual
 
     def check_invariants(self) -> None:
-        """Asserts that what is remembered beside the sessions is bounded by them."""
-        with_keys = {name for name, state in self._sessions.items() if state.keys}
-        assert set(self._keyed) == with_keys
-        assert self._key_bytes == sum(len(state.keys) for state in self._keyed.values()) <= MAX_KEY_BYTES
+        """Assert that the chains that stay are those of the sessions."""
+        chains = {owner: state.chain for owner, state in self._sessions.items() if state.chain and state.chain.keys}
+        assert self._retained.lasting() == chains
 
     def digest(self) -> bytes:
         """Hash of all sessions."""
-        return digest_of(self._sessions, self._tenants, list(self._keyed))
+        return digest_of(self._sessions, self._tenants)
 
 
 def session_hint(tenant: str, turn: SessionTurn, tail: bytes, return_s: float | None) -> SessionHint:

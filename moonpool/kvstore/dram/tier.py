@@ -11,8 +11,8 @@ from moonpool.base.kv.blocks import DramBlock, PartTable
 from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from moonpool.kvstore.eviction.base import EvictionPolicy
-from moonpool.kvstore.eviction.sessions import SessionRetention
-from moonpool.kvstore.eviction.tenants import Pins, TenantAccount, TenantBytes, sum_by_tenant
+from moonpool.kvstore.eviction.retention import Pins, SessionRetention
+from moonpool.kvstore.eviction.tenants import TenantAccount, TenantBytes, sum_by_tenant
 
 
 class DramTier(PartTable[DramBlock]):

@@ -34,10 +34,10 @@ from moonpool.conductor.core.actions import (
 from moonpool.conductor.core.cluster_view import ClusterView
 from moonpool.conductor.core.conductor_core import ConductorCore
 from moonpool.conductor.core.events import ClientGone, Event, Rehashed, RequestArrived
-from moonpool.conductor.core.expected import TellSession
 from moonpool.conductor.core.failures import Failure, FailureKind
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
 from moonpool.conductor.core.request_spec import RequestSpec, ResumeState
+from moonpool.conductor.core.retention import TellSession
 from moonpool.conductor.core.routing import RoutingConfig
 from moonpool.conductor.placement.policies.registry import load_decode_policy, load_policy
 from moonpool.engine.prefill.core.actions import ReportFirstToken

@@ -11,7 +11,7 @@ from moonpool.base.scheduling.block_lending import BlocksLent, LendBlocks, Retur
 from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.conductor.core.instances import LoadFacts
 from moonpool.kvstore.eviction.policies import POLICIES
-from moonpool.kvstore.eviction.sessions import SessionRetention
+from moonpool.kvstore.eviction.retention import SessionRetention
 from moonpool.simulator.clock import SimulatedWorld, ps
 from moonpool.simulator.cluster.config import ClusterConfig
 from moonpool.simulator.eviction import Pool

@@ -21,7 +21,8 @@ from moonpool.kvstore.core.tiered_store import StoreListener
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.policies import LRU
-from moonpool.kvstore.eviction.tenants import Pins, TenantAccount
+from moonpool.kvstore.eviction.retention import Pins
+from moonpool.kvstore.eviction.tenants import TenantAccount
 from moonpool.kvstore.operations import StoreOperations
 from moonpool.kvstore.ssd.admission import SsdAdmission
 from moonpool.kvstore.ssd.encryption import Keyring

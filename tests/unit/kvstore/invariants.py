@@ -15,7 +15,8 @@ from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.kv_aware import KVAware, is_current
 from moonpool.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
-from moonpool.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
+from moonpool.kvstore.eviction.retention import Pins
+from moonpool.kvstore.eviction.tenants import TenantBytes, sum_by_tenant
 from moonpool.kvstore.ssd.catalogue import Catalogue
 from moonpool.kvstore.ssd.segment import Segment
 from moonpool.kvstore.ssd.tier import SsdTier
@@ -143,7 +144,7 @@ def _check_reads(reads: ReadLeases) -> None:
 @check.register
 def _(pins: Pins) -> None:
     """The pinned blocks and bytes are those of the pins, within the limits."""
-    counts = collections.Counter((key, tenant) for (tenant, _), pin in pins.by_name.items() for key in pin.keys)
+    counts = collections.Counter((key, tenant) for (tenant, _), pin in pins.by_name.items() for key in pin.blocks)
     assert {(key, tenant): n for key, kept in pins.pinned.items() for tenant, n in kept.pins.items()} == counts
     assert all(pinned.pins for pinned in pins.pinned.values())
     assert pins.account.used == sum_by_tenant((tenant, pins.pinned[key].nbytes) for key, tenant in counts)

@@ -5,9 +5,9 @@ import pytest
 from moonpool.base.scheduling.sessions import SessionTurn
 from moonpool.conductor.core.actions import CallPrefill, CallReserve
 from moonpool.conductor.core.events import ClientGone, CompletionReason, KeysChanged, PromptsAnnounced, SessionUpdated
-from moonpool.conductor.core.expected import INSTANCE_LEAD_S, MEMORY_LEAD_S, TellSession
 from moonpool.conductor.core.in_flight_prefixes import REPORTS_AWAITED
 from moonpool.conductor.core.replication import ReplicatePrefix, StopReplication
+from moonpool.conductor.core.retention import INSTANCE_LEAD_S, MEMORY_LEAD_S, TellSession
 
 from .world import World
 

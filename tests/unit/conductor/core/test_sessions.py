@@ -5,10 +5,10 @@ import hashlib
 import pytest
 
 from moonpool.base.scheduling.sessions import SessionHint, SessionTurn
-from moonpool.conductor.core import sessions
+from moonpool.conductor.core import retention
 from moonpool.conductor.core.actions import CallPrefill, CallReserve
 from moonpool.conductor.core.events import CompletionReason, KeysChanged, SessionUpdated
-from moonpool.conductor.core.expected import MEMORY_LEAD_S, ExpectedPrompts, TellSession
+from moonpool.conductor.core.retention import MEMORY_LEAD_S, RetainedChains, TellSession
 from moonpool.conductor.core.sessions import MAX_SESSIONS, SessionTable
 from moonpool.conductor.placement.base import SessionFacts
 
@@ -28,8 +28,8 @@ def turn_ends(table: SessionTable, turn: SessionTurn, at: float, tenant: str = "
 
 
 def test_the_next_turn_is_expected_when_the_client_says() -> None:
-    expected = ExpectedPrompts()
-    table = SessionTable(expected)
+    retained = RetainedChains()
+    table = SessionTable(retained)
     turn = SessionTurn(id="s", return_s=20.0, keep_s=300.0, retention=2)
     told = turn_ends(table, turn, 100.0)
     assert (told.tail, told.return_s, told.told, told.keep_s, told.retention) == (TAIL, 20.0, True, 300.0, 2)
@@ -40,11 +40,11 @@ def test_the_next_turn_is_expected_when_the_client_says() -> None:
         5.0,
         None,
     )
-    assert expected.due() == 107.0  # the return is sooner than blocks come from SSD
+    assert retained.due() == 107.0  # the return is sooner than blocks come from SSD
 
 
 def test_the_usual_pause_is_learnt_from_the_tenant_and_the_session() -> None:
-    table = SessionTable(ExpectedPrompts())
+    table = SessionTable(RetainedChains())
     assert [turn_ends(table, TURN, 10.0 * turn).return_s for turn in range(4)] == [None] * 4  # three pauses: too few
     told = turn_ends(table, TURN, 40.0)
     assert told.return_s == pytest.approx(10.0)
@@ -57,20 +57,20 @@ def test_the_usual_pause_is_learnt_from_the_tenant_and_the_session() -> None:
 
 
 def test_tenants_share_no_session() -> None:
-    table = SessionTable(ExpectedPrompts())
+    table = SessionTable(RetainedChains())
     first, other = turn_ends(table, TURN, 0.0, "a"), turn_ends(table, TURN, 0.0, "b")
     assert first.session != other.session
 
 
 def test_a_turn_without_a_name_tells_of_itself() -> None:
-    table = SessionTable(ExpectedPrompts())
+    table = SessionTable(RetainedChains())
     told, _ = table.ended("", SessionTurn(keep_s=300.0), (TAIL,), STORES, 0.0)
     assert (told.hint.session, told.hint.keep_s) == (hashlib.blake2b(TAIL, digest_size=16).digest(), 300.0)
     assert len(table) == 0
 
 
 def test_a_session_is_forgotten_at_its_end_and_when_there_are_too_many() -> None:
-    table = SessionTable(ExpectedPrompts())
+    table = SessionTable(RetainedChains())
     table.began("", TURN, 0.0)
     assert table.update("", SessionTurn(id="s", last=True), 1.0) == ()  # while a turn runs
     told, _ = table.ended("", TURN, (TAIL,), STORES, 2.0)
@@ -82,27 +82,30 @@ def test_a_session_is_forgotten_at_its_end_and_when_there_are_too_many() -> None
 
 
 def test_what_a_client_tells_again_and_again_takes_no_more_memory() -> None:
-    expected = ExpectedPrompts()
-    table = SessionTable(expected)
+    retained = RetainedChains()
+    table = SessionTable(retained)
     turn_ends(table, TURN, 0.0)
     for number in range(3 * MAX_SESSIONS):
         table.update("", SessionTurn(id="s", return_s=1000.0 + number), 1.0)
-    expected.check_invariants()
-    assert expected.due() == 1000.0 + 3 * MAX_SESSIONS - MEMORY_LEAD_S
+    retained.check_invariants()
+    assert retained.due() == 1000.0 + 3 * MAX_SESSIONS - MEMORY_LEAD_S
 
 
 def test_keys_of_the_oldest_sessions_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_KEY_BYTES", 2 * len(TAIL))
-    table = SessionTable(ExpectedPrompts())
+    monkeypatch.setattr(retention, "MAX_KEY_BYTES", 2 * len(TAIL))
+    retained = RetainedChains()
+    table = SessionTable(retained)
     for name in ("a", "b", "a", "c"):
-        turn_ends(table, SessionTurn(id=name), 0.0)
+        turn_ends(table, SessionTurn(id=name, return_s=60.0), 0.0)
         table.check_invariants()
-    held = {name: bool(state.keys) for name in "abc" if (state := table.get("", name)) is not None}
-    assert held == {"a": True, "b": False, "c": True}
+        retained.check_invariants()
+    assert {use.turn.id for _, use in retained.coming(60.0 - MEMORY_LEAD_S)} == {"a", "c"}
+    [told, _] = table.update("", SessionTurn(id="b", return_s=1.0), 61.0)  # stores still hear of it, by its tail
+    assert told.hint.tail == TAIL
 
 
 def test_turns_at_the_same_time_end_before_the_session_pauses() -> None:
-    table = SessionTable(ExpectedPrompts())
+    table = SessionTable(RetainedChains())
     turn = SessionTurn(id="s", return_s=1.0)
     table.began("", turn, 0.0)
     table.began("", turn, 1.0)

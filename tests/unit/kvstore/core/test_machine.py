@@ -19,7 +19,8 @@ from moonpool.base.kv.keys import BlockKey
 from moonpool.kvstore.core.put_transfer import PutTransfer
 from moonpool.kvstore.core.read_leases import ReadLease
 from moonpool.kvstore.core.tiered_store import StoreListener
-from moonpool.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
+from moonpool.kvstore.eviction.retention import Pins
+from moonpool.kvstore.eviction.tenants import TenantAccount, TenantRow
 from tests.examples import examples
 from tests.unit.kvstore.helpers import (
     BLOCK,

@@ -14,7 +14,7 @@ from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.kvstore.eviction.base import EvictionPolicy
 from moonpool.kvstore.eviction.kv_aware import KVAware
 from moonpool.kvstore.eviction.policies import POLICIES
-from moonpool.kvstore.eviction.sessions import SessionRetention
+from moonpool.kvstore.eviction.retention import SessionRetention
 from tests.examples import examples
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 from tests.unit.kvstore.invariants import check

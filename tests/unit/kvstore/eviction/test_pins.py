@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.base.errors import InvalidRequest, Overloaded
 from moonpool.base.kv.keys import BlockKey
-from moonpool.kvstore.eviction.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
+from moonpool.kvstore.eviction.retention import MAX_TTL_S, PinLimit, PinOutcome, Pins
+from moonpool.kvstore.eviction.tenants import TenantAccount
 from tests.examples import examples
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 from tests.unit.kvstore.invariants import check

@@ -8,7 +8,7 @@ from moonpool.base.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.sessions import SessionHint
 from moonpool.kvstore.eviction.policies import LRU
-from moonpool.kvstore.eviction.sessions import SessionRetention
+from moonpool.kvstore.eviction.retention import SessionRetention
 from moonpool.simulator.eviction import optimum, replay, replay_sessions
 from moonpool.simulator.experiments.prefix_caching import chains_in
 from moonpool.simulator.traces.agentic import AgenticMix, AgenticWorkload

@@ -11,7 +11,8 @@ from moonpool.base.kv.layout import KVLayout
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.kvstore.dram.tier import DramTier
 from moonpool.kvstore.eviction.policies import LRU
-from moonpool.kvstore.eviction.tenants import MAX_TENANT_ROWS, Pins, TenantAccount, TenantRow
+from moonpool.kvstore.eviction.retention import Pins
+from moonpool.kvstore.eviction.tenants import MAX_TENANT_ROWS, TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

@@ -1,7 +1,7 @@
 """Which tags and hits belong to a context, and that the index forgets records that are gone."""
 
 from moonpool.base.cluster.records import ReplicatedRecords
-from moonpool.conductor.contexts import HITS, SPARE_ENTRIES, TAG, ContextIndex
+from moonpool.conductor.context_index import HITS, SPARE_ENTRIES, TAG, ContextIndex
 from moonpool.v1 import kv_pb2
 
 
