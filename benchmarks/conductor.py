@@ -230,9 +230,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     runs = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        one = partial(one_run, size, options.decisions, options.policy)
+        run = partial(one_run, size, options.decisions, options.policy)
         for _ in range(options.runs):
-            done = processes.submit(one).result()
+            done = processes.submit(run).result()
             runs.append(done)
             progress(f"run {len(runs)} of {options.runs}: {1e6 * statistics.mean(done.again):.0f} us a decision")
     where = f"{options.policy}, {size.prefills:,}+{size.decodes:,} instances, {size.chains} chains of 2,000 blocks"

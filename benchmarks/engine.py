@@ -111,12 +111,12 @@ async def through_services(address: str, prompts: Sequence[Sequence[int]], token
     async with AsyncClient(address) as client:
         await client.stats()  # connected
 
-        async def one(prompt: Sequence[int]) -> tuple[Span, list[int]]:
+        async def ask(prompt: Sequence[int]) -> tuple[Span, list[int]]:
             begin = clock()
             result = await client.generate(token_ids=list(prompt), sampling=sampling)
             return Span(begin, clock(), len(result.token_ids)), result.token_ids
 
-        found = await asyncio.gather(*map(one, prompts))
+        found = await asyncio.gather(*map(ask, prompts))
     spans, answers = zip(*found, strict=True)
     return len(prompts) * tokens / rate(spans), list(answers)
 

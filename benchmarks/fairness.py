@@ -141,7 +141,7 @@ async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> f
 async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) -> AsyncIterator[None]:
     """One tenant's requests come one after the other, whatever the outcome, until the body ends."""
 
-    async def one(asked: Asked, began: float) -> None:
+    async def send(asked: Asked, began: float) -> None:
         with suppress(Overloaded):  # as many are there as a tenant may have
             await ask(client, asked, tenant, began)
 
@@ -150,7 +150,7 @@ async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) ->
         async with asyncio.TaskGroup() as group:
             for asked in coming:
                 await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
-                group.create_task(one(asked, began))
+                group.create_task(send(asked, began))
 
     flood = asyncio.create_task(all_of_them())
     try:

@@ -154,11 +154,11 @@ async def open_loop(address: str, asked: Sequence[Asked]) -> list[GenerateResult
     async with AsyncClient(address) as client:
         began = asyncio.get_running_loop().time()
 
-        async def one(request: Asked) -> GenerateResult:
+        async def send(request: Asked) -> GenerateResult:
             await asyncio.sleep(request.at + began - asyncio.get_running_loop().time())
             return await _generate(client, request)
 
-        return await asyncio.gather(*map(one, asked))
+        return await asyncio.gather(*map(send, asked))
 
 
 async def closed_loop(address: str, asked: Sequence[Asked]) -> float:
@@ -205,8 +205,8 @@ def rounds(address: str, load: Load, options: argparse.Namespace, progress: Prog
     for number, (level, share) in itertools.product(range(options.runs), LEVELS.items()):
         rate = share * capacity
         asked = list(requests.take(max(LEAST_REQUESTS, round(rate * options.seconds)), rate))
-        one, other = (pairs(asyncio.run(open_loop(address, requests))) for requests in (asked, again(asked)))
-        found[level].append(twice(one, other))
+        first, second = (pairs(asyncio.run(open_loop(address, requests))) for requests in (asked, again(asked)))
+        found[level].append(twice(first, second))
         progress(f"round {number + 1} of {options.runs}, {level}: {told(found[level][-1])}")
     return found
 

@@ -89,7 +89,7 @@ def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[Trace
     if len(trace) < count:
         raise Skipped(f"the trace has {len(trace)} requests, two slices are {count}")
     first = number % (len(trace) // count) * count
-    return at_rate([shrunk(one, kind) for one in trace[first : first + count]], kind.rate)
+    return at_rate([shrunk(request, kind) for request in trace[first : first + count]], kind.rate)
 
 
 def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
@@ -170,7 +170,7 @@ def _calibrated(folder: Path) -> Path:
 
 
 def _rows(kind: Kind, found: Sequence[FittedSimulation]) -> Iterator[Row]:
-    for lines in zip(*(one.lines for one in found), strict=True):
+    for lines in zip(*(simulation.lines for simulation in found), strict=True):
         errors = [100 * line.error for line in lines]
         yield bounded(f"{kind.name}: {lines[0].figure}, simulation off by", "%", errors, "wanted at most",
                       100 * lines[0].wanted)  # fmt: skip
@@ -206,7 +206,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def stacked(pictures: Sequence[Chart]) -> str:
     """One picture below the other."""
-    heights = "".join(f'<g transform="translate(0 {360 * at})">{it.svg()}</g>' for at, it in enumerate(pictures))
+    heights = "".join(
+        f'<g transform="translate(0 {360 * at})">{picture.svg()}</g>' for at, picture in enumerate(pictures)
+    )
     size = f'width="720" height="{360 * len(pictures)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{heights}</svg>\n'
 

@@ -161,7 +161,7 @@ def _rows(ours: str, plain: str, text: Text, batch: int, runs: int, progress: Pr
             same.append((100 * same_tokens(both[0].answers, both[1].answers), 100.0))
     drafted, accepted = (after - earlier for after, earlier in zip(guesses(ours), before, strict=True))
     name = f"{text.name}, batch {batch}"
-    rates = "; ".join(f"{its:.1f} and {others:.1f}" for its, others in pairs)
+    rates = "; ".join(f"{mine:.1f} and {others:.1f}" for mine, others in pairs)
     progress(f"{name}: {drafted:.0f} guesses, {accepted:.0f} accepted; tokens/s {rates}")
     return [
         paired(name, "tokens/s", pairs, WITHOUT, target=text.target),

@@ -42,8 +42,8 @@ def read(report: str) -> tuple[TestRun, ...]:
     """The tests of a report's text, in order."""
     found = json.loads(report)
     return tuple(
-        TestRun(one["name"], one["seconds"], one["processor_s"], {p: frozenset(n) for p, n in one["lines"].items()})
-        for one in found
+        TestRun(test["name"], test["seconds"], test["processor_s"], {p: frozenset(n) for p, n in test["lines"].items()})
+        for test in found
     )
 
 

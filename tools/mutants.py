@@ -463,11 +463,11 @@ class Copy:
         if not report.exists():
             return False
         found = json.loads(report.read_text(encoding="utf-8"))
-        took_s, seconds = _children_s() - began, sum(mutant["seconds"] for mutant in found)
+        took_s, seconds = _children_s() - began, sum(test["seconds"] for test in found)
         for file in files:
-            its = [one for one in found if one["name"].partition("::")[0] == file]
-            share = sum(one["seconds"] for one in its) / seconds if seconds else 1.0
-            self._keep(file, took_s * share, its)
+            tests = [test for test in found if test["name"].partition("::")[0] == file]
+            share = sum(test["seconds"] for test in tests) / seconds if seconds else 1.0
+            self._keep(file, took_s * share, tests)
         return True
 
     def _keep(self, file: str, processor_s: float, tests: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import pytest
 
-OURS = ("benchmarks", "kernels", "moonpool", "protos", "tests", "tools")
+OURS = ("benchmarks", "moonpool", "tests", "tools")
 """Packages that each run imports anew."""
 ELSEWHERE = (
     "coverage",

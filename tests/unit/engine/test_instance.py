@@ -156,7 +156,7 @@ def test_weights_are_mapped_from_a_file_where_an_engine_does_not_fit_into_memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     where = tmp_path / "moonpool" / "weights"
     for free, auto in ((300 << 20, True), (1 << 40, False), (None, False)):  # the program and 256 MiB of KV are more
-        monkeypatch.setattr(setup, "available_bytes", lambda its=free: its)
+        monkeypatch.setattr(setup, "available_bytes", lambda nbytes=free: nbytes)
         found = {how: engine_setup(config(file, mmap_weights=how)) for how in ("auto", "on", "off")}
         files = {how: plan.spec.weights_file for how, plan in found.items()}
         assert files["off"] == ""
