@@ -217,8 +217,8 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
         lambda instance: instance.manager.num_cached,
     ),
     Metric("blocks_free", "Pool blocks without KV.", lambda instance: instance.manager.num_free),
-    Metric("transfers", "Open transfers to decode instances.", lambda instance: instance.sending.sessions, 0),
-    Metric("loads", "Open reads at kvstores and peers.", lambda instance: instance.loading.sessions, 0),
+    Metric("transfers", "Open transfers to decode instances.", lambda instance: instance.sending.open_transfers, 0),
+    Metric("loads", "Open reads at kvstores and peers.", lambda instance: instance.loading.open_reads, 0),
     Metric(
         "transfer_credits_out_bytes",
         "Bytes sent to decode instances with credits not yet returned.",
