@@ -1,6 +1,6 @@
 """KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore, `Get` out of it.
 
-Each path moves the ordered KV and returns after the receiver has everything, several sessions at once as in the
+Each path moves the ordered KV and returns after the receiver has everything, several transfers at once as in the
 services.
 """
 
@@ -141,7 +141,7 @@ def dialers(pool: KVPool, tls: Tls | None = None) -> dict[str, TransportDialer]:
     }
 
 
-class _Sessions:
+class _Transfers:
     """Runs whole transfers, some at once, until enough bytes have gone."""
 
     async def send(self, nbytes: int) -> None:
@@ -149,17 +149,17 @@ class _Sessions:
 
         async def sender() -> None:
             for _ in count:
-                await self.session()
+                await self.transfer()
 
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(sender())
 
-    async def session(self) -> object:
+    async def transfer(self) -> object:
         raise NotImplementedError
 
 
-class DecodePath(_Sessions):
+class DecodePath(_Transfers):
     """Prefill's side of transfers: reserve, send every slice, wait for the verdict, give the room back."""
 
     _seeds = itertools.count(1)
@@ -196,7 +196,7 @@ class DecodePath(_Sessions):
         """Bytes handed to the stream so far."""
         return self._sent_bytes + sum(transfer.sent_bytes for transfer in self._under_way)
 
-    async def session(self) -> None:
+    async def transfer(self) -> None:
         """One transfer."""
         target, request_id = await self.reserve()
         transfer = await self._sender.open(target)
@@ -261,7 +261,7 @@ class DecodePath(_Sessions):
             self._steps.cancel()
 
 
-class PutPath(_Sessions):
+class PutPath(_Transfers):
     """An engine's side of write-back: puts of blocks that the store has never seen, each until all are VISIBLE."""
 
     _seeds = itertools.count(1)
@@ -279,7 +279,7 @@ class PutPath(_Sessions):
     def transport(self) -> str:
         return self._writer.transport
 
-    async def session(self) -> list[BlockKey]:
+    async def transfer(self) -> list[BlockKey]:
         """One put; the blocks' keys."""
         keys = SMALL.keys(SMALL.tokens(-next(self._seeds)))
         parents = [SMALL.root, *keys[:-1]]
@@ -293,7 +293,7 @@ class PutPath(_Sessions):
         await self._writer.aclose()
 
 
-class GetPath(_Sessions):
+class GetPath(_Transfers):
     """An engine's side of loads: reads of blocks that the store has in DRAM, into a pool of the engine."""
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
@@ -310,10 +310,10 @@ class GetPath(_Sessions):
 
     async def send(self, nbytes: int) -> None:
         if not self._keys:
-            self._keys = await self._put.session()
+            self._keys = await self._put.transfer()
         await super().send(nbytes)
 
-    async def session(self) -> None:
+    async def transfer(self) -> None:
         """One read."""
         target = PoolTarget(self._into, range(SMALL.blocks))
         blocks = await self._reader.read(

@@ -235,13 +235,13 @@ async def connected(
             await reader.aclose()
 
 
-async def some_at_once(jobs: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
-    """Runs jobs in order, `at_once` at a time."""
-    waiting = iter(jobs)
+async def some_at_once(calls: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
+    """Runs calls in order, `at_once` at a time."""
+    waiting = iter(calls)
 
     async def worker() -> None:
-        for job in waiting:
-            await job()
+        for call in waiting:
+            await call()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):
