@@ -36,10 +36,11 @@ from moonpool.base.transport.listener import LISTENER_METRICS, TransportListener
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.stream_spec import StreamSettings
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
-from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
+from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
@@ -48,16 +49,6 @@ BESIDE_THREADS = 2
 """So that a long prompt that is read does not keep KV from landing."""
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
-__all__ = [
-    "EngineConfig",
-    "EngineService",
-    "EngineSetup",
-    "InstanceContext",
-    "StartEngine",
-    "engine_setup",
-    "run_instance",
-    "start_engine",
-]
 StartEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 """Starts an engine, as `start_engine` does."""
 log = get_logger(__name__)

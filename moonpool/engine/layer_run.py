@@ -7,8 +7,8 @@ from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.kv_gate import StepState
 from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
-from moonpool.engine.models.stage import in_inference_mode
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler

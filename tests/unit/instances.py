@@ -22,6 +22,7 @@ from moonpool.base.telemetry.metrics import restless
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.base.transport.flow_control import EgressLink
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.service import DecodeInstance
@@ -31,7 +32,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.service import PrefillInstance
 from moonpool.engine.prefill.service import contract as prefill_contract
-from moonpool.engine.setup import EngineConfig, EngineSetup
+from moonpool.engine.setup import EngineSetup
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub

@@ -19,12 +19,13 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.telemetry.metrics import Metric, MetricSet
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine import setup
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.setup import EngineConfig, engine_setup
+from moonpool.engine.setup import engine_setup
 from moonpool.engine.start_listener import StartListener
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.base.checkpoint.folder import write_config, write_weights
