@@ -18,7 +18,7 @@ from moonpool.base.kv.frames import FRAME_BYTES
 TARGET = 0.5
 STORE_BYTES = 768 << 20
 SOURCE_BYTES = 64 << 20
-SESSION_BYTES = 32 << 20
+TRANSFER_BYTES = 32 << 20
 AT_ONCE = 2
 """Transfers under way at once, so that the stream never waits for the next to open."""
 
@@ -46,7 +46,7 @@ def raw(far: Child, memory: Memory, nbytes: int) -> Sample:
 def transfers(client: StoreClient, seed: object, nbytes: int) -> tuple[Calls, Calls, int]:
     """Puts and gets new chains, and each side's bytes."""
     size = client.layout.block_bytes
-    counts = split(max(1, nbytes // size), max(1, SESSION_BYTES // size))
+    counts = split(max(1, nbytes // size), max(1, TRANSFER_BYTES // size))
     puts, gets, first = [], [], 0
     for number, count in enumerate(counts):
         keys = chain((seed, size, number), count)

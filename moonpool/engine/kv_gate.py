@@ -52,9 +52,7 @@ class KVGates:
                 self._stopped.add(step_id)
                 if urgent:
                     self._urgent.add(step_id)
-                if (
-                    step_id in self._signals
-                ):  # one native call takes several steps (ADR 43): only this word ends the call
+                if step_id in self._signals:  # a native call takes several steps (ADR 43): this word ends the call
                     self._signals[step_id].wait()
 
     def is_stopped(self, step_id: int) -> bool:

@@ -271,6 +271,7 @@ class PrefillCall:
     ended: Callable[[int, CallResult], None]
     sources: tuple[KVSource, ...] = ()
     number: int = 0
+    """The prompt's number at the instance."""
 
     @property
     def io(self) -> int:
@@ -408,10 +409,8 @@ class CallDispatcher:
             [KVSource(source.id, source.blocks, source.peer) for source in plan.sources if there(source.id)]
         )
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
-        order, delay_s = call.order, plan.prefill.delay_s or 0.0
-        call.number = instance.submit(
-            call.sequence, order.target, call, call.sources, copies, order.max_queue_s, delay_s
-        )
+        target, max_queue_s, delay_s = call.order.target, call.order.max_queue_s, plan.prefill.delay_s or 0.0
+        call.number = instance.submit(call.sequence, target, call, call.sources, copies, max_queue_s, delay_s)
 
     def _tell(self, call: PrefillCall, event: Event) -> None:
         if call.io in self._cancels:
