@@ -257,9 +257,9 @@ def rows(engine: str, found: Measured, idle: Mapping[str, float], wanted: float)
     """Rows per figure and level: the median over the rounds of their median errors, in percent, and of the noise."""
     found_rows: list[Row] = []
     for figure in FIGURES:
-        for level, each in found.items():
-            errors = [100 * median_error(round_.pairs[figure]) for round_ in each]
-            noise = [100 * round_.noise[figure] for round_ in each]
+        for level, rounds in found.items():
+            errors = [100 * median_error(done.pairs[figure]) for done in rounds]
+            noise = [100 * done.noise[figure] for done in rounds]
             found_rows.append(_row(f"{engine}: {figure}, {level}: median error of the prediction", errors, wanted))
             found_rows.append(replace(_row(f"{engine}: {figure}, {level}: noise", noise, wanted), target=None))
         found_rows.append(replace(_row(f"{engine}: {figure}, idle: noise", [100 * idle[figure]], wanted), target=None))

@@ -156,7 +156,7 @@ async def measure_engine(
         facts = await client.describe()
         timer = EngineTimer(client, facts, vocab_size, repeats)
         prefills = [PrefillTime(*step.size, step.seconds) for step in await timer.prefill()]
-        decodes = [DecodeTime(batch, batch * each, seconds) for (batch, each), seconds in await timer.decode()]
+        decodes = [DecodeTime(batch, batch * context, seconds) for (batch, context), seconds in await timer.decode()]
         return facts, prefills, decodes
     finally:
         await client.aclose()

@@ -188,10 +188,10 @@ def same_arguments(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
     """Decorates a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
 
-    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+    def decorate(blocking_init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            own(self, *args, **kwargs)
+            blocking_init(self, *args, **kwargs)
 
         return call
 

@@ -228,9 +228,11 @@ def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | No
     for token in message["content"] or ():
         found.logprobs.append(token["logprob"])
         found.ranks.append(token.get("rank") or 1)
-        ranked = sorted(token.get("top_logprobs") or (), key=lambda entry: (-entry["logprob"], entry["token_id"]))[:top]
-        found.top_token_ids.extend([entry["token_id"] for entry in ranked])
-        found.top_logprobs.extend([entry["logprob"] for entry in ranked])
+        ranked = sorted(token.get("top_logprobs") or (), key=lambda likely: (-likely["logprob"], likely["token_id"]))[
+            :top
+        ]
+        found.top_token_ids.extend([likely["token_id"] for likely in ranked])
+        found.top_logprobs.extend([likely["logprob"] for likely in ranked])
     return found
 
 

@@ -53,8 +53,8 @@ def block_hashes(token_ids: Sequence[int], block_size: int, lora: str = "") -> l
 def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
     """Rolling hashes behind a root or a block, from the blocks' own hashes."""
     found = list[BlockKey]()
-    for own in hashes:
-        parent = _hashed(parent + own) if parent else own
+    for block_hash in hashes:
+        parent = _hashed(parent + block_hash) if parent else block_hash
         found.append(BlockKey(parent))
     return found
 
