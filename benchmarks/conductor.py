@@ -120,7 +120,7 @@ class ConductorWorld:
                 self._join(kind, name)
 
     def tell(self) -> Told:
-        """Reports all instances' blocks, as event messages."""
+        """Report all instances' blocks, as event messages."""
         before, seconds, events = own_resident_bytes(), 0.0, 0
         for number in range(self._size.chains):
             keys = b"".join(chain_keys(number))
@@ -139,7 +139,7 @@ class ConductorWorld:
         return Told(events, seconds, len(self.cluster.index), own_resident_bytes() - before)
 
     def decide(self, keys: list[BlockKey]) -> float:
-        """Places a request for a chain and a bit more; returns the seconds of plan and claims.
+        """Place a request for a chain and a bit more; return the seconds of plan and claims.
 
         Some earlier request ends, and two instances report, each apart from the time that is returned.
         """
@@ -213,7 +213,7 @@ class Run:
 
 
 def one_run(size: Size, decisions: int, policy: str) -> Run:
-    """Builds a world and places that many requests."""
+    """Build a world and place that many requests."""
     tune_gc()
     world = ConductorWorld(size, policy)
     told = world.tell()

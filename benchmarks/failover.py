@@ -69,7 +69,7 @@ async def follow(
     answer_tokens: int,
     fault: Callable[[Sequence[Stream]], None],
 ) -> list[Stream]:
-    """Streams all answers at once; calls `fault` in a thread once each has had first tokens."""
+    """Stream all answers at once; call `fault` in a thread once each has had first tokens."""
     streams = [Stream(prompt) for prompt in prompts]
     under_way = asyncio.Barrier(len(streams) + 1)
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
@@ -208,7 +208,7 @@ class World:
 
 
 def _check(tokens: Sequence[int], right: Sequence[int]) -> None:
-    """Raises AssertionError when a token is not the right one."""
+    """Raise AssertionError when a token is not the right one."""
     for position, (token, wanted) in enumerate(zip(tokens, right, strict=True)):
         assert token == wanted, f"token {token} at position {position} should be {wanted}"
 

@@ -130,7 +130,7 @@ def requests(seed: str, words: str, rate: float, vocabulary: int) -> Iterator[As
 
 
 async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> float:
-    """Sends a request when due; returns the time to first token, seconds."""
+    """Send a request when due; return the time to first token, seconds."""
     await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
     sampling = SamplingParams(max_tokens=asked.answer, temperature=0.0, ignore_eos=True)
     result = await client.generate(token_ids=asked.prompt, sampling=sampling, tenant=tenant)

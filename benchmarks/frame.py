@@ -38,7 +38,7 @@ class Skipped(Exception):  # noqa: N818  # not an error: something optional is m
 
 
 def optional(module: str) -> Any:
-    """Imports a peer that is an optional installation.
+    """Import a peer that is an optional installation.
 
     Raises:
         Skipped: not installed.
@@ -187,7 +187,7 @@ def target_text(row: Row) -> str:
 
 
 def show(name: str, rows: Sequence[Row | Absent], console: Console) -> None:
-    """Prints the rows as a table."""
+    """Print the rows as a table."""
     table = Table(title=name, title_justify="left")
     for heading in ("figure", "value", "spread", "beside", "its value", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("figure", "beside") else "right")

@@ -153,7 +153,7 @@ class Turn:
 
 
 def ask(client: httpx2.Client, messages: list[Mapping[str, str]], answer_tokens: int) -> tuple[str, Turn]:
-    """Sends a conversation; returns the answer, streamed, and what the turn was like."""
+    """Send a conversation; return the answer, streamed, and what the turn was like."""
     body = {"messages": messages, "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     began, first, text, used = time.perf_counter(), 0.0, "", None
     with client.stream(

@@ -107,11 +107,11 @@ class Path(Protocol):
         ...
 
     async def send(self, nbytes: int) -> None:
-        """Moves at least so many bytes; returns when the receiver has confirmed them."""
+        """Move at least so many bytes; return when the receiver has confirmed them."""
         ...
 
     async def aclose(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         ...
 
 
@@ -242,7 +242,7 @@ class DecodePath(_Transfers):
         return response.target, request_id
 
     async def cancel(self, target: kv_pb2.TransferTarget, request_id: str) -> None:
-        """Gives promised room back."""
+        """Give promised room back."""
         message = decode_pb2.CancelSequence(
             request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
         )
@@ -255,7 +255,7 @@ class DecodePath(_Transfers):
             await self._steps.read()
 
     async def aclose(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         await self._sender.aclose()
         if self._steps is not None:
             self._steps.cancel()
@@ -289,7 +289,7 @@ class PutPath(_Transfers):
         return keys
 
     async def aclose(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         await self._writer.aclose()
 
 
@@ -328,7 +328,7 @@ class GetPath(_Transfers):
             raise RuntimeError(f"the store had {blocks} of {SMALL.blocks} blocks")
 
     async def aclose(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         await self._put.aclose()
         await self._reader.aclose()
         self._into.close()

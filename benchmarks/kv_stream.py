@@ -113,7 +113,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
-    """Starts a decode instance and a store with these settings."""
+    """Start a decode instance and a store with these settings."""
     decode = (
         "--conductor",
         "127.0.0.1:1",
@@ -136,7 +136,7 @@ async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
 
 @contextlib.asynccontextmanager
 async def bench(nbytes: int) -> AsyncIterator[Bench]:
-    """Starts the far ends."""
+    """Start the far ends."""
     pool = filled_pool()
     with tempfile.TemporaryDirectory() as name, child("benchmarks.limits") as raw:
         folder = pathlib.Path(name)

@@ -106,7 +106,7 @@ class Memory:
         return [SharedRegion(self._fd, self.source)]
 
     def clear_target(self) -> None:
-        """Overwrites the target, so that `differs` sees only what is read from now on."""
+        """Overwrite the target, so that `differs` sees only what is read from now on."""
         self.target[:] = bytes(self.target.nbytes)
 
     def at(self, place: int, nbytes: int, memory: memoryview) -> int:
@@ -147,7 +147,7 @@ class StoreClient:
     memory: Memory
 
     async def put(self, keys: Sequence[bytes], first: int = 0) -> None:
-        """Stores a chain; returns once all blocks are VISIBLE.
+        """Store a chain; return once all blocks are VISIBLE.
 
         Raises:
             IncompleteError: the store held some blocks already, or refused the put.
@@ -167,7 +167,7 @@ class StoreClient:
     async def get(
         self, keys: Sequence[bytes], first: int = 0, on_layer: Callable[[int], None] = lambda layer: None
     ) -> None:
-        """Reads a chain into the memory.
+        """Read a chain into the memory.
 
         Raises:
             IncompleteError: the store does not hold all blocks.
@@ -201,7 +201,7 @@ class StoreClient:
         return {gauge.name: gauge.value for gauge in stats.gauges}
 
     async def durable(self) -> None:
-        """Returns once everything that was put is durable.
+        """Return once everything that was put is durable.
 
         Raises:
             TimeoutError: longer than `TIMEOUT_S`.
@@ -236,7 +236,7 @@ async def connected(
 
 
 async def some_at_once(calls: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
-    """Runs calls in order, `at_once` at a time."""
+    """Run calls in order, `at_once` at a time."""
     waiting = iter(calls)
 
     async def worker() -> None:

@@ -44,7 +44,7 @@ def raw(far: Child, memory: Memory, nbytes: int) -> Sample:
 
 
 def transfers(client: StoreClient, seed: object, nbytes: int) -> tuple[Calls, Calls, int]:
-    """Puts and gets new chains, and each side's bytes."""
+    """Return puts and gets of new chains, and the bytes of each side."""
     size = client.layout.block_bytes
     counts = split(max(1, nbytes // size), max(1, TRANSFER_BYTES // size))
     puts, gets, first = [], [], 0

@@ -39,7 +39,7 @@ def record_bytes() -> int:
 
 
 def build(folder: Path, chains: int) -> int:
-    """Makes a data folder with `chains` chains of `CHAIN_BLOCKS`; returns the number of blocks."""
+    """Make a data folder with `chains` chains of `CHAIN_BLOCKS`; return the number of blocks."""
     (folder / "segments").mkdir(parents=True)
     index = Index(FileLayer(), folder / "index", 256 << 20, sync=False)
     try:

@@ -201,7 +201,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 async def put_in_turns(
     seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: str, progress: Progress
 ) -> None:
-    """Puts to a store in `folder` whose tier is full, appends to a file there, and puts to the store at `dram`."""
+    """Put to a store in `folder` whose tier is full, append to a file there, and put to the store at `dram`."""
     nbytes = sizes.portion * LAYOUT.block_bytes
 
     async def put(address: str, portion: int, *, durable: bool) -> float:

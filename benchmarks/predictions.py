@@ -150,7 +150,7 @@ def pairs(results: Sequence[GenerateResult]) -> dict[str, list[Pair]]:
 
 
 async def open_loop(address: str, asked: Sequence[Asked]) -> list[GenerateResult]:
-    """Sends each request when it is due, whatever the others do."""
+    """Send each request when it is due, whatever the others do."""
     async with AsyncClient(address) as client:
         began = asyncio.get_running_loop().time()
 
@@ -162,7 +162,7 @@ async def open_loop(address: str, asked: Sequence[Asked]) -> list[GenerateResult
 
 
 async def closed_loop(address: str, asked: Sequence[Asked]) -> float:
-    """Sends each request when one of a few clients is free; returns requests per second of the second half."""
+    """Send each request when one of a few clients is free; return requests per second of the second half."""
     ends: list[float] = []
     waiting = iter(asked)
     async with AsyncClient(address) as client:

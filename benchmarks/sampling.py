@@ -177,7 +177,7 @@ class Stage:
             del self._answers[row][1:]
 
     def close(self) -> None:
-        """Ends the thread and gives the memory back."""
+        """End the thread and give the memory back."""
         self._masks.close()
         self._pool.close()
 

@@ -109,7 +109,7 @@ class Measured(NamedTuple):
 
 
 def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: Path) -> Measured:
-    """Starts a stack and sends it both slices."""
+    """Start a stack and send it both slices."""
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
         prefill=kind.prefill, decode=kind.decode, block_size=kind.block_size, log_level="warning",

@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
 
 def simulated(trace: Path | None, size: Size) -> Cost:
-    """Simulates in this process, which should have done nothing before."""
+    """Simulate in this process, which should have done nothing before."""
     os.environ.pop("MOONPOOL_TRACE", None)
     instances, out = str(size.instances), io.StringIO()
     arguments = ["--prefill", instances, "--decode", instances, "--requests", str(size.requests)]

@@ -101,7 +101,7 @@ class Answered:
 
 
 async def ask(address: str, text: Text, batch: int, number: int) -> Answered:
-    """Asks for `batch` answers together; `number` is the round's."""
+    """Ask for `batch` answers together; `number` is the round's."""
     clock = asyncio.get_running_loop().time
     async with AsyncClient(address) as client:
         await client.stats()  # connected

@@ -120,7 +120,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file."""
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -68,7 +68,7 @@ decode:
 def run_calibrate(
     model: str, out: Path, *, name: str, hardware: str, dtype: str, kv_cache_dtype: str, threads: int, repeats: int
 ) -> None:
-    """Measures, fits, prints times and errors of the fit, and writes the profile.
+    """Measure, fit, print times and errors of the fit, and write the profile.
 
     Raises:
         ConfigError: the file cannot be written, or the model is too short to be measured.
@@ -104,7 +104,7 @@ def _write(
     repeats: int,
     times: tuple[list[PrefillTime], list[DecodeTime]],
 ) -> None:
-    """Fits, prints, and writes the profile; see `run_calibrate`."""
+    """Fit, print, and write the profile; see `run_calibrate`."""
     prefills, decodes = times
     prefill, decode = fit_profile(prefills), fit_profile(decodes)
     _print_fit(prefills, prefill, decodes, decode)

@@ -186,7 +186,7 @@ def blocking(
 def same_arguments(
     init: Callable[Concatenate[TargetT, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorates a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
+    """Decorate a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
 
     def decorate(blocking_init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)

@@ -244,7 +244,7 @@ async def run_instance(
 def _change_role(
     context: ProcessContext, kind: kv_pb2.InstanceKind.ValueType, wanted: kv_pb2.InstanceKind.ValueType
 ) -> None:
-    """Drains, and ends so that whoever has started this process starts the other one."""
+    """Drain, and end so that whoever has started this process starts the other one."""
     if wanted != kind and not context.stopping.is_set():
         log.info("changing its role", to=kv_pb2.InstanceKind.Name(wanted))
         context.exit_code = EXIT_ROLE

@@ -148,7 +148,7 @@ class VllmClient(EngineClient):
                 yield replace(output, token_ids=output.token_ids[1:], logprobs=logprobs)
 
     async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
-        """Computes a prompt that is kept: only whole answers tell where KV is."""
+        """Compute a prompt that is kept: only whole answers tell where KV is."""
         message = await self._http.post_json(GENERATE, request_body(prompt))
         output = read_chunk(message, prompt.params.logprobs or 0)
         if output is None:

@@ -156,7 +156,7 @@ class TieredIndex:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts that nothing empty is kept."""
+        """Assert that nothing empty is kept."""
         for blocks in self._scopes.values():
             assert blocks
             assert all(holders and all(holders.values()) for holders in blocks.values())
