@@ -243,7 +243,7 @@ class EngineCache:
         return any(cache.opaque for cache in self._caches.values())
 
     def take_changes(self) -> KeyChanges:
-        """What has changed since the last call."""
+        """Return what has changed since the last call."""
         return self._changes.take()
 
     def matched_blocks(self, keys: Sequence[BlockKey]) -> tuple[int, int]:

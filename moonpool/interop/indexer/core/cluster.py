@@ -101,7 +101,7 @@ class ClusterKV:
         return len(self._instances)
 
     def take_events(self) -> dict[str, list[EngineEvent]]:
-        """What has happened since the last call, by instance."""
+        """Return what has happened since the last call, by instance."""
         events, self._events = self._events, {}
         return events
 
