@@ -56,6 +56,8 @@ COPIES = 3
 STORES = 8
 IN_FLIGHT = 2000
 """Requests with open claims at a time."""
+ASKED_CHAINS = 100
+KEY_BYTES = 32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +200,6 @@ class ConductorWorld:
 
 
 WANTED_DECISIONS, WANTED_EVENTS = 2000.0, 200_000.0
-ASKED_CHAINS = 100
-KEY_BYTES = 32.0
 
 
 @dataclass(frozen=True, slots=True)

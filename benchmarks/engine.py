@@ -59,6 +59,9 @@ AS_FLOAT32 = (("llama_cpp", "float32"),)
 """Peers that get float32, and for which type; OpenVINO reads none, but computes in the type read."""
 DTYPES = ("bfloat16", "float32")
 TRAINED = "smollm2"
+Answers = list[list[int]]
+Ask = Callable[[Sequence[Sequence[int]], int], tuple[float, Answers]]
+"""Seconds of greedy answers of so many tokens to prompts of one length, sent together; and the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,6 @@ TASKS = (
         for batch, target in TARGETS.items()
     ),
 )
-
-
-Answers = list[list[int]]
-Ask = Callable[[Sequence[Sequence[int]], int], tuple[float, Answers]]
-"""Seconds of greedy answers of so many tokens to prompts of one length, sent together; and the answers."""
 
 
 async def through_services(address: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:

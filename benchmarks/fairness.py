@@ -40,6 +40,15 @@ BLOCK_SIZE = 64
 SETTINGS = PrefillSettings(
     blocks=22_000, block_size=BLOCK_SIZE, layers=1, slice_bytes=1, max_num_batched_tokens=512, max_queue=1_000_000
 )
+ANSWER_TOKENS = (4, 24)
+AHEAD_S = 5.0
+"""The flood begins so much earlier."""
+WANTED = 1.3
+"""TTFT p90 while another tenant floods, over that alone."""
+REST_S = 30.0
+PAUSE_S = 5.0
+"""In virtual time the second round begins so long after the first one's last prompt came."""
+VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,15 +103,6 @@ CALM_SHARE, FLOOD_SHARE = 0.25, 3.0
 """Requests per second, as shares of what the prefill instances can compute."""
 PROMPT_TOKENS, SPREAD, MOST_TOKENS = 8000, 0.4, 24_000
 """Median and spread (of the logarithm) of prompts' lengths, and the longest: about as in the Mooncake paper's trace."""
-ANSWER_TOKENS = (4, 24)
-AHEAD_S = 5.0
-"""The flood begins so much earlier."""
-WANTED = 1.3
-"""TTFT p90 while another tenant floods, over that alone."""
-REST_S = 30.0
-PAUSE_S = 5.0
-"""In virtual time the second round begins so long after the first one's last prompt came."""
-VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True)

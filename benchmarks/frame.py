@@ -31,6 +31,7 @@ Progress = Callable[[str], None]
 """Called with a few words after each step."""
 Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row | Absent]"]
 """A benchmark: takes flags (`runs` among them) and gives rows; raises Skipped if not runnable here."""
+_RATIO_AT_MOST = 1000.0
 
 
 class Skipped(Exception):  # noqa: N818  # not an error: something optional is missing
@@ -47,9 +48,6 @@ def optional(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from error
-
-
-_RATIO_AT_MOST = 1000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
 VOCAB_SIZE = 1 << 15
+TIMEOUT_S = 120.0
+TLS_NAME = "tls"
+AT_ONCE = 2
+"""Transfers or puts under way at once, so that the stream never waits for the next to open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +94,6 @@ SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_size=64,
 HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16"), 32)
 """A prompt of 2,048 tokens of Qwen2.5-0.5B: 24 MiB, 1 MiB of each layer."""
 SHAPES = {"small": SMALL, "0.5b": HALF_B}
-
-
-TIMEOUT_S = 120.0
-TLS_NAME = "tls"
-AT_ONCE = 2
-"""Transfers or puts under way at once, so that the stream never waits for the next to open."""
 
 
 class Path(Protocol):

@@ -30,11 +30,18 @@ from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
+if TYPE_CHECKING:
+    from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
+
 SLICE_BYTES = 64 << 10
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TINY = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
 """64 bytes: the smallest block there is, for stores of very many."""
 _KEY_BYTES = 32
+TIMEOUT_S = 300.0
+POLL_S = 0.005
+SETTLED = ("pending_writes", "durability_awaited_blocks", "put_transfers")
+"""Gauges that are 0 once everything visible is durable."""
 
 
 def layout_of(block_bytes: int) -> KVLayout:
@@ -121,15 +128,6 @@ class Memory:
             into = self.at(place, nbytes, self.target)
             wrong += self.source[at : at + nbytes] != self.target[into : into + nbytes]
         return wrong
-
-
-if TYPE_CHECKING:
-    from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
-
-TIMEOUT_S = 300.0
-POLL_S = 0.005
-SETTLED = ("pending_writes", "durability_awaited_blocks", "put_transfers")
-"""Gauges that are 0 once everything visible is durable."""
 
 
 class IncompleteError(RuntimeError):

@@ -35,6 +35,17 @@ SPREAD = 0.6
 """Of the logarithm of a prompt's length."""
 FIRST_TOKEN, TOKENS = 300, 3700
 """Prompts consist of these."""
+LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
+"""Requests per second as a share of the closed loop's."""
+LEAST_REQUESTS = 4
+"""Of a round."""
+LESSONS = 24
+AT_ONCE = 6
+"""Clients of the closed loop."""
+ALONE = 9
+"""Requests of one length, one after the other."""
+FIGURES = ("TTFT", "TPOT")
+ENGINES = ("real", "emulated:llama-70b-a800")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +121,6 @@ def again(asked: Sequence[Asked]) -> list[Asked]:
 
 def _token(number: int) -> int:
     return FIRST_TOKEN + number % TOKENS
-
-
-LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
-"""Requests per second as a share of the closed loop's."""
-LEAST_REQUESTS = 4
-"""Of a round."""
-LESSONS = 24
-AT_ONCE = 6
-"""Clients of the closed loop."""
-ALONE = 9
-"""Requests of one length, one after the other."""
-FIGURES = ("TTFT", "TPOT")
-ENGINES = ("real", "emulated:llama-70b-a800")
 
 
 class Pair(NamedTuple):

@@ -32,6 +32,8 @@ from moonpool.simulator.experiments.report import Chart
 from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
+FIT_SIMULATIONS = 150
+"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,6 @@ KINDS = {
     "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 2, 4096, 1.0, 60, 4.0),
     "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 200, 5.0),
 }
-FIT_SIMULATIONS = 150
-"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:

@@ -48,6 +48,8 @@ MAX_FAILURES = 5
 """Ends in a row after which a service is given up."""
 STABLE_S = 60.0
 """A service that ran for so long has not failed in a row."""
+OnStart = Callable[["ServiceProcess", str, int, int], None]
+"""Called with a service, what the start does, how many parts are done, and how many there are; 0 = unknown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,10 +106,6 @@ class StackPlan:
     swap_roles: bool = False
     tls: Tls | None = None
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-
-
-OnStart = Callable[["ServiceProcess", str, int, int], None]
-"""Called with a service, what the start does, how many parts are done, and how many there are; 0 = unknown."""
 
 
 class ServiceProcess:

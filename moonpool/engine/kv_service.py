@@ -36,6 +36,7 @@ WRITE_BACK_TIMEOUT_S = 30.0
 LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
     Metric("lent_blocks", "Pool blocks kept while other instances read.", lambda lending: sum(1 for _ in lending), 0),
 )
+log = get_logger(__name__)
 
 
 class PoolCalls:
@@ -78,9 +79,6 @@ class PoolCalls:
     def take_back(self, event: ReturnBlocks) -> None:
         """The blocks are not read any more."""
         self._tell(event)
-
-
-log = get_logger(__name__)
 
 
 class PoolReads:

@@ -43,6 +43,7 @@ from moonpool.engine.request import RequestReader
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 
 CONNECT_TIMEOUT_S = 2.0
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillInstance:
@@ -278,9 +279,6 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         states_alone=layout.states_alone,
         **stated_values(PrefillSettings, config),
     )
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer:
