@@ -74,7 +74,7 @@ test-containers: $(DEV_STAMP)  ## build the images, run them, one request, stop;
 quick test test-all: export PYTHONDONTWRITEBYTECODE =
 
 # What decides, without I/O: the cores, the policies beside them, and what cores share.
-CORES = $(wildcard tests/unit/*/core tests/unit/*/*/core tests/unit/*/*/test_core_*.py) \
+CORES = $(wildcard tests/unit/*/core tests/unit/*/*/core) \
   tests/unit/conductor/placement tests/unit/kvstore/eviction tests/unit/base/scheduling
 
 quick: $(DEV_STAMP)  ## the tests of the cores alone (under a minute on two cores)

@@ -35,7 +35,7 @@ HELP = f"some of {', '.join(ALL)} (default: all of these), or {', '.join(BY_NAME
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs benchmarks, one after the other; returns 0 whether their targets are met or not, as the page says."""
+    """Run benchmarks, one after the other; return 0 whether their targets are met or not, as the page says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*ALL, *BY_NAME, []], help=HELP)
     parser.add_argument("--runs", type=int, default=5, help="measured pairs of each figure")

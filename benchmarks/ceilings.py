@@ -33,6 +33,16 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SIDES = (512, 1024, 2048, 4096)
 """Matrix products are tried at squares of these sides, and at the two shapes that attention has."""
+Shape = tuple[int, int, int]
+"""(rows, inner, columns) of a matrix product."""
+COPY_BYTES = 4 << 30
+MATRIX = 8192
+_HEAD_START = 20_000_000
+"""Cycles for which the device waits before it is timed, some 10 ms: the host launches calls meanwhile, so that short
+kernels are timed and not their launches. Calls that read from the device wait each time.
+"""
+MARGIN = 1.1
+"""A figure so far above a limit is impossible; less is the limit's own noise."""
 
 
 def cache_bytes(folder: Path = CACHES) -> int:
@@ -79,10 +89,6 @@ def read_bytes_per_s(memory: Tensor) -> float:
     return memory.nbytes / min(seconds(read, at_least=0.0) for read in reads for _ in range(PASSES))
 
 
-Shape = tuple[int, int, int]
-"""(rows, inner, columns) of a matrix product."""
-
-
 def torch_flops(shape: Shape, dtype: torch.dtype) -> float:
     """Floating point operations per second in one torch matrix product."""
     rows, inner, columns = shape
@@ -121,13 +127,7 @@ def exponential_seconds() -> float:
     return min(times)
 
 
-COPY_BYTES = 4 << 30
-MATRIX = 8192
 _WARM, _TIMES = 3, 10
-_HEAD_START = 20_000_000
-"""Cycles for which the device waits before it is timed, some 10 ms: the host launches calls meanwhile, so that short
-kernels are timed and not their launches. Calls that read from the device wait each time.
-"""
 
 
 def device_seconds(call: Callable[[], object]) -> float:
@@ -187,10 +187,6 @@ def device_limits(dtype: torch.dtype) -> tuple[float, float]:
     """Floating point operations per second of a large matrix product, and bytes per second read from memory."""
     memory = torch.ones(COPY_BYTES // 4, device="cuda")
     return On(torch.device("cuda"), 1).multiplied(dtype), memory.nbytes / device_seconds(memory.sum)
-
-
-MARGIN = 1.1
-"""A figure so far above a limit is impossible; less is the limit's own noise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ COPIES = 3
 STORES = 8
 IN_FLIGHT = 2000
 """Requests with open claims at a time."""
+ASKED_CHAINS = 100
+KEY_BYTES = 32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class ConductorWorld:
                 self._join(kind, name)
 
     def tell(self) -> Told:
-        """Reports all instances' blocks, as event messages."""
+        """Report all instances' blocks, as event messages."""
         before, seconds, events = own_resident_bytes(), 0.0, 0
         for number in range(self._size.chains):
             keys = b"".join(chain_keys(number))
@@ -139,7 +141,7 @@ class ConductorWorld:
         return Told(events, seconds, len(self.cluster.index), own_resident_bytes() - before)
 
     def decide(self, keys: list[BlockKey]) -> float:
-        """Places a request for a chain and a bit more; returns the seconds of plan and claims.
+        """Place a request for a chain and a bit more; return the seconds of plan and claims.
 
         Some earlier request ends, and two instances report, each apart from the time that is returned.
         """
@@ -198,8 +200,6 @@ class ConductorWorld:
 
 
 WANTED_DECISIONS, WANTED_EVENTS = 2000.0, 200_000.0
-ASKED_CHAINS = 100
-KEY_BYTES = 32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Run:
 
 
 def one_run(size: Size, decisions: int, policy: str) -> Run:
-    """Builds a world and places that many requests."""
+    """Build a world and place that many requests."""
     tune_gc()
     world = ConductorWorld(size, policy)
     told = world.tell()
@@ -230,9 +230,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     runs = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        one = partial(one_run, size, options.decisions, options.policy)
+        run = partial(one_run, size, options.decisions, options.policy)
         for _ in range(options.runs):
-            done = processes.submit(one).result()
+            done = processes.submit(run).result()
             runs.append(done)
             progress(f"run {len(runs)} of {options.runs}: {1e6 * statistics.mean(done.again):.0f} us a decision")
     where = f"{options.policy}, {size.prefills:,}+{size.decodes:,} instances, {size.chains} chains of 2,000 blocks"

@@ -32,7 +32,7 @@ class FreePrefill:
     """Answers each prompt with a token."""
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: object) -> AsyncIterator[Any]:
-        """Accepts, answers, ends."""
+        """Accept, answer, end."""
         yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted())
         first = prefill_pb2.FirstToken(token_id=TOKEN, computed_tokens=len(request.sequence.token_ids) // 4)
         yield prefill_pb2.PrefillResponse(first_token=first)
@@ -63,7 +63,7 @@ class FreeDecode:
         return decode_pb2.ReserveResponse(target=target, lease_s=60.0)
 
     async def Steps(self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Any) -> None:
-        """Runs steps for as long as the conductor listens."""
+        """Run steps for as long as the conductor listens."""
         steps = asyncio.create_task(self._steps(context))
         try:
             async for request in requests:
@@ -91,7 +91,7 @@ class FreeDecode:
 
 
 async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: str, number: int) -> JoinAgent:
-    """Serves an engine and lets the engine join until the stack closes."""
+    """Serve an engine and let the engine join until the stack closes."""
     served = Checkpoint.load(str(model_dir())).served()
     instance = kv_pb2.Instance(id=f"{kind}-{number}", epoch=1)
     service: Service
@@ -120,7 +120,7 @@ async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: 
 
 
 async def main() -> None:
-    """Joins, says so, and serves until killed."""
+    """Join, say so, and serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conductor", required=True)
     parser.add_argument("--each", type=int, default=4, help="instances of each kind")

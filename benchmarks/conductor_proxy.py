@@ -29,7 +29,7 @@ class Rates:
 
 
 async def load(address: str, conductor: Child, requests: int, at_once: int, output: int) -> Rates:
-    """Sends so many requests, `at_once` at a time.
+    """Send so many requests, `at_once` at a time.
 
     Raises:
         RuntimeError: an answer has the wrong length.

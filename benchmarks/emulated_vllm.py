@@ -99,7 +99,7 @@ class PrefixCache:
         return found
 
     def admit(self, request: Request) -> bool:
-        """Takes blocks for a request, its cached ones among them, if there is room."""
+        """Take blocks for a request, its cached ones among them, if there is room."""
         hashes = self.hashes(request.tokens[: request.prompt_tokens - 1], request.salt)
         cached = list(itertools.takewhile(self.held.__contains__, hashes))
         needed = -(-(request.prompt_tokens + request.wanted) // BLOCK_SIZE) - len(cached)
@@ -196,7 +196,7 @@ class EmulatedVllm:
             request.wanted = 0  # a client that leaves ends its request
 
     async def run(self) -> None:
-        """Runs steps for as long as there is work."""
+        """Run steps for as long as there is work."""
         clock, due = asyncio.get_running_loop().time, 0.0
         while True:
             if not self.waiting and not self.running:
@@ -347,7 +347,7 @@ def _bound(endpoint: str) -> str:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serves all engines until told to stop; prints their addresses."""
+    """Serve all engines until told to stop; print their addresses."""
     tokenizer = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
     answer, profile = words(tokenizer), load_profile(options.profile)
     speeds = EmulatedCompute(profile, options.time_scale, decode=False, vocab_size=tokenizer.get_vocab_size()).speeds

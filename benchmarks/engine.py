@@ -59,6 +59,9 @@ AS_FLOAT32 = (("llama_cpp", "float32"),)
 """Peers that get float32, and for which type; OpenVINO reads none, but computes in the type read."""
 DTYPES = ("bfloat16", "float32")
 TRAINED = "smollm2"
+Answers = list[list[int]]
+Ask = Callable[[Sequence[Sequence[int]], int], tuple[float, Answers]]
+"""Seconds of greedy answers of so many tokens to prompts of one length, sent together; and the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +102,6 @@ TASKS = (
 )
 
 
-Answers = list[list[int]]
-Ask = Callable[[Sequence[Sequence[int]], int], tuple[float, Answers]]
-"""Seconds of greedy answers of so many tokens to prompts of one length, sent together; and the answers."""
-
-
 async def through_services(address: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:
     """All prompts sent together; as `Ask`."""
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -111,12 +109,12 @@ async def through_services(address: str, prompts: Sequence[Sequence[int]], token
     async with AsyncClient(address) as client:
         await client.stats()  # connected
 
-        async def one(prompt: Sequence[int]) -> tuple[Span, list[int]]:
+        async def ask(prompt: Sequence[int]) -> tuple[Span, list[int]]:
             begin = clock()
             result = await client.generate(token_ids=list(prompt), sampling=sampling)
             return Span(begin, clock(), len(result.token_ids)), result.token_ids
 
-        found = await asyncio.gather(*map(one, prompts))
+        found = await asyncio.gather(*map(ask, prompts))
     spans, answers = zip(*found, strict=True)
     return len(prompts) * tokens / rate(spans), list(answers)
 

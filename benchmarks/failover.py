@@ -31,6 +31,20 @@ from moonpool.engine.emulated.kv import continuation
 
 UNDER_WAY = 8
 """Tokens after which a stream decodes."""
+CONTEXTS = (200, 4000)
+"""Tokens of the shortest and the longest prompt."""
+VICTIMS = ("decode", "conductor", "prefill", "kvstore", "stage")
+NEEDLESS = ("prefill", "kvstore", "stage")
+"""Streams that decode do not need them."""
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+WANTED_S = {"killed": 0.5, "stopped": 1.5}
+UNTOUCHED_S = 0.1
+"""Wanted where one is hit that streams do not need, or where nothing happens: they need not wait at all. Where streams
+wait for longer when nothing happens, no longer than that is wanted, of the median and of the p99 each."""
+GROWTH = 1.5
+"""Longest wanted ratio of the longer contexts' median wait over the shorter ones'."""
+ORDINARY_TOKENS = (300, 4000)
+START_S = 120.0
 
 
 @dataclass(slots=True)
@@ -69,7 +83,7 @@ async def follow(
     answer_tokens: int,
     fault: Callable[[Sequence[Stream]], None],
 ) -> list[Stream]:
-    """Streams all answers at once; calls `fault` in a thread once each has had first tokens."""
+    """Stream all answers at once; call `fault` in a thread once each has had first tokens."""
     streams = [Stream(prompt) for prompt in prompts]
     under_way = asyncio.Barrier(len(streams) + 1)
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:
@@ -96,22 +110,6 @@ async def _follow(client: AsyncClient, stream: Stream, answer_tokens: int, under
             arriving = asyncio.create_task(under_way.wait())  # the stream is read on
     assert arriving is not None, "an answer ended before all streams were under way: it is too short"
     await arriving
-
-
-CONTEXTS = (200, 4000)
-"""Tokens of the shortest and the longest prompt."""
-VICTIMS = ("decode", "conductor", "prefill", "kvstore", "stage")
-NEEDLESS = ("prefill", "kvstore", "stage")
-"""Streams that decode do not need them."""
-FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-WANTED_S = {"killed": 0.5, "stopped": 1.5}
-UNTOUCHED_S = 0.1
-"""Wanted where one is hit that streams do not need, or where nothing happens: they need not wait at all. Where streams
-wait for longer when nothing happens, no longer than that is wanted, of the median and of the p99 each."""
-GROWTH = 1.5
-"""Longest wanted ratio of the longer contexts' median wait over the shorter ones'."""
-ORDINARY_TOKENS = (300, 4000)
-START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,7 @@ class World:
 
 
 def _check(tokens: Sequence[int], right: Sequence[int]) -> None:
-    """Raises AssertionError when a token is not the right one."""
+    """Raise AssertionError when a token is not the right one."""
     for position, (token, wanted) in enumerate(zip(tokens, right, strict=True)):
         assert token == wanted, f"token {token} at position {position} should be {wanted}"
 

@@ -40,6 +40,15 @@ BLOCK_SIZE = 64
 SETTINGS = PrefillSettings(
     blocks=22_000, block_size=BLOCK_SIZE, layers=1, slice_bytes=1, max_num_batched_tokens=512, max_queue=1_000_000
 )
+ANSWER_TOKENS = (4, 24)
+AHEAD_S = 5.0
+"""The flood begins so much earlier."""
+WANTED = 1.3
+"""TTFT p90 while another tenant floods, over that alone."""
+REST_S = 30.0
+PAUSE_S = 5.0
+"""In virtual time the second round begins so long after the first one's last prompt came."""
+VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,15 +103,6 @@ CALM_SHARE, FLOOD_SHARE = 0.25, 3.0
 """Requests per second, as shares of what the prefill instances can compute."""
 PROMPT_TOKENS, SPREAD, MOST_TOKENS = 8000, 0.4, 24_000
 """Median and spread (of the logarithm) of prompts' lengths, and the longest: about as in the Mooncake paper's trace."""
-ANSWER_TOKENS = (4, 24)
-AHEAD_S = 5.0
-"""The flood begins so much earlier."""
-WANTED = 1.3
-"""TTFT p90 while another tenant floods, over that alone."""
-REST_S = 30.0
-PAUSE_S = 5.0
-"""In virtual time the second round begins so long after the first one's last prompt came."""
-VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def requests(seed: str, words: str, rate: float, vocabulary: int) -> Iterator[As
 
 
 async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> float:
-    """Sends a request when due; returns the time to first token, seconds."""
+    """Send a request when due; return the time to first token, seconds."""
     await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
     sampling = SamplingParams(max_tokens=asked.answer, temperature=0.0, ignore_eos=True)
     result = await client.generate(token_ids=asked.prompt, sampling=sampling, tenant=tenant)
@@ -141,7 +141,7 @@ async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> f
 async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) -> AsyncIterator[None]:
     """One tenant's requests come one after the other, whatever the outcome, until the body ends."""
 
-    async def one(asked: Asked, began: float) -> None:
+    async def send(asked: Asked, began: float) -> None:
         with suppress(Overloaded):  # as many are there as a tenant may have
             await ask(client, asked, tenant, began)
 
@@ -150,7 +150,7 @@ async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) ->
         async with asyncio.TaskGroup() as group:
             for asked in coming:
                 await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
-                group.create_task(one(asked, began))
+                group.create_task(send(asked, began))
 
     flood = asyncio.create_task(all_of_them())
     try:

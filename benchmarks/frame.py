@@ -31,6 +31,7 @@ Progress = Callable[[str], None]
 """Called with a few words after each step."""
 Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row | Absent]"]
 """A benchmark: takes flags (`runs` among them) and gives rows; raises Skipped if not runnable here."""
+_RATIO_AT_MOST = 1000.0
 
 
 class Skipped(Exception):  # noqa: N818  # not an error: something optional is missing
@@ -38,7 +39,7 @@ class Skipped(Exception):  # noqa: N818  # not an error: something optional is m
 
 
 def optional(module: str) -> Any:
-    """Imports a peer that is an optional installation.
+    """Import a peer that is an optional installation.
 
     Raises:
         Skipped: not installed.
@@ -47,9 +48,6 @@ def optional(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from error
-
-
-_RATIO_AT_MOST = 1000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def target_text(row: Row) -> str:
 
 
 def show(name: str, rows: Sequence[Row | Absent], console: Console) -> None:
-    """Prints the rows as a table."""
+    """Print the rows as a table."""
     table = Table(title=name, title_justify="left")
     for heading in ("figure", "value", "spread", "beside", "its value", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("figure", "beside") else "right")

@@ -108,14 +108,15 @@ def rates(found: Sequence[Pair], streams: int) -> list[Row]:
     beside, rows = "the SDK alone, one core", []
     for unit, name in (("requests/s", "requests"), ("tokens/s", "tokens")):
         pairs = [
-            (getattr(it.gateway, name) / it.gateway.seconds, getattr(it.sdk, name) / it.sdk.seconds) for it in found
+            (getattr(pair.gateway, name) / pair.gateway.seconds, getattr(pair.sdk, name) / pair.sdk.seconds)
+            for pair in found
         ]
         rows.append(paired(f"{name} through the gateway, {streams} streams", unit, pairs, beside, target=RATIO))
     costs = [
         # The first request of each client, which is not among those counted, costs the gateway too.
-        (1e6 * it.gateway_cpu_s / (it.gateway.tokens * (1 + streams / it.gateway.requests)),
-         1e6 * it.sdk.cpu_s / it.sdk.tokens)
-        for it in found
+        (1e6 * pair.gateway_cpu_s / (pair.gateway.tokens * (1 + streams / pair.gateway.requests)),
+         1e6 * pair.sdk.cpu_s / pair.sdk.tokens)
+        for pair in found
     ]  # fmt: skip
     rows.append(paired("processor time per token of the gateway", "us", costs, beside, less_is_better=True))
     return rows
@@ -131,7 +132,9 @@ def added_ttft(found: Sequence[Pair], streams: int) -> list[Row]:
     """How much later the first token comes than without a gateway."""
     rows = []
     for name, share in (("p50", 0.5), ("p99", 0.99)):
-        pairs = [(1e3 * percentile(it.gateway.ttft_s, share), 1e3 * percentile(it.sdk.ttft_s, share)) for it in found]
+        pairs = [
+            (1e3 * percentile(pair.gateway.ttft_s, share), 1e3 * percentile(pair.sdk.ttft_s, share)) for pair in found
+        ]
         added = [ours - theirs for ours, theirs in pairs]
         limit, ratio = statistics.median(p[1] for p in pairs), statistics.median(p[1] / p[0] for p in pairs)
         title = f"added TTFT {name}, {streams} stream{'s' if streams > 1 else ''}"
@@ -150,7 +153,7 @@ class Turn:
 
 
 def ask(client: httpx2.Client, messages: list[Mapping[str, str]], answer_tokens: int) -> tuple[str, Turn]:
-    """Sends a conversation; returns the answer, streamed, and what the turn was like."""
+    """Send a conversation; return the answer, streamed, and what the turn was like."""
     body = {"messages": messages, "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     began, first, text, used = time.perf_counter(), 0.0, "", None
     with client.stream(
@@ -226,8 +229,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All figures."""
-    many, one = rounds(options, options.streams, progress), rounds(options, 1, progress)
-    rows = [*rates(many, options.streams), *added_ttft(many, options.streams), *added_ttft(one, 1)]
+    many, alone = rounds(options, options.streams, progress), rounds(options, 1, progress)
+    rows = [*rates(many, options.streams), *added_ttft(many, options.streams), *added_ttft(alone, 1)]
     return [*rows, *chat_rows(options, progress)]
 
 

@@ -46,7 +46,7 @@ class NoEngine:
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
-        """Refuses."""
+        """Refuse."""
         raise Unavailable("there is no engine here")
 
     def open_gate(self, step_id: int, layer: int) -> None:
@@ -76,11 +76,11 @@ class NoEngine:
 
 
 def quiet(*, soon: bool = False) -> None:
-    """Reports are dropped: there is no conductor."""
+    """Drop the report: there is no conductor."""
 
 
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
-    """Receives until told to stop."""
+    """Receive until told to stop."""
     shape = SHAPES[config.model]
     layout, engine = shape.layout, NoEngine(shape, config.blocks)
     setup = EngineSetup(

@@ -1,6 +1,6 @@
 """KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore, `Get` out of it.
 
-Each path moves the ordered KV and returns after the receiver has everything, several sessions at once as in the
+Each path moves the ordered KV and returns after the receiver has everything, several transfers at once as in the
 services.
 """
 
@@ -35,6 +35,10 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
 VOCAB_SIZE = 1 << 15
+TIMEOUT_S = 120.0
+TLS_NAME = "tls"
+AT_ONCE = 2
+"""Transfers or puts under way at once, so that the stream never waits for the next to open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +96,6 @@ HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_size=6
 SHAPES = {"small": SMALL, "0.5b": HALF_B}
 
 
-TIMEOUT_S = 120.0
-TLS_NAME = "tls"
-AT_ONCE = 2
-"""Transfers or puts under way at once, so that the stream never waits for the next to open."""
-
-
 class Path(Protocol):
     """One way for KV to another process."""
 
@@ -107,11 +105,11 @@ class Path(Protocol):
         ...
 
     async def send(self, nbytes: int) -> None:
-        """Moves at least so many bytes; returns when the receiver has confirmed them."""
+        """Move at least so many bytes; return when the receiver has confirmed them."""
         ...
 
     async def aclose(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         ...
 
 
@@ -141,7 +139,7 @@ def dialers(pool: KVPool, tls: Tls | None = None) -> dict[str, TransportDialer]:
     }
 
 
-class _Sessions:
+class _Transfers:
     """Runs whole transfers, some at once, until enough bytes have gone."""
 
     async def send(self, nbytes: int) -> None:
@@ -149,17 +147,17 @@ class _Sessions:
 
         async def sender() -> None:
             for _ in count:
-                await self.session()
+                await self.transfer()
 
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(sender())
 
-    async def session(self) -> object:
+    async def transfer(self) -> object:
         raise NotImplementedError
 
 
-class DecodePath(_Sessions):
+class DecodePath(_Transfers):
     """Prefill's side of transfers: reserve, send every slice, wait for the verdict, give the room back."""
 
     _seeds = itertools.count(1)
@@ -196,7 +194,7 @@ class DecodePath(_Sessions):
         """Bytes handed to the stream so far."""
         return self._sent_bytes + sum(transfer.sent_bytes for transfer in self._under_way)
 
-    async def session(self) -> None:
+    async def transfer(self) -> None:
         """One transfer."""
         target, request_id = await self.reserve()
         transfer = await self._sender.open(target)
@@ -242,7 +240,7 @@ class DecodePath(_Sessions):
         return response.target, request_id
 
     async def cancel(self, target: kv_pb2.TransferTarget, request_id: str) -> None:
-        """Gives promised room back."""
+        """Give promised room back."""
         message = decode_pb2.CancelSequence(
             request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
         )
@@ -255,13 +253,13 @@ class DecodePath(_Sessions):
             await self._steps.read()
 
     async def aclose(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         await self._sender.aclose()
         if self._steps is not None:
             self._steps.cancel()
 
 
-class PutPath(_Sessions):
+class PutPath(_Transfers):
     """An engine's side of write-back: puts of blocks that the store has never seen, each until all are VISIBLE."""
 
     _seeds = itertools.count(1)
@@ -279,7 +277,7 @@ class PutPath(_Sessions):
     def transport(self) -> str:
         return self._writer.transport
 
-    async def session(self) -> list[BlockKey]:
+    async def transfer(self) -> list[BlockKey]:
         """One put; the blocks' keys."""
         keys = SMALL.keys(SMALL.tokens(-next(self._seeds)))
         parents = [SMALL.root, *keys[:-1]]
@@ -289,11 +287,11 @@ class PutPath(_Sessions):
         return keys
 
     async def aclose(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         await self._writer.aclose()
 
 
-class GetPath(_Sessions):
+class GetPath(_Transfers):
     """An engine's side of loads: reads of blocks that the store has in DRAM, into a pool of the engine."""
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
@@ -310,10 +308,10 @@ class GetPath(_Sessions):
 
     async def send(self, nbytes: int) -> None:
         if not self._keys:
-            self._keys = await self._put.session()
+            self._keys = await self._put.transfer()
         await super().send(nbytes)
 
-    async def session(self) -> None:
+    async def transfer(self) -> None:
         """One read."""
         target = PoolTarget(self._into, range(SMALL.blocks))
         blocks = await self._reader.read(
@@ -328,7 +326,7 @@ class GetPath(_Sessions):
             raise RuntimeError(f"the store had {blocks} of {SMALL.blocks} blocks")
 
     async def aclose(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         await self._put.aclose()
         await self._reader.aclose()
         self._into.close()

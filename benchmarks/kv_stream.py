@@ -113,7 +113,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
-    """Starts a decode instance and a store with these settings."""
+    """Start a decode instance and a store with these settings."""
     decode = (
         "--conductor",
         "127.0.0.1:1",
@@ -136,7 +136,7 @@ async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
 
 @contextlib.asynccontextmanager
 async def bench(nbytes: int) -> AsyncIterator[Bench]:
-    """Starts the far ends."""
+    """Start the far ends."""
     pool = filled_pool()
     with tempfile.TemporaryDirectory() as name, child("benchmarks.limits") as raw:
         folder = pathlib.Path(name)
@@ -215,9 +215,9 @@ async def growth_rows(setup: Bench, kind: str, transport: str, total_bytes: int,
 async def slow_reader_row(setup: Bench, progress: Progress) -> Row:
     """How far a sender gets ahead of a reader that stops in the middle of a transfer, and continues later."""
     path = DecodePath(setup.plain.channels, setup.plain.decode.address, setup.pool, TARGET_FRAME, setup.dialers["grpc"])
-    await path.session()
+    await path.transfer()
     path.layer_sent.clear()
-    work = asyncio.ensure_future(path.session())
+    work = asyncio.ensure_future(path.transfer())
     await path.layer_sent.wait()
     setup.plain.decode.signal(signal.SIGSTOP)
     at_stop, moved_at = path.sent_bytes, time.monotonic()

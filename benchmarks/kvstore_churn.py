@@ -65,7 +65,7 @@ class Churn:
         return client, chain(("churn", number, generator.randrange(self.chains)), blocks)
 
     async def worker(self, seed: int) -> None:
-        """Reads chains that are held and puts the others; no two workers use the same ones."""
+        """Read chains that are held and put the others; no two workers use the same ones."""
         generator = random.Random(seed)
         while (now := self.clock()) < self.until:
             client, keys = self.next(generator, now)
@@ -77,7 +77,7 @@ class Churn:
                 self.incomplete += 1
 
     async def move(self, client: StoreClient, keys: list[bytes]) -> None:
-        """Reads the leading blocks that are held and puts the others.
+        """Read the leading blocks that are held and put the others.
 
         Raises:
             IncompleteError: a block was evicted meanwhile.
@@ -113,7 +113,7 @@ async def samples(store: Child, churn: Churn, progress: Progress) -> list[tuple[
 async def churned(
     store: Child, budget: int, seconds: float, progress: Progress
 ) -> tuple[list[tuple[float, float]], Churn]:
-    """Churns a store for `seconds`."""
+    """Churn a store for `seconds`."""
     memory = Memory(CHAIN_BYTES)
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(store.address, layout_of(size), memory)) for size in SIZES]

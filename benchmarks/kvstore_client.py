@@ -30,11 +30,18 @@ from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
+if TYPE_CHECKING:
+    from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
+
 SLICE_BYTES = 64 << 10
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TINY = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_size=16, dtype="bfloat16")
 """64 bytes: the smallest block there is, for stores of very many."""
 _KEY_BYTES = 32
+TIMEOUT_S = 300.0
+POLL_S = 0.005
+SETTLED = ("pending_writes", "durability_awaited_blocks", "put_transfers")
+"""Gauges that are 0 once everything visible is durable."""
 
 
 def layout_of(block_bytes: int) -> KVLayout:
@@ -106,7 +113,7 @@ class Memory:
         return [SharedRegion(self._fd, self.source)]
 
     def clear_target(self) -> None:
-        """Overwrites the target, so that `differs` sees only what is read from now on."""
+        """Overwrite the target, so that `differs` sees only what is read from now on."""
         self.target[:] = bytes(self.target.nbytes)
 
     def at(self, place: int, nbytes: int, memory: memoryview) -> int:
@@ -121,15 +128,6 @@ class Memory:
             into = self.at(place, nbytes, self.target)
             wrong += self.source[at : at + nbytes] != self.target[into : into + nbytes]
         return wrong
-
-
-if TYPE_CHECKING:
-    from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
-
-TIMEOUT_S = 300.0
-POLL_S = 0.005
-SETTLED = ("pending_writes", "durability_awaited_blocks", "put_transfers")
-"""Gauges that are 0 once everything visible is durable."""
 
 
 class IncompleteError(RuntimeError):
@@ -147,7 +145,7 @@ class StoreClient:
     memory: Memory
 
     async def put(self, keys: Sequence[bytes], first: int = 0) -> None:
-        """Stores a chain; returns once all blocks are VISIBLE.
+        """Store a chain; return once all blocks are VISIBLE.
 
         Raises:
             IncompleteError: the store held some blocks already, or refused the put.
@@ -167,7 +165,7 @@ class StoreClient:
     async def get(
         self, keys: Sequence[bytes], first: int = 0, on_layer: Callable[[int], None] = lambda layer: None
     ) -> None:
-        """Reads a chain into the memory.
+        """Read a chain into the memory.
 
         Raises:
             IncompleteError: the store does not hold all blocks.
@@ -201,7 +199,7 @@ class StoreClient:
         return {gauge.name: gauge.value for gauge in stats.gauges}
 
     async def durable(self) -> None:
-        """Returns once everything that was put is durable.
+        """Return once everything that was put is durable.
 
         Raises:
             TimeoutError: longer than `TIMEOUT_S`.
@@ -235,13 +233,13 @@ async def connected(
             await reader.aclose()
 
 
-async def some_at_once(jobs: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
-    """Runs jobs in order, `at_once` at a time."""
-    waiting = iter(jobs)
+async def some_at_once(calls: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
+    """Run calls in order, `at_once` at a time."""
+    waiting = iter(calls)
 
     async def worker() -> None:
-        for job in waiting:
-            await job()
+        for call in waiting:
+            await call()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):

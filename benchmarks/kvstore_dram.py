@@ -18,19 +18,19 @@ from moonpool.base.kv.frames import FRAME_BYTES
 TARGET = 0.5
 STORE_BYTES = 768 << 20
 SOURCE_BYTES = 64 << 20
-SESSION_BYTES = 32 << 20
+TRANSFER_BYTES = 32 << 20
 AT_ONCE = 2
-"""Sessions under way at once, so that the stream never waits for the next to open."""
+"""Transfers under way at once, so that the stream never waits for the next to open."""
 
 Sample = tuple[float, float]
 """GB/s, and processor seconds per GB of both sides."""
-Jobs = Sequence[Callable[[], Awaitable[None]]]
+Calls = Sequence[Callable[[], Awaitable[None]]]
 
 
-async def ours(store: Child, jobs: Jobs, nbytes: int) -> Sample:
+async def ours(store: Child, calls: Calls, nbytes: int) -> Sample:
     """One stretch through the store."""
     cpu, begin = own_cpu_s() + store.cpu_s(), time.perf_counter()
-    await some_at_once(jobs, AT_ONCE)
+    await some_at_once(calls, AT_ONCE)
     seconds = time.perf_counter() - begin
     return nbytes / seconds / 1e9, (own_cpu_s() + store.cpu_s() - cpu) / nbytes * 1e9
 
@@ -43,10 +43,10 @@ def raw(far: Child, memory: Memory, nbytes: int) -> Sample:
     return nbytes / seconds / 1e9, (own_cpu_s() + far.cpu_s() - cpu) / nbytes * 1e9
 
 
-def sessions(client: StoreClient, seed: object, nbytes: int) -> tuple[Jobs, Jobs, int]:
-    """Puts and gets new chains, and each side's bytes."""
+def transfers(client: StoreClient, seed: object, nbytes: int) -> tuple[Calls, Calls, int]:
+    """Return puts and gets of new chains, and the bytes of each side."""
     size = client.layout.block_bytes
-    counts = split(max(1, nbytes // size), max(1, SESSION_BYTES // size))
+    counts = split(max(1, nbytes // size), max(1, TRANSFER_BYTES // size))
     puts, gets, first = [], [], 0
     for number, count in enumerate(counts):
         keys = chain((seed, size, number), count)
@@ -75,14 +75,14 @@ async def size_rows(
     size = client.layout.block_bytes
     nbytes = int(options.gigabytes * 1e9)
     # The first touch of memory costs more; short stretches skip this.
-    warm, _, _ = sessions(client, "warm", STORE_BYTES if nbytes >= STORE_BYTES // 8 else nbytes)
+    warm, _, _ = transfers(client, "warm", STORE_BYTES if nbytes >= STORE_BYTES // 8 else nbytes)
     await some_at_once(warm, AT_ONCE)
     raw(far, client.memory, nbytes)  # the far end touches its memory after beginning to listen
     puts: list[tuple[Sample, Sample]] = []
     gets: list[tuple[Sample, Sample]] = []
     client.memory.clear_target()
     for run in range(options.runs):
-        writing, reading, total = sessions(client, run, nbytes)
+        writing, reading, total = transfers(client, run, nbytes)
         puts.append((await ours(store, writing, total), raw(far, client.memory, total)))
         gets.append((await ours(store, reading, total), raw(far, client.memory, total)))
         if not run and (wrong := client.memory.differs(min(total, SOURCE_BYTES) // size, size)):

@@ -39,7 +39,7 @@ def record_bytes() -> int:
 
 
 def build(folder: Path, chains: int) -> int:
-    """Makes a data folder with `chains` chains of `CHAIN_BLOCKS`; returns the number of blocks."""
+    """Make a data folder with `chains` chains of `CHAIN_BLOCKS`; return the number of blocks."""
     (folder / "segments").mkdir(parents=True)
     index = Index(FileLayer(), folder / "index", 256 << 20, sync=False)
     try:
@@ -130,8 +130,8 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
             progress(f"restart {number + 1} of {options.runs}: {full_s:.2f} s, empty {empty_s:.2f} s")
     where = f"in {blocks:,} blocks on SSD (index made, not put)"
     match = f"MatchPrefix over {CHAIN_BLOCKS:,} keys {where}"
-    p50 = [(statistics.median(many), statistics.median(one)) for many, one in calls]
-    p99 = [(percentile(many, 99), percentile(one, 99)) for many, one in calls]
+    p50 = [(statistics.median(whole), statistics.median(single)) for whole, single in calls]
+    p99 = [(percentile(whole, 99), percentile(single, 99)) for whole, single in calls]
     return [
         paired(f"{match}, p50", "ms", p50, "over 1 key", less_is_better=True),
         paired(f"{match}, p99", "ms", p99, "over 1 key", less_is_better=True),

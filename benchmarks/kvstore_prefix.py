@@ -23,7 +23,7 @@ Sample = tuple[float, float]
 
 
 async def timed(address: str, memory: Memory) -> Sample:
-    """Reads the prefix once."""
+    """Read the prefix once."""
     began = [0.0, 0.0]
 
     def on_layer(layer: int) -> None:

@@ -29,7 +29,7 @@ from moonpool.kvstore.layer_reader import PIECE_BYTES
 
 READ_TARGET = 0.8
 WRITE_TARGET = 0.8
-Job = Callable[[], Awaitable[None]]
+Call = Callable[[], Awaitable[None]]
 LAYOUT = layout_of(1 << 20)
 CHAIN_BLOCKS = 32
 AT_ONCE = 2
@@ -68,13 +68,13 @@ def chains(seed: object, blocks: int) -> list[tuple[list[bytes], int]]:
     return [(chain((seed, at), count), at * CHAIN_BLOCKS) for at, count in enumerate(counts)]
 
 
-def told(jobs: Sequence[Job], what: str, progress: Progress) -> Iterator[Job]:
-    """The same jobs; each tenth of them that has begun is told."""
+def told(calls: Sequence[Call], what: str, progress: Progress) -> Iterator[Call]:
+    """The same calls; each tenth of them that has begun is told."""
     begin = time.perf_counter()
-    for done, job in enumerate(jobs, 1):
-        yield job
-        if done * PARTS // len(jobs) > (done - 1) * PARTS // len(jobs):
-            progress(f"SSD: {what}: {done} of {len(jobs)} chains, {time.perf_counter() - begin:.1f} s")
+    for done, call in enumerate(calls, 1):
+        yield call
+        if done * PARTS // len(calls) > (done - 1) * PARTS // len(calls):
+            progress(f"SSD: {what}: {done} of {len(calls)} chains, {time.perf_counter() - begin:.1f} s")
 
 
 async def put_seconds(
@@ -83,8 +83,8 @@ async def put_seconds(
     """Seconds until chains are VISIBLE, or DURABLE."""
     async with connected(address, LAYOUT, memory) as client:
         begin = time.perf_counter()
-        jobs = [functools.partial(client.put, keys, first) for keys, first in chains(seed, blocks)]
-        await some_at_once(told(jobs, what, progress), AT_ONCE)
+        calls = [functools.partial(client.put, keys, first) for keys, first in chains(seed, blocks)]
+        await some_at_once(told(calls, what, progress), AT_ONCE)
         if durable:
             await client.durable()
         return time.perf_counter() - begin
@@ -106,8 +106,8 @@ async def get_cost(process: Child, memory: Memory, seed: int, blocks: int, progr
     memory.clear_target()
     async with connected(process.address, LAYOUT, memory) as client:
         begin, cpu_s = time.perf_counter(), process.cpu_s() + own_cpu_s()
-        jobs = [functools.partial(client.get, keys, first) for keys, first in chains(seed, blocks)]
-        await some_at_once(told(jobs, "cold Get", progress), AT_ONCE)
+        calls = [functools.partial(client.get, keys, first) for keys, first in chains(seed, blocks)]
+        await some_at_once(told(calls, "cold Get", progress), AT_ONCE)
         cost = Cost(time.perf_counter() - begin, process.cpu_s() + own_cpu_s() - cpu_s)
     if wrong := memory.differs(min(blocks, MEMORY_BYTES // LAYOUT.block_bytes), LAYOUT.block_bytes):
         raise RuntimeError(f"{wrong} blocks that were read differ from those put")
@@ -201,7 +201,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 async def put_in_turns(
     seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: str, progress: Progress
 ) -> None:
-    """Puts to a store in `folder` whose tier is full, appends to a file there, and puts to the store at `dram`."""
+    """Put to a store in `folder` whose tier is full, append to a file there, and put to the store at `dram`."""
     nbytes = sizes.portion * LAYOUT.block_bytes
 
     async def put(address: str, portion: int, *, durable: bool) -> float:

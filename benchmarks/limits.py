@@ -20,7 +20,7 @@ Piece = tuple[int, int]
 
 
 def drop_cache(folder: Path) -> int:
-    """Drops all files under `folder` from the page cache; returns their bytes.
+    """Drop all files under `folder` from the page cache; return their bytes.
 
     The kernel does not drop pages that are not written yet, so everything is synced before.
     """
@@ -65,7 +65,7 @@ def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int
 
 
 def make_file(path: Path, nbytes: int) -> None:
-    """Writes a file with `nbytes` without holes and syncs the file."""
+    """Write a file with `nbytes` without holes and sync the file."""
     data = os.urandom(1 << 16) * (_FILL_BYTES >> 16)
     with path.open("wb") as file:
         while (left := nbytes - file.tell()) > 0:
@@ -195,7 +195,7 @@ def _read_all(connection: socket.socket, memory: bytearray) -> None:
 
 
 def main() -> None:
-    """Reads connections until it is killed."""
+    """Read connections until it is killed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(f"ready: 127.0.0.1:{listener.getsockname()[1]}", flush=True)
         memory = bytearray(MEMORY_BYTES)

@@ -74,8 +74,8 @@ def lora_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
         stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
         loras = []
         for seed in range(ADAPTERS):
-            its = create_lora(Path(folder) / f"lora{seed}", config, seed, rank=RANK)
-            loras.append(load_lora(its, read_adapter(its).id, config, stage.layers, 0, max_rank=RANK))
+            adapter = create_lora(Path(folder) / f"lora{seed}", config, seed, rank=RANK)
+            loras.append(load_lora(adapter, read_adapter(adapter).id, config, stage.layers, 0, max_rank=RANK))
     progress(f"{options.shape}: weights of {stage.weight_bytes >> 20} MiB, an adapter of {loras[0].nbytes >> 20}")
     work = {f"decode step, batch {batch}": [(CONTEXT - 1, 1)] * batch for batch in BATCHES}
     work[f"prompt of {PROMPT}"] = [(0, PROMPT)]

@@ -6,6 +6,11 @@ A missed target that no reason here speaks of is shown as one whose cause is not
 import re
 from dataclasses import dataclass
 
+GRPC_COSTS = (
+    "gRPC itself moves the same bytes at little more than half of raw TCP's rate (`kvstore`, rows beside bare gRPC); "
+    "both sides share two cores."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -23,11 +28,6 @@ class Reason:
     why: str
     machine: str = ""
 
-
-GRPC_COSTS = (
-    "gRPC itself moves the same bytes at little more than half of raw TCP's rate (`kvstore`, rows beside bare gRPC); "
-    "both sides share two cores."
-)
 
 REASONS = (
     Reason(

@@ -124,7 +124,7 @@ def _target(row: dict[str, Any]) -> str:
 
 
 def write(folder: Path = RESULTS) -> Path:
-    """Writes the page; returns its path."""
+    """Write the page; return its path."""
     path = folder / PAGE
     path.write_text(page(load(folder)), encoding="utf-8")
     return path

@@ -35,6 +35,17 @@ SPREAD = 0.6
 """Of the logarithm of a prompt's length."""
 FIRST_TOKEN, TOKENS = 300, 3700
 """Prompts consist of these."""
+LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
+"""Requests per second as a share of the closed loop's."""
+LEAST_REQUESTS = 4
+"""Of a round."""
+LESSONS = 24
+AT_ONCE = 6
+"""Clients of the closed loop."""
+ALONE = 9
+"""Requests of one length, one after the other."""
+FIGURES = ("TTFT", "TPOT")
+ENGINES = ("real", "emulated:llama-70b-a800")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +123,6 @@ def _token(number: int) -> int:
     return FIRST_TOKEN + number % TOKENS
 
 
-LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
-"""Requests per second as a share of the closed loop's."""
-LEAST_REQUESTS = 4
-"""Of a round."""
-LESSONS = 24
-AT_ONCE = 6
-"""Clients of the closed loop."""
-ALONE = 9
-"""Requests of one length, one after the other."""
-FIGURES = ("TTFT", "TPOT")
-ENGINES = ("real", "emulated:llama-70b-a800")
-
-
 class Pair(NamedTuple):
     """A predicted and a measured time, seconds."""
 
@@ -150,19 +148,19 @@ def pairs(results: Sequence[GenerateResult]) -> dict[str, list[Pair]]:
 
 
 async def open_loop(address: str, asked: Sequence[Asked]) -> list[GenerateResult]:
-    """Sends each request when it is due, whatever the others do."""
+    """Send each request when it is due, whatever the others do."""
     async with AsyncClient(address) as client:
         began = asyncio.get_running_loop().time()
 
-        async def one(request: Asked) -> GenerateResult:
+        async def send(request: Asked) -> GenerateResult:
             await asyncio.sleep(request.at + began - asyncio.get_running_loop().time())
             return await _generate(client, request)
 
-        return await asyncio.gather(*map(one, asked))
+        return await asyncio.gather(*map(send, asked))
 
 
 async def closed_loop(address: str, asked: Sequence[Asked]) -> float:
-    """Sends each request when one of a few clients is free; returns requests per second of the second half."""
+    """Send each request when one of a few clients is free; return requests per second of the second half."""
     ends: list[float] = []
     waiting = iter(asked)
     async with AsyncClient(address) as client:
@@ -205,8 +203,8 @@ def rounds(address: str, load: Load, options: argparse.Namespace, progress: Prog
     for number, (level, share) in itertools.product(range(options.runs), LEVELS.items()):
         rate = share * capacity
         asked = list(requests.take(max(LEAST_REQUESTS, round(rate * options.seconds)), rate))
-        one, other = (pairs(asyncio.run(open_loop(address, requests))) for requests in (asked, again(asked)))
-        found[level].append(twice(one, other))
+        first, second = (pairs(asyncio.run(open_loop(address, requests))) for requests in (asked, again(asked)))
+        found[level].append(twice(first, second))
         progress(f"round {number + 1} of {options.runs}, {level}: {told(found[level][-1])}")
     return found
 
@@ -257,9 +255,9 @@ def rows(engine: str, found: Measured, idle: Mapping[str, float], wanted: float)
     """Rows per figure and level: the median over the rounds of their median errors, in percent, and of the noise."""
     found_rows: list[Row] = []
     for figure in FIGURES:
-        for level, each in found.items():
-            errors = [100 * median_error(round_.pairs[figure]) for round_ in each]
-            noise = [100 * round_.noise[figure] for round_ in each]
+        for level, rounds in found.items():
+            errors = [100 * median_error(done.pairs[figure]) for done in rounds]
+            noise = [100 * done.noise[figure] for done in rounds]
             found_rows.append(_row(f"{engine}: {figure}, {level}: median error of the prediction", errors, wanted))
             found_rows.append(replace(_row(f"{engine}: {figure}, {level}: noise", noise, wanted), target=None))
         found_rows.append(replace(_row(f"{engine}: {figure}, idle: noise", [100 * idle[figure]], wanted), target=None))

@@ -40,11 +40,11 @@ class Child:
         return _resident_bytes(self._process.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Ends it."""
+        """End the process."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:

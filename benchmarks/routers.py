@@ -155,7 +155,7 @@ async def counts(session: aiohttp.ClientSession, engines: Sequence[str]) -> list
 async def ask(
     url: str, engines: Sequence[str], asked: Sequence[Prompt], options: argparse.Namespace, *, as_tokens: bool
 ) -> Figures:
-    """Sends all prompts when they are due."""
+    """Send all prompts when they are due."""
     limit = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as session:
         before = await counts(session, engines)

@@ -132,15 +132,15 @@ class Stage:
         self._batch = batch
         self.follow(schema(0))
 
-    def follow(self, its: dict[str, object]) -> None:
+    def follow(self, wanted: dict[str, object]) -> None:
         """Structured sequences begin anew, with this schema."""
-        params = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(its))
+        params = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(wanted))
         self._sampling = [SequenceSampling.of(replace(params, seed=row), 1, self._ends) for row in range(self._batch)]
         self._answers = [array("i", [3]) for _ in range(self._batch)]
 
     def structured(self, steps: int = RUN_STEPS) -> list[float]:
         """Times of a run's steps whose sequences follow the schema."""
-        specs = [it.at(answer) for it, answer in zip(self._sampling, self._answers, strict=True)]
+        specs = [sampling.at(answer) for sampling, answer in zip(self._sampling, self._answers, strict=True)]
         times = []
         for took, tokens in self._run(specs, frozenset(self._ends), steps):
             times.append(took)
@@ -177,7 +177,7 @@ class Stage:
             del self._answers[row][1:]
 
     def close(self) -> None:
-        """Ends the thread and gives the memory back."""
+        """End the thread and give the memory back."""
         self._masks.close()
         self._pool.close()
 
@@ -255,9 +255,9 @@ def masked(made: Stage, steps: int) -> tuple[float, float]:
     mine: list[float] = []
     others: list[float] = []
     while len(mine) < steps:
-        its = made.structured(min(steps, RUN_STEPS))
-        mine += its
-        others += made.plain(PLAIN, len(its))
+        times = made.structured(min(steps, RUN_STEPS))
+        mine += times
+        others += made.plain(PLAIN, len(times))
     return 1e3 * statistics.fmean(mine), 1e3 * statistics.fmean(others)
 
 

@@ -32,6 +32,8 @@ from moonpool.simulator.experiments.report import Chart
 from moonpool.simulator.traces.mooncake import BLOCK_SIZE, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
+FIT_SIMULATIONS = 150
+"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,6 @@ KINDS = {
     "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 2, 4096, 1.0, 60, 4.0),
     "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 200, 5.0),
 }
-FIT_SIMULATIONS = 150
-"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
@@ -89,7 +89,7 @@ def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[Trace
     if len(trace) < count:
         raise Skipped(f"the trace has {len(trace)} requests, two slices are {count}")
     first = number % (len(trace) // count) * count
-    return at_rate([shrunk(one, kind) for one in trace[first : first + count]], kind.rate)
+    return at_rate([shrunk(request, kind) for request in trace[first : first + count]], kind.rate)
 
 
 def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
@@ -109,7 +109,7 @@ class Measured(NamedTuple):
 
 
 def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: Path) -> Measured:
-    """Starts a stack and sends it both slices."""
+    """Start a stack and send it both slices."""
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
         prefill=kind.prefill, decode=kind.decode, block_size=kind.block_size, log_level="warning",
@@ -170,7 +170,7 @@ def _calibrated(folder: Path) -> Path:
 
 
 def _rows(kind: Kind, found: Sequence[FittedSimulation]) -> Iterator[Row]:
-    for lines in zip(*(one.lines for one in found), strict=True):
+    for lines in zip(*(simulation.lines for simulation in found), strict=True):
         errors = [100 * line.error for line in lines]
         yield bounded(f"{kind.name}: {lines[0].figure}, simulation off by", "%", errors, "wanted at most",
                       100 * lines[0].wanted)  # fmt: skip
@@ -206,7 +206,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def stacked(pictures: Sequence[Chart]) -> str:
     """One picture below the other."""
-    heights = "".join(f'<g transform="translate(0 {360 * at})">{it.svg()}</g>' for at, it in enumerate(pictures))
+    heights = "".join(
+        f'<g transform="translate(0 {360 * at})">{picture.svg()}</g>' for at, picture in enumerate(pictures)
+    )
     size = f'width="720" height="{360 * len(pictures)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{heights}</svg>\n'
 

@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
 
 def simulated(trace: Path | None, size: Size) -> Cost:
-    """Simulates in this process, which should have done nothing before."""
+    """Simulate in this process, which should have done nothing before."""
     os.environ.pop("MOONPOOL_TRACE", None)
     instances, out = str(size.instances), io.StringIO()
     arguments = ["--prefill", instances, "--decode", instances, "--requests", str(size.requests)]
@@ -71,11 +71,11 @@ def rows(
     first: Row | Absent
     flat = FLAT if source.path else None
     if source.path:
-        first = bounded(taken, "s", [it.processor_s for it, _, _ in runs], "wanted at most", WANTED_S)
+        first = bounded(taken, "s", [cost.processor_s for cost, _, _ in runs], "wanted at most", WANTED_S)
     else:
         first = Absent("conversation trace, 16 + 16 instances: simulated on one core in", "wanted at most", NO_TRACE)
-    pace = [(it.virtual_s / it.processor_s, 1.0) for _, _, it in runs]
-    peaks = [(one.peak_bytes / 2**20, half.peak_bytes / 2**20) for one, half, _ in runs]
+    pace = [(cost.virtual_s / cost.processor_s, 1.0) for _, _, cost in runs]
+    peaks = [(whole_trace.peak_bytes / 2**20, first_half.peak_bytes / 2**20) for whole_trace, first_half, _ in runs]
     many = f"{name}, {large.requests:,} requests, {large.instances:,} + {large.instances:,} instances"
     return [
         first,
@@ -97,10 +97,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
         for number in range(options.runs):
-            one, half, many = processes.map(simulated, [trace] * len(sizes), sizes)
-            runs.append((one, half, many))
-            progress(f"run {number + 1} of {options.runs}: {one.processor_s:.1f}, {half.processor_s:.1f} and "
-                     f"{many.processor_s:.1f} s of one core")  # fmt: skip
+            whole_trace, first_half, many = processes.map(simulated, [trace] * len(sizes), sizes)
+            runs.append((whole_trace, first_half, many))
+            seconds = ", ".join(f"{cost.processor_s:.1f}" for cost in runs[-1])
+            progress(f"run {number + 1} of {options.runs}: {seconds} s of one core")
     return rows(source, whole, large, runs)
 
 

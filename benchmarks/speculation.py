@@ -101,7 +101,7 @@ class Answered:
 
 
 async def ask(address: str, text: Text, batch: int, number: int) -> Answered:
-    """Asks for `batch` answers together; `number` is the round's."""
+    """Ask for `batch` answers together; `number` is the round's."""
     clock = asyncio.get_running_loop().time
     async with AsyncClient(address) as client:
         await client.stats()  # connected
@@ -161,7 +161,7 @@ def _rows(ours: str, plain: str, text: Text, batch: int, runs: int, progress: Pr
             same.append((100 * same_tokens(both[0].answers, both[1].answers), 100.0))
     drafted, accepted = (after - earlier for after, earlier in zip(guesses(ours), before, strict=True))
     name = f"{text.name}, batch {batch}"
-    rates = "; ".join(f"{its:.1f} and {others:.1f}" for its, others in pairs)
+    rates = "; ".join(f"{mine:.1f} and {others:.1f}" for mine, others in pairs)
     progress(f"{name}: {drafted:.0f} guesses, {accepted:.0f} accepted; tokens/s {rates}")
     return [
         paired(name, "tokens/s", pairs, WITHOUT, target=text.target),

@@ -119,7 +119,7 @@ def windows(path: Path) -> list[list[int]]:
 
 @torch.inference_mode()
 def predict(stage: StageModel, tokens: list[int]) -> Predictions:
-    """Reads a window chunk by chunk, as prefill does: attention sees what was stored."""
+    """Read a window chunk by chunk, as prefill does: attention sees what was stored."""
     blocks = list(range(-(-len(tokens) // BLOCK)))
     pool, rows = Pool.of(stage.config, len(blocks)), []
     for begin in range(0, len(tokens), WINDOW_CHUNK):

@@ -42,8 +42,8 @@ def read(report: str) -> tuple[TestRun, ...]:
     """The tests of a report's text, in order."""
     found = json.loads(report)
     return tuple(
-        TestRun(one["name"], one["seconds"], one["processor_s"], {p: frozenset(n) for p, n in one["lines"].items()})
-        for one in found
+        TestRun(test["name"], test["seconds"], test["processor_s"], {p: frozenset(n) for p, n in test["lines"].items()})
+        for test in found
     )
 
 
@@ -63,12 +63,12 @@ class Recorder:
         self._failed = set[str]()
 
     def pytest_collection_finish(self) -> None:
-        """Begins."""
+        """Start to note lines, once the tests are imported."""
         self._coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Notes what one test runs, with its fixtures."""
+        """Note what one test runs, with its fixtures."""
         self._coverage.switch_context(item.nodeid)
         began = time.monotonic(), time.process_time()
         result = yield
@@ -76,12 +76,12 @@ class Recorder:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes failures."""
+        """Note failures."""
         if not report.passed:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the report."""
+        """Write the report."""
         self._coverage.stop()
         data = self._coverage.get_data()
         lines: dict[str, dict[str, list[int]]] = {name: {} for name in self._times}
@@ -99,5 +99,5 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the recorder."""
+    """Register the recorder."""
     config.pluginmanager.register(Recorder(Path(os.environ[REPORT]), os.environ[WATCHED].split(os.pathsep)))

@@ -47,6 +47,8 @@ _WHICH = {ROW_EACH: "each", SINGLES: "single", MANY: "many"}
 _SPLITS = {WHOLE: "whole", PART: "part", JOINED: "joined"}
 _SIZES = ("PADDED", "CHUNK", "HEADS", "BLOCK", "RUN", "BY_WEIGHT")
 _REGISTERS, _PROCESSOR_BYTES, _WARPS = 65536, {"sm_90": 228 << 10, "sm_80": 164 << 10}, 64
+_LARGE = (32, 8, 128, 4096, 14_336)
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,6 @@ def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-_LARGE = (32, 8, 128, 4096, 14_336)
 SHAPES = {
     "llama-3-8b": Shape(*_LARGE),
     "qwen2.5-0.5b": Shape(14, 2, 64, 896, 4864),
@@ -171,9 +172,6 @@ def measured(gpu: Gpu, launches: Sequence[Launch]) -> list[Resources]:
     """Compile launches, as many at the same time as there are processors."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda launch: resources_of(compile_for(gpu, launch)), launches))
-
-
-Row = tuple[str, ...]
 
 
 def table(shape: Shape, gpus: Sequence[Gpu] = GPUS) -> dict[Row, list[tuple[int, Resources] | None]]:

@@ -71,7 +71,9 @@ def page() -> str:
 
 def _section(service: str, tables: Iterable[Table]) -> str:
     rows = [
-        _row(f"moonpool_{service}_{one.name}", one.kind.value, one.help, one.at_rest) for each in tables for one in each
+        _row(f"moonpool_{service}_{metric.name}", metric.kind.value, metric.help, metric.at_rest)
+        for table in tables
+        for metric in table
     ]
     rows += [_family_row(family) for family in _families(service)]
     return f"\n## {service}\n\n| metric | kind | at rest | meaning |\n|---|---|---|---|\n{''.join(sorted(rows))}"

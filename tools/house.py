@@ -211,7 +211,7 @@ def _called(node: ast.Call) -> str:
 
 
 def inspect(files: Sequence[Source]) -> Report:
-    """Counts everything."""
+    """Count everything."""
     shipped = [source for source in files if source.is_shipped]
     packages = {source.module for source in shipped if source.path.endswith("__init__.py")}
     graph = imports(shipped)
@@ -231,7 +231,7 @@ def inspect(files: Sequence[Source]) -> Report:
 
 
 def show(report: Report) -> None:
-    """Prints the counts, and the places behind those that should be 0."""
+    """Print the counts, and the places behind those that should be 0."""
     for package, lines in sorted(report.package_lines.items()):
         print(f"{lines:7,}  {package}")
     print(f"{report.package_lines.total():7,}  lines in all\n")
@@ -250,7 +250,7 @@ def show(report: Report) -> None:
 
 
 def main() -> int:
-    """Counts the project around this file."""
+    """Count the project around this file."""
     report = inspect(sources(Path(__file__).resolve().parents[1]))
     show(report)
     return 0 if report.is_good else 1

@@ -441,7 +441,7 @@ class Copy:
                 shutil.copy2(ROOT / path, self.root / path)
 
     def close(self) -> None:
-        """Deletes the copy."""
+        """Delete the copy."""
         self._folder.cleanup()
 
     def file_runs(self, files: Sequence[str]) -> list[FileRun]:
@@ -464,11 +464,11 @@ class Copy:
         if not report.exists():
             return False
         found = json.loads(report.read_text(encoding="utf-8"))
-        took_s, seconds = _children_s() - began, sum(mutant["seconds"] for mutant in found)
+        took_s, seconds = _children_s() - began, sum(test["seconds"] for test in found)
         for file in files:
-            its = [one for one in found if one["name"].partition("::")[0] == file]
-            share = sum(one["seconds"] for one in its) / seconds if seconds else 1.0
-            self._keep(file, took_s * share, its)
+            tests = [test for test in found if test["name"].partition("::")[0] == file]
+            share = sum(test["seconds"] for test in tests) / seconds if seconds else 1.0
+            self._keep(file, took_s * share, tests)
         return True
 
     def _keep(self, file: str, processor_s: float, tests: list[dict[str, Any]]) -> None:
@@ -499,7 +499,7 @@ class Copy:
         return self._kept_runs / f"{test.replace('/', '.')}-{state}.json"
 
     def try_out(self, mutant: Mutant, files: Sequence[str], *, soon: bool) -> Verdict:
-        """Runs the tests that run the mutant's line; those of later files only if those of earlier ones pass.
+        """Run the tests that run the mutant's line; those of later files only if those of earlier ones pass.
 
         `soon`: those of the first files only; else those of the others.
         """
@@ -533,7 +533,7 @@ class Copy:
             self._write(path, source.text)
 
     def _write(self, path: Path, text: str) -> None:
-        """Writes a file with a time of its own, so that bytecode of another mutant is not taken for its bytecode."""
+        """Write a file with a time of its own, so that bytecode of another mutant is not taken for its bytecode."""
         self._writes += 1
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._writes, self._writes))
@@ -587,7 +587,7 @@ class Notes:
         return verdict if verdict is not None and verdict.is_noticed else None
 
     def add(self, mutant: Mutant, verdict: Verdict) -> None:
-        """Notes a verdict."""
+        """Note a verdict."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([self._key(mutant), verdict.value]) + "\n")
@@ -597,7 +597,7 @@ class Notes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tries mutants; prints each survivor and the share noticed. Exits with 1 if the share is below `WANTED`."""
+    """Try mutants; print each survivor and the share noticed. Exit with 1 if the share is below `WANTED`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--count", type=int, default=200, help="mutants to try")

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import pytest
 
-OURS = ("benchmarks", "kernels", "moonpool", "protos", "tests", "tools")
+OURS = ("benchmarks", "moonpool", "tests", "tools")
 """Packages that each run imports anew."""
 ELSEWHERE = (
     "coverage",
@@ -54,7 +54,7 @@ _QUIETLY = ["--collect-only", "-p", "no:cacheprovider", "-o", "asyncio_default_f
 
 
 def prepare() -> None:
-    """Imports what tests need, pytest's plugins first: so pytest sees that it has imported them itself."""
+    """Import what tests need, pytest's plugins first: so pytest sees that it has imported them itself."""
     os.environ.update(SET_BY_TESTS)
     with tempfile.TemporaryDirectory() as empty, redirect_stdout(StringIO()):
         pytest.main([*_QUIETLY, "--rootdir", empty, empty])
@@ -66,7 +66,7 @@ def prepare() -> None:
 
 
 def start(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], limits: Mapping[int, int]) -> int:
-    """Starts pytest in a folder, in a session of its own, and says nothing; returns the process's number.
+    """Start pytest in a folder, in a session of its own, and say nothing; return the process's number.
 
     Args:
         arguments: of pytest.
@@ -83,7 +83,7 @@ def start(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """Waits for a process's end, then ends its group: what tests leave behind.
+    """Wait for a process's end, then end its group: what tests leave behind.
 
     Returns:
         The exit status, negative for a signal; None = the process was killed after `seconds`.

@@ -91,7 +91,7 @@ def bill(found: Iterable[Distribution], system: Iterable[dict[str, Any]] = ()) -
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the bill."""
+    """Print the bill."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dpkg", type=Path, help="dpkg's file of states, usually /var/lib/dpkg/status")
     options = parser.parse_args(arguments)

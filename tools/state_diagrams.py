@@ -57,7 +57,7 @@ def _marked_diagram(found: re.Match[str]) -> str:
 
 
 def main() -> int:
-    """Rewrites the page."""
+    """Rewrite the page."""
     PAGE.write_text(with_diagrams(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

@@ -19,7 +19,7 @@ class BlockClient(Protocol):
     """One process' client of one store."""
 
     def put(self, batches: Batches, block_bytes: int) -> None:
-        """Stores blocks that were never stored.
+        """Store blocks that were never stored.
 
         Raises:
             RuntimeError: they were not stored.
@@ -27,7 +27,7 @@ class BlockClient(Protocol):
         ...
 
     def get(self, batches: Batches, block_bytes: int) -> None:
-        """Reads blocks that were stored.
+        """Read blocks that were stored.
 
         Raises:
             RuntimeError: they were not found.
@@ -35,11 +35,11 @@ class BlockClient(Protocol):
         ...
 
     def clear(self) -> None:
-        """Deletes all blocks where the store can; where it cannot, old blocks are evicted."""
+        """Delete all blocks where the store can; where it cannot, old blocks are evicted."""
         ...
 
     def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         ...
 
 

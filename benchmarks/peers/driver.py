@@ -46,7 +46,7 @@ def batches(seed: object, operations: int, batch: int) -> list[list[bytes]]:
 
 
 def answer(client: BlockClient, memory: Memory, command: dict[str, Any]) -> dict[str, Any]:
-    """Does one command; an error is returned as an answer."""
+    """Do one command; an error is returned as an answer."""
     try:
         verb = command["verb"]
         if verb == "clear":
@@ -85,7 +85,7 @@ class Driver:
         self._child.stop()
 
     def do(self, verb: str, **arguments: object) -> float:
-        """Does one command; returns its seconds, 0 where none were taken.
+        """Do one command; return its seconds, 0 where none were taken.
 
         Raises:
             RuntimeError: it failed.

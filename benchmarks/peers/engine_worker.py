@@ -116,7 +116,7 @@ ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "transformers": transfo
 
 
 def main(name: str, model: str, threads: str, dtype: str, device: str) -> None:
-    """Answers until its input ends."""
+    """Answer until its input ends."""
     version, answer = ENGINES[name](model, int(threads), dtype, device)
     print(json.dumps({"ready": version}), flush=True)
     for line in sys.stdin:

@@ -112,15 +112,15 @@ def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
         for name in names:
             stem, first, leaf = name.partition(".experts.0.")
             if first:
-                each = (f"{stem}.experts.{expert}.{leaf}" for expert in itertools.count())
-                its = [weights.get_tensor(it) for it in itertools.takewhile(names.__contains__, each)]
-                yield f"{stem}.experts.{leaf}", torch.stack(its).float().numpy()
+                experts = (f"{stem}.experts.{expert}.{leaf}" for expert in itertools.count())
+                tensors = [weights.get_tensor(expert) for expert in itertools.takewhile(names.__contains__, experts)]
+                yield f"{stem}.experts.{leaf}", torch.stack(tensors).float().numpy()
             elif ".experts." not in name:
                 yield name, weights.get_tensor(name).float().numpy()
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file."""
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -68,7 +68,7 @@ decode:
 def run_calibrate(
     model: str, out: Path, *, name: str, hardware: str, dtype: str, kv_cache_dtype: str, threads: int, repeats: int
 ) -> None:
-    """Measures, fits, prints times and errors of the fit, and writes the profile.
+    """Measure, fit, print times and errors of the fit, and write the profile.
 
     Raises:
         ConfigError: the file cannot be written, or the model is too short to be measured.
@@ -104,7 +104,7 @@ def _write(
     repeats: int,
     times: tuple[list[PrefillTime], list[DecodeTime]],
 ) -> None:
-    """Fits, prints, and writes the profile; see `run_calibrate`."""
+    """Fit, print, and write the profile; see `run_calibrate`."""
     prefills, decodes = times
     prefill, decode = fit_profile(prefills), fit_profile(decodes)
     _print_fit(prefills, prefill, decodes, decode)
@@ -156,7 +156,7 @@ async def measure_engine(
         facts = await client.describe()
         timer = EngineTimer(client, facts, vocab_size, repeats)
         prefills = [PrefillTime(*step.size, step.seconds) for step in await timer.prefill()]
-        decodes = [DecodeTime(batch, batch * each, seconds) for (batch, each), seconds in await timer.decode()]
+        decodes = [DecodeTime(batch, batch * context, seconds) for (batch, context), seconds in await timer.decode()]
         return facts, prefills, decodes
     finally:
         await client.aclose()

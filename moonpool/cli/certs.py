@@ -33,7 +33,7 @@ app = typer.Typer()
 
 @app.callback()
 def _verbs() -> None:
-    """Makes `create` a separate verb."""
+    """Make `create` a separate verb."""
 
 
 @app.command()

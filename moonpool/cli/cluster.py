@@ -36,11 +36,20 @@ def run_state(client: Client, *, as_json: bool) -> None:
     typer.echo(headline(state))
     typer.echo(queue_line(state.queue))
     table = RecordTable("instance", "kind", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
-    for each in state.instances:
-        used = each.total_blocks - each.free_blocks - each.cached_blocks
-        share = f"{used}/{each.total_blocks}" if each.total_blocks else "-"
-        counts = (each.running, each.waiting, each.queued_tokens, share, each.cached_blocks, each.promised_blocks)
-        table.add_row(each.id, each.kind, each.address, *map(str, counts), "draining" if each.draining else "")
+    for instance in state.instances:
+        used = instance.total_blocks - instance.free_blocks - instance.cached_blocks
+        share = f"{used}/{instance.total_blocks}" if instance.total_blocks else "-"
+        counts = (
+            instance.running,
+            instance.waiting,
+            instance.queued_tokens,
+            share,
+            instance.cached_blocks,
+            instance.promised_blocks,
+        )
+        table.add_row(
+            instance.id, instance.kind, instance.address, *map(str, counts), "draining" if instance.draining else ""
+        )
     console = stdout_console()
     console.print(table)
     if len(state.queue.tenants) > 1:
@@ -56,8 +65,8 @@ def queue_line(queue: QueueInfo) -> str:
 def _tenants(queue: QueueInfo) -> RecordTable:
     figures = ("weight", "requests", "waiting")
     table = RecordTable("tenant", *figures, right=figures, title="tenants at the conductor")
-    for each in queue.tenants:
-        table.add_row(each.tenant or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
+    for tenant in queue.tenants:
+        table.add_row(tenant.tenant or "(none)", f"{tenant.weight:g}", str(tenant.requests), str(tenant.waiting))
     return table
 
 
@@ -112,12 +121,20 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
 
 def _candidate_table(candidates: tuple[Candidate, ...], chosen: str) -> RecordTable:
     table = RecordTable("prefill", *CANDIDATE_FIGURES, "from", "SSD", "", right=(*CANDIDATE_FIGURES, "SSD"))
-    for each in sorted(candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
-        parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
-        times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
-        remark = each.excluded or ("chosen" if each.instance == chosen else "")
-        cold = str(each.cold_blocks or "")
-        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, cold, remark)
+    for candidate in sorted(candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
+        parts = [candidate.queue_s, candidate.load_s, candidate.prefill_s, candidate.overhead_s, _ttft_s(candidate)]
+        times = ["-"] * 5 if candidate.excluded else [f"{part:.4f}" for part in parts]
+        remark = candidate.excluded or ("chosen" if candidate.instance == chosen else "")
+        cold = str(candidate.cold_blocks or "")
+        table.add_row(
+            candidate.instance,
+            str(candidate.local_blocks),
+            str(candidate.used_blocks),
+            *times,
+            candidate.source,
+            cold,
+            remark,
+        )
     return table
 
 
@@ -250,8 +267,8 @@ def render_cluster(state: ClusterState) -> RenderableType:
     parts: list[RenderableType] = [Text(line) for line in lines]
     figures = ("run", "wait", "tokens", "used")
     table = RecordTable("instance", *figures, "of", "tier", "", "state", right=(*figures, "of"))
-    for each in state.instances:
-        for row in _instance_rows(each):
+    for instance in state.instances:
+        for row in _instance_rows(instance):
             table.add_row(*row)
     parts.append(table)
     if state.recent.last:
@@ -276,18 +293,25 @@ def _quantiles_text(found: Quantiles) -> str:
     return f"p50 {1e3 * found.p50:.0f} ms, p99 {1e3 * found.p99:.0f} ms" if found.p99 else "-"
 
 
-def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
+def _instance_rows(instance: InstanceInfo) -> list[tuple[str, ...]]:
     """A row for each tier: an engine's pool, or a store's tiers."""
-    tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
-    if each.total_blocks:
-        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks} blocks"))
-    load = (str(each.running), str(each.waiting), str(each.queued_tokens))
+    tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in instance.tiers]
+    if instance.total_blocks:
+        tiers.append(
+            (
+                "pool",
+                instance.total_blocks - instance.free_blocks,
+                instance.total_blocks,
+                f"{instance.total_blocks} blocks",
+            )
+        )
+    load = (str(instance.running), str(instance.waiting), str(instance.queued_tokens))
     loads = [load, *[("", "", "")] * (len(tiers) - 1)]
-    state = "draining" if each.draining else ""
+    state = "draining" if instance.draining else ""
     return [
-        (each.id, *counts, f"{used / max(1, total):.0%}", size, kind, bar(used, total), state)
+        (instance.id, *counts, f"{used / max(1, total):.0%}", size, kind, bar(used, total), state)
         for counts, (kind, used, total, size) in zip(loads, tiers, strict=False)
-    ] or [(each.id, *load, "", "", "", "", state)]
+    ] or [(instance.id, *load, "", "", "", "", state)]
 
 
 def bar(used: float, total: float) -> str:
@@ -300,11 +324,14 @@ def bar(used: float, total: float) -> str:
 def _request_table(last: tuple[EndedRequest, ...]) -> RecordTable:
     figures = ("prompt", "cached", "answer", "TTFT ms", "TPOT ms")
     table = RecordTable("request", "tenant", *figures, "", right=figures, title="\nrecent requests")
-    for each in last:
-        usage, timing = each.usage, each.timing
+    for request in last:
+        usage, timing = request.usage, request.timing
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
-        refused, failed = each.refused and f"refused: {each.refused}", each.failed and f"failed: {each.failed}"
-        end = refused or failed or ("cancelled" if each.cancelled else "")
-        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, end)
+        refused, failed = (
+            request.refused and f"refused: {request.refused}",
+            request.failed and f"failed: {request.failed}",
+        )
+        end = refused or failed or ("cancelled" if request.cancelled else "")
+        table.add_row(request.request_id, request.tenant or "-", *map(str, counts), *times, end)
     return table

@@ -67,10 +67,15 @@ def print_contexts(found: Iterable[Context]) -> None:
     """Print a table of contexts."""
     figures = ("tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
     table = RecordTable("id", "name", "tags", "status", *figures, right=figures)
-    for each in found:
-        counts = (each.tokens, f"{each.pinned_blocks}/{each.blocks}", f"{each.pinned_bytes / 1e6:.1f}", each.hits)
-        figures_of = (*map(str, counts), str(each.saved_tokens), _left(each))
-        table.add_row(each.id, each.name, ", ".join(each.tags), each.status, *figures_of)
+    for context in found:
+        counts = (
+            context.tokens,
+            f"{context.pinned_blocks}/{context.blocks}",
+            f"{context.pinned_bytes / 1e6:.1f}",
+            context.hits,
+        )
+        figures_of = (*map(str, counts), str(context.saved_tokens), _left(context))
+        table.add_row(context.id, context.name, ", ".join(context.tags), context.status, *figures_of)
     stdout_console().print(table)
 
 

@@ -42,7 +42,7 @@ def error_advice(error: MoonpoolError) -> str:
 
 
 def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json: bool) -> None:
-    """Streams the answer to standard output and the figures to standard error, or prints one JSON object."""
+    """Stream the answer to standard output and the figures to standard error, or print one JSON object."""
     sampling = asked.get("sampling") or SamplingParams()
     with Client(conductors) as client:
         if as_json:
@@ -238,7 +238,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def run_terminal_chat(address: str, converse: Callable[[Client], Conversation]) -> None:
-    """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends the chat.
+    """Chat on the terminal, or with a pipe: then each line is a turn, and the first error ends the chat.
 
     Args:
         address: conductors, with commas between them.

@@ -79,7 +79,7 @@ def state_folder() -> Path:
 
 @contextlib.contextmanager
 def recorded_stack(data_dir: Path, model: str) -> Iterator["StackRecord"]:
-    """Records a stack of this process, which serves `model`, while the body runs.
+    """Record a stack of this process, which serves `model`, while the body runs.
 
     Raises:
         ConfigError: naming `data_dir`: another stack that runs uses the folder.

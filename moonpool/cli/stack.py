@@ -48,6 +48,8 @@ MAX_FAILURES = 5
 """Ends in a row after which a service is given up."""
 STABLE_S = 60.0
 """A service that ran for so long has not failed in a row."""
+OnStart = Callable[["ServiceProcess", str, int, int], None]
+"""Called with a service, what the start does, how many parts are done, and how many there are; 0 = unknown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,10 +108,6 @@ class StackPlan:
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
-OnStart = Callable[["ServiceProcess", str, int, int], None]
-"""Called with a service, what the start does, how many parts are done, and how many there are; 0 = unknown."""
-
-
 class ServiceProcess:
     """One service as a child process. The child dies with this process, so that a killed parent leaves no child."""
 
@@ -123,7 +121,7 @@ class ServiceProcess:
         launcher: Launcher = execute,
         starts_engine: bool = False,
     ) -> None:
-        """Starts the service by a `launcher`; `on_start` is called on a separate thread."""
+        """Start the service by a `launcher`; `on_start` is called on a separate thread."""
         self._loaded: dict[int, tuple[int, int]] = {}
         self._on_start = on_start
         self._heard = time.monotonic()
@@ -208,7 +206,7 @@ class ServiceProcess:
         return False
 
     def wait_ready(self, silence_s: float) -> str:
-        """Waits for the service's ready line, for as long as the start goes on.
+        """Wait for the service's ready line, for as long as the start goes on.
 
         Returns:
             The service's address, "host:port".
@@ -226,12 +224,12 @@ class ServiceProcess:
         return "\n".join(f"  {self.id}| {line}" for line in lines)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process still runs."""
+        """Send a signal, if the process still runs."""
         if self.returncode is None:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Waits for the end; kills the process when the time is over. Returns the exit status."""
+        """Wait for the end; kill the process when the time is over. Return the exit status."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -268,7 +266,7 @@ class LocalStack:
         on_ready: Callable[[ServiceProcess], None] = lambda service: None,
         on_start: OnStart = lambda service, what, done, of: None,
     ) -> None:
-        """Makes a stack that is not started yet.
+        """Make a stack that is not started yet.
 
         Args:
             plan: the stack's parts and settings.
@@ -297,7 +295,7 @@ class LocalStack:
         self.stop()
 
     def start(self, silence_s: float = 180.0) -> str:
-        """Starts everything and waits until every instance has joined every conductor.
+        """Start everything and wait until every instance has joined every conductor.
 
         Args:
             silence_s: seconds within which each service's start must make progress.
@@ -341,7 +339,7 @@ class LocalStack:
         return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
-        """Waits until every instance has joined every conductor that runs.
+        """Wait until every instance has joined every conductor that runs.
 
         Raises:
             Unavailable: an instance ended, or the time is over.
@@ -369,7 +367,7 @@ class LocalStack:
         return [service for service in self.services.values() if service.kind == "conductor"]
 
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        """Starts one service, replacing any earlier service with that id; does not wait for readiness."""
+        """Start one service, replacing any earlier service with that id; do not wait for readiness."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
         starts_engine = kind in OTHER_ROLE and self._real_engines
         service = ServiceProcess(
@@ -383,7 +381,7 @@ class LocalStack:
         return start_service
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
-        """Stops one member (by SIGTERM or SIGKILL), starts the same id again, and waits until the member has joined."""
+        """Stop one member (by SIGTERM or SIGKILL), start the same id again, and wait until the member has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)
@@ -391,7 +389,7 @@ class LocalStack:
         self.wait_joined(timeout_s)
 
     def spawn_again(self, service_id: str) -> ServiceProcess:
-        """Starts a service that has ended, without waiting: with the same arguments, or in the other role."""
+        """Start a service that has ended, without waiting: with the same arguments, or in the other role."""
         old = self.services[service_id]
         if old.returncode == EXIT_ROLE:
             kind = OTHER_ROLE[old.kind]
@@ -401,7 +399,7 @@ class LocalStack:
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
-        """Drains and stops everything, gateway and conductors first, so that no new request comes.
+        """Drain and stop everything, gateway and conductors first, so that no new request comes.
 
         Returns:
             Exit status by service id.
@@ -417,7 +415,7 @@ class LocalStack:
         return statuses
 
     def abort(self) -> None:
-        """Ends everything at once, also what is still starting."""
+        """End everything at once, also what is still starting."""
         for service in self.services.values():
             service.signal(signal.SIGTERM)
         deadline = time.monotonic() + ABORT_S

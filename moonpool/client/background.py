@@ -186,12 +186,12 @@ def blocking(
 def same_arguments(
     init: Callable[Concatenate[TargetT, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorates a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
+    """Decorate a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
 
-    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+    def decorate(blocking_init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            own(self, *args, **kwargs)
+            blocking_init(self, *args, **kwargs)
 
         return call
 

@@ -31,6 +31,7 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
 ]
+Response = TypeVar("Response", bound=Message)
 
 
 class ConductorTransport(Protocol):
@@ -156,9 +157,6 @@ async def _await_answer(
             if waiting.lost and not (task is not None and task.cancelling()):
                 raise NotConnected("the conductor does not answer") from None
             raise
-
-
-Response = TypeVar("Response", bound=Message)
 
 
 def moonpool_error(error: grpc.RpcError) -> MoonpoolError:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moonpool.base.kv.blocks import NO_PARENT
 from moonpool.base.kv.keys import BlockKey
-from moonpool.connectors.pages import PromptKeys, rank_key
+from moonpool.connectors.page_keys import PromptKeys, rank_key
 
 MAX_LOADS = 2
 """Loads of one request: a block that is found but cannot be loaded is not tried for ever."""

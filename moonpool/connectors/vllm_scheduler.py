@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from moonpool.base.checkpoint import resolve, weights_fingerprint
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.connectors.pages import TENANT_PARAM, PromptKeys, page_namespace, root_of
+from moonpool.connectors.page_keys import TENANT_PARAM, PromptKeys, page_namespace, root_of
 from moonpool.connectors.requests import BlockPlan, PooledRequest, RequestPlanner
 from moonpool.connectors.stores import EngineStores, PageSettings
 from moonpool.connectors.vllm_metrics import BREAKERS, NAMESPACE, ConnectorStats

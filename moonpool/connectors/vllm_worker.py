@@ -12,7 +12,7 @@ import torch
 from vllm.distributed import get_pp_group, get_tp_group
 
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.connectors.pages import rank_key
+from moonpool.connectors.page_keys import rank_key
 from moonpool.connectors.requests import BlockPlan
 from moonpool.connectors.stores import EngineStores, Page, PageSettings
 from moonpool.connectors.vllm_metrics import ConnectorStats

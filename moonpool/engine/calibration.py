@@ -30,6 +30,7 @@ LONGEST_STEP_S = 2.0
 """Sizes at least as large as a size that took longer are left out for the rest of the round."""
 MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
 """Tokens that the pool must hold for all sizes."""
+Coefficients = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,6 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     )
 
 
-Coefficients = tuple[float, float, float]
 Time = PrefillTime | DecodeTime
 
 

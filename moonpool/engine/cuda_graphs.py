@@ -38,6 +38,7 @@ _INT32 = ("context_lens", "block_tables", "slot_tables")
 """The other inputs are int64."""
 _ALIGNED = 128
 """Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,6 @@ class GraphCache:
     def failed(self, why: str) -> None:
         """A graph could not be captured."""
         self.stopped = why
-
-
-log = logging.getLogger(__name__)
 
 
 class _Inputs:

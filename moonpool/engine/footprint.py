@@ -22,6 +22,8 @@ from moonpool.base.families.spec import LayerSpec
 from moonpool.engine.calibration import LONG_TOKENS
 from moonpool.engine.messages import DeviceFootprint, EngineSpec
 
+MAX_GRAPH_BYTES = 512 << 20
+"""Device memory for all a stage's graphs."""
 LOGIT_ROWS = 64
 """Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
@@ -96,7 +98,7 @@ def lora_bytes(model: ModelConfig, engine: EngineSpec, layer_begin: int, layer_e
 
 
 def _products(model: ModelConfig, layer: LayerSpec) -> Iterator[tuple[int, int, int]]:
-    """Inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
+    """Yield inputs, outputs and number of projections of each product that takes adapters; at least what there is."""
     hidden, attention, latent = model.hidden_size, layer.attention, layer.attention.latent
     heads = attention.num_heads * attention.head_dim
     if (recurrent := layer.recurrent) is not None:
@@ -140,7 +142,7 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
 
 
 def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:
-    """Tokens of the longest sequence that a step has."""
+    """Return the tokens of the longest sequence that a step has."""
     return min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_size)
 
 
@@ -150,7 +152,7 @@ def max_rows(engine: EngineSpec) -> int:
 
 
 def _row_elements(model: ModelConfig) -> int:
-    """What a token's states take in a layer: hidden states, projections, attention's result, the inner layer's."""
+    """Return what a token takes in a layer: hidden states, projections, attention's result, the inner layer's."""
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     channels = max(layer.recurrent.channels if layer.recurrent else 0 for layer in model.decoder.layers)
     return 5 * model.hidden_size + 3 * heads + 2 * kv_heads + 2 * model.intermediate_size + 4 * channels
@@ -159,13 +161,16 @@ def _row_elements(model: ModelConfig) -> int:
 def _experts_bytes(model: ModelConfig, rows: int, element: int) -> int:
     """Return the rows gathered by expert, their inner layer, results; scores (`kernels/engine/experts.cpp`)."""
     found = [layer.feed_forward.experts for layer in model.decoder.layers if layer.feed_forward.experts is not None]
-    most = max((each.chosen * (model.hidden_size + max(each.inner, each.shared_inner)) for each in found), default=0)
-    scores = max((6 * each.count + 6 * each.chosen for each in found), default=0)
+    most = max(
+        (spec.chosen * (model.hidden_size + max(spec.inner, spec.shared_inner)) for spec in found),
+        default=0,
+    )
+    scores = max((6 * spec.count + 6 * spec.chosen for spec in found), default=0)
     return rows * (element * (most + 2 * model.hidden_size) + 4 * (model.hidden_size + scores)) if found else 0
 
 
 def _recurrent_bytes(model: ModelConfig, engine: EngineSpec) -> int:
-    """Recurrent states that a step overwrites, kept until it is over; those of one layer, and what a block takes."""
+    """Return the bytes of recurrent states: kept until the step is over, of one layer, and of what a block takes."""
     layers = [layer.recurrent for layer in model.decoder.layers if layer.recurrent is not None]
     if not layers:
         return 0
@@ -177,14 +182,14 @@ def _recurrent_bytes(model: ModelConfig, engine: EngineSpec) -> int:
 
 
 def _attention_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
-    """Keys and values as prefill arranges them, one head's at least; unfinished results of decode's splits."""
+    """Return the bytes of keys and values as prefill arranges them, and of unfinished results of decode's splits."""
     arranged = _ARRANGED_BYTES + longest * model.head_dim * 2 * 4
     splits = max_rows(engine) * (longest // _SPLIT_TOKENS + 1)
     return arranged + splits * model.num_heads * (model.head_dim + 64) * 4
 
 
 def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
-    """Rows of the widest product's inputs in float32; more at a time where one lot is too few tasks for the threads."""
+    """Return the bytes of the widest product's input rows; more where one lot is too few tasks for the threads."""
     fewest = min(model.hidden_size, 2 * model.num_kv_heads * model.head_dim)
     lots = max(1, 4 * threads * _PANEL // fewest)
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
@@ -198,7 +203,7 @@ def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
-    """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.torch_ops`)."""
+    """Return copies of the longest context in float32 and in the weights' type, and scores (`kernels.torch_ops`)."""
     context = longest * model.num_kv_heads * model.head_dim * 2
     return context * 8 + max_rows(engine) * longest * 4 + (64 << 20)
 
@@ -226,7 +231,7 @@ def release_memory() -> None:
 
 
 def resident_bytes(pid: int | str = "self", *, peak: bool = False) -> int:
-    """What a process holds in memory now, or held at most, shared parts included; 0 if the system does not say."""
+    """Return the bytes that a process holds now, or held at most, shared parts included; 0 if the system is silent."""
     name = "VmHWM:" if peak else "VmRSS:"
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -235,7 +240,3 @@ def resident_bytes(pid: int | str = "self", *, peak: bool = False) -> int:
     except OSError:
         pass
     return 0
-
-
-MAX_GRAPH_BYTES = 512 << 20
-"""Device memory for all a stage's graphs."""

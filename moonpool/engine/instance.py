@@ -36,9 +36,10 @@ from moonpool.base.transport.listener import LISTENER_METRICS, TransportListener
 from moonpool.base.transport.regions import SharedRegion
 from moonpool.base.transport.registry import open_transports
 from moonpool.base.transport.stream_spec import StreamSettings
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.interface import Engine
-from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
+from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -48,16 +49,6 @@ BESIDE_THREADS = 2
 """So that a long prompt that is read does not keep KV from landing."""
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
-__all__ = [
-    "EngineConfig",
-    "EngineService",
-    "EngineSetup",
-    "InstanceContext",
-    "StartEngine",
-    "engine_setup",
-    "run_instance",
-    "start_engine",
-]
 StartEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 """Starts an engine, as `start_engine` does."""
 log = get_logger(__name__)
@@ -253,7 +244,7 @@ async def run_instance(
 def _change_role(
     context: ProcessContext, kind: kv_pb2.InstanceKind.ValueType, wanted: kv_pb2.InstanceKind.ValueType
 ) -> None:
-    """Drains, and ends so that whoever has started this process starts the other one."""
+    """Drain, and end so that whoever has started this process starts the other one."""
     if wanted != kind and not context.stopping.is_set():
         log.info("changing its role", to=kv_pb2.InstanceKind.Name(wanted))
         context.exit_code = EXIT_ROLE

@@ -82,7 +82,7 @@ class Engine(Protocol):
         """
 
     async def fetch(self, blocks: Sequence[int]) -> None:
-        """Return when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
+        """Return once the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
 
         Full blocks, and a prompt's last block after the prompt's last step, are there without this call. No running
         step writes to them.

@@ -7,29 +7,6 @@ _ALL_LAYERS = 1 << 62
 """Above any layer."""
 
 
-class StepState:
-    """One step's state in three words, which native code reads without a lock. See `StepSignals`."""
-
-    def __init__(self, *, aborted: bool, highest: int, awaited: bool) -> None:
-        self._words = array("q", (aborted, highest, awaited))
-        self.address = self._words.buffer_info()[0]
-
-    def abort(self) -> None:
-        """Let no further layer run."""
-        self._words[0] = 1
-
-    def open(self, layer: int) -> None:
-        """Let this layer and all lower ones run."""
-        self._words[1] = max(layer, self._words[1])
-
-    def wait(self) -> None:
-        """Let the run return to Python after the step under way."""
-        self._words[2] = 1
-
-    def stopped(self, layer: int) -> bool:
-        return bool(self._words[0]) or self._words[1] < layer
-
-
 class KVGates:
     """Open gates, dropped sequences and aborts of steps that are not done. Steps are done in the order of their ids."""
 
@@ -50,7 +27,7 @@ class KVGates:
     def open(self, step_id: int, layer: int) -> None:
         """Open the gates for this layer and all lower layers. Ignored once the step is done."""
         with self._changed:
-            if self._is_done(step_id):
+            if self._is_done(step_id):  # late news: no thread waits for this step any more
                 return
             self._open[step_id] = max(layer, self._open.get(step_id, layer))
             if step_id in self._signals:
@@ -60,7 +37,7 @@ class KVGates:
     def abort(self, step_id: int) -> None:
         """Abort the step. Ignored once the step is done."""
         with self._changed:
-            if self._is_done(step_id):
+            if self._is_done(step_id):  # too late: the step's result stands
                 return
             self._abort(step_id)
             self._changed.notify_all()
@@ -75,7 +52,7 @@ class KVGates:
                 self._stopped.add(step_id)
                 if urgent:
                     self._urgent.add(step_id)
-                if step_id in self._signals:
+                if step_id in self._signals:  # a native call takes several steps (ADR 43): this word ends the call
                     self._signals[step_id].wait()
 
     def is_stopped(self, step_id: int) -> bool:
@@ -94,11 +71,11 @@ class KVGates:
             return frozenset(self._dropped.get(step_id, ()))
 
     def aborted(self, step_id: int) -> bool:
-        """Whether the step was aborted."""
+        """Tell whether the step was aborted."""
         return step_id in self._aborted  # one look-up: needs no lock
 
     def is_urgent(self, step_id: int) -> bool:
-        """Whether the step must not wait for others: the step was aborted, or the end is urgent."""
+        """Tell whether the step must not wait for others: the step was aborted, or the end is urgent."""
         return step_id in self._aborted or step_id in self._urgent
 
     def wait(self, step_id: int, layer: int, timeout_s: float) -> bool:
@@ -113,12 +90,14 @@ class KVGates:
             )
             if step_id not in self._aborted and self._open.get(step_id, layer - 1) >= layer:
                 return True
+            # The I/O process has stopped reporting: without a limit the stage would wait for ever (ADR 2).
             self._abort(step_id)
             return False
 
-    def signals(self, step_id: int, *, gated: bool) -> StepState:
+    def signals(self, step_id: int, *, gated: bool) -> "StepState":
         """Return words that the step may read until done, in place of `aborted` and, if gated, `wait`."""
         with self._changed:
+            # Gates open and aborts come also before the step begins, so the words start from what is known.
             highest = self._open.get(step_id, -1) if gated else _ALL_LAYERS
             aborted, awaited = step_id in self._aborted, step_id in self._stopped
             self._signals[step_id] = StepState(aborted=aborted, highest=highest, awaited=awaited)
@@ -142,3 +121,26 @@ class KVGates:
 
     def _is_done(self, step_id: int) -> bool:
         return self._done is not None and step_id <= self._done
+
+
+class StepState:
+    """One step's state in three words, which native code reads without a lock. See `StepSignals`."""
+
+    def __init__(self, *, aborted: bool, highest: int, awaited: bool) -> None:
+        self._words = array("q", (aborted, highest, awaited))
+        self.address = self._words.buffer_info()[0]
+
+    def abort(self) -> None:
+        """Let no further layer run."""
+        self._words[0] = 1
+
+    def open(self, layer: int) -> None:
+        """Let this layer and all lower ones run."""
+        self._words[1] = max(layer, self._words[1])
+
+    def wait(self) -> None:
+        """Let the run return to Python after the step under way."""
+        self._words[2] = 1
+
+    def stopped(self, layer: int) -> bool:
+        return bool(self._words[0]) or self._words[1] < layer

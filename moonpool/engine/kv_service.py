@@ -36,6 +36,7 @@ WRITE_BACK_TIMEOUT_S = 30.0
 LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
     Metric("lent_blocks", "Pool blocks kept while other instances read.", lambda lending: sum(1 for _ in lending), 0),
 )
+log = get_logger(__name__)
 
 
 class PoolCalls:
@@ -80,9 +81,6 @@ class PoolCalls:
         self._tell(event)
 
 
-log = get_logger(__name__)
-
-
 class PoolReads:
     """What other instances read here.
 
@@ -94,7 +92,7 @@ class PoolReads:
         carried_out: names of deletions that were carried out here.
 
     Attributes:
-        sessions: reads under way.
+        open_reads: reads under way.
         sent_bytes: so far.
     """
 
@@ -108,7 +106,7 @@ class PoolReads:
     ) -> None:
         self.context, self.closing, self.carried_out = context, closing, carried_out
         self.pool, self.namespace = context.engine.pool, context.setup.namespace
-        self.sessions = self.sent_bytes = 0
+        self.open_reads = self.sent_bytes = 0
         self._calls = calls
         self._manager = manager
         self._numbers = itertools.count(1)
@@ -129,12 +127,12 @@ class PoolReads:
         """Hold the leading blocks of `keys` that are here; see `LendBlocks`."""
         number = next(self._numbers)
         blocks = self._calls.lend(LendBlocks(number, tuple(keys), windows_from))
-        self.sessions += 1
+        self.open_reads += 1
         return PoolReadLease(number, keys[: len(blocks)], blocks, windows_from if len(blocks) == len(keys) else 0)
 
     def take_back(self, lease: "PoolReadLease") -> None:
         """Return a lease."""
-        self.sessions -= 1
+        self.open_reads -= 1
         self._calls.take_back(ReturnBlocks(lease.number))
 
     def suspect(self, key: BlockKey) -> None:
@@ -165,7 +163,7 @@ class PoolReads:
 
 
 READ_METRICS: tuple[Metric[PoolReads], ...] = (
-    Metric("peer_reads", "Open reads of other instances.", lambda reads: reads.sessions, 0),
+    Metric("peer_reads", "Open reads of other instances.", lambda reads: reads.open_reads, 0),
     Metric(
         "read_credits_out_bytes",
         "Bytes sent to reading instances with credits not yet returned.",
@@ -293,10 +291,10 @@ class KVDeletion:
             self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
             ending |= {name: self._ending[name] for name in chosen if name in self._ending}
             await asyncio.sleep(0)
-        blocks = sum(each.blocks for each in ending.values())
+        blocks = sum(deletion.blocks for deletion in ending.values())
         if ttl_s:
             blocks += self._from_pool(KVSelection(), ttl_s)
-        writes = {job for each in ending.values() for job in each.writes}
+        writes = {write for deletion in ending.values() for write in deletion.writes}
         if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
             raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
         for name in ending:

@@ -7,8 +7,8 @@ from moonpool.base.scheduling.steps import LayerDone, Step
 from moonpool.engine.cuda_graphs import GraphShape
 from moonpool.engine.kv_gate import StepState
 from moonpool.engine.models.batch import PackedBatch
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_step import Progress
-from moonpool.engine.models.stage import in_inference_mode
 from moonpool.engine.run_mode import RunMode
 from moonpool.engine.step_run import StepRun, StepStart
 from moonpool.engine.step_sampler import StepOutput, StepSampler
@@ -103,13 +103,13 @@ class LayerRun(RunMode):
                 return False
             start_ns = time.monotonic_ns()
             last = layer + 1 if signals is None and model.by_layers else end
-            for each in range(layer, last):
-                platform.memory.prepare_layer(each)
+            for number in range(layer, last):
+                platform.memory.prepare_layer(number)
             platform.stream.run(partial(self._compute_layers, layer, last, run, signals, progress))
             came = last if signals is None else run.layer
-            for each in range(layer, came) if progress is None else ():
-                report = partial(self._layer_done, step.step_id, each, start_ns) if step.layer_events else None
-                platform.memory.finish_layer(each, report)
+            for number in range(layer, came) if progress is None else ():
+                report = partial(self._layer_done, step.step_id, number, start_ns) if step.layer_events else None
+                platform.memory.finish_layer(number, report)
             layer = came
         return True
 

@@ -18,8 +18,8 @@ from moonpool.engine.messages import (
     LoraAnswer,
     WorkerFailed,
 )
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.lora import load_lora
-from moonpool.engine.models.stage import in_inference_mode
 from moonpool.engine.native_run import NativeRun
 from moonpool.engine.run_mode import RunMode, StageParts
 from moonpool.engine.step_run import StepRun, StepStart

@@ -31,11 +31,11 @@ class Links(Protocol):
     """A stage's neighbours."""
 
     def receive(self, step_id: int, rows: int) -> Tensor | None:
-        """Hidden states [rows, hidden] of a step from the stage before, or None when the step was aborted there."""
+        """Return hidden states [rows, hidden] of a step from the stage before; None if the step was aborted there."""
         ...
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
-        """A step's hidden states, or None for an aborted step, to the stage after. Must not be changed any more."""
+        """Send a step's hidden states, or None for an aborted step, to the stage after. They must not change."""
         ...
 
     def flush(self) -> None:
@@ -44,10 +44,9 @@ class Links(Protocol):
 
 
 class NoLinks:
-    """Of a single stage."""
+    """The neighbours of a single stage: none."""
 
     def receive(self, step_id: int, rows: int) -> Tensor | None:
-        """There is no stage before."""
         raise AssertionError("a first stage receives nothing")
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
@@ -58,7 +57,7 @@ class NoLinks:
 
 
 class StageLinks:
-    """Neighbours in a process chain on one host.
+    """The neighbours of a stage in a chain of processes on one host.
 
     A stage may run ahead of the next stage by `outstanding` steps, with as many sends under way.
     """
@@ -118,7 +117,7 @@ class StageLinks:
         self.flush()
 
     def receive(self, step_id: int, rows: int) -> Tensor | None:
-        """Hidden states of a step from the stage before.
+        """Return hidden states of a step from the stage before.
 
         Raises:
             Internal: The stage before sent another step or shape: the stages have lost each other.
@@ -130,7 +129,7 @@ class StageLinks:
         sent_step, sent_rows = status.tolist()
         if sent_step != step_id or sent_rows not in (rows, _ABORTED):
             raise Internal(f"expected step {step_id} with {rows} rows, stage before sent {sent_step} with {sent_rows}")
-        if sent_rows == _ABORTED:
+        if sent_rows == _ABORTED:  # no tensor follows
             return None
         hidden = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
         with self._heard(f"stage {self._stage - 1}", step_id):
@@ -145,8 +144,9 @@ class StageLinks:
         """
         if self._stage + 1 == self._stages:
             return
-        while len(self._under_way) >= self._outstanding:
+        while len(self._under_way) >= self._outstanding:  # each send keeps its tensors in memory
             self._wait_oldest()
+        # One status word for each step, also for an aborted one: else the next stage would wait without end (ADR 2).
         status = torch.tensor([step_id, _ABORTED if hidden is None else hidden.shape[0]], dtype=torch.int64)
         tensors = [status] if hidden is None else [status, hidden.to(self._device).contiguous()]
         with self._heard(f"stage {self._stage + 1}", step_id):

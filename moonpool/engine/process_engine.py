@@ -231,7 +231,7 @@ class ProcessEngine:
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
         """
-        if not self._spec.sized:
+        if not self._spec.sized:  # only a stage's process sees how much room the device has beside the weights
             rooms = await self._of_all(StageRoom, listener)
             config = load_config(Path(self._spec.checkpoint), self._spec.model_impl)
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
@@ -314,7 +314,7 @@ class ProcessEngine:
             while True:
                 self._handle(worker, await worker.channel.receive())
         except ChannelClosed:
-            if not self._closing:
+            if not self._closing:  # a stage that was told to end closes the channel, too
                 self._fail(await self._death_of(worker))
         except Exception as error:  # an unreadable message leaves the stages in an unknown state
             self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
@@ -331,7 +331,7 @@ class ProcessEngine:
             self._answered(message, str(worker))
             return
         flight = self._flights.get(message.step_id)
-        if flight is None:
+        if flight is None:  # the engine has failed meanwhile, and the caller has been told
             return
         if isinstance(message, LayerDone):
             flight.report(message)
@@ -405,7 +405,7 @@ class ProcessEngine:
         self._closing = True
         try:
             if not self._failed.done():
-                for step_id in self._flights:
+                for step_id in self._flights:  # a step may stand at a KV gate, for many seconds
                     self.abort(step_id)
                 self._send(Shutdown())
                 async with asyncio.timeout(_SHUTDOWN_S):

@@ -4,14 +4,12 @@ import dataclasses
 import importlib.util
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from blake3 import blake3
-from pydantic import Field
 
 from moonpool.base.checkpoint import (
     ModelConfig,
-    ModelImpl,
     config_hash,
     held_quantization,
     inspect_checkpoint,
@@ -24,21 +22,20 @@ from moonpool.base.checkpoint import (
 )
 from moonpool.base.checkpoint.named_models import cache_folder
 from moonpool.base.checkpoint.tensor_info import Quantization
-from moonpool.base.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
+from moonpool.base.config import ENGINE_PACKAGES
 from moonpool.base.errors import ConfigError, InvalidRequest
 from moonpool.base.kv.keys import namespace
-from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
+from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.memory import available_bytes
-from moonpool.base.runtime.driver import CoreServiceConfig
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import draw_bits
 from moonpool.base.scheduling.steps import STEP_TOKENS
-from moonpool.base.transport.config import TransportConfig
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
 from moonpool.engine.memory_estimate import estimated_memory
-from moonpool.engine.messages import WRITE_BACK_SHARE, EngineSpec
-from moonpool.engine.platforms.registry import DEVICE_USAGE, MEMORY_SHARE, stage_devices
+from moonpool.engine.messages import EngineSpec
+from moonpool.engine.platforms.registry import stage_devices
 from moonpool.engine.request import IncomingRequest
 from moonpool.v1 import conductor_pb2, kv_pb2
 
@@ -46,196 +43,6 @@ WEIGHTS_NAME = 32
 """Characters of a fingerprint in the name of a file with mapped weights."""
 DEFAULT_KV_BYTES = 256 << 20
 """Bytes of the KV pool, by default."""
-
-
-class EngineConfig(CoreServiceConfig, TransportConfig):
-    """Flags that prefill and decode share."""
-
-    flag_groups: ClassVar = {
-        "cluster": ("conductor",),
-        "model": ("model", "dtype", "max_model_len", "max_loras"),
-        "KV cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes"),
-        "compute": ("device", "threads", "engine"),
-    }
-    conductor: PeerAddresses = Field(
-        min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
-    )
-    engine: str = Field(
-        "real",
-        description=f"'real', or '{SCHEME}PROFILE' to emulate compute: steps take the time that a profile (bundled "
-        "name or path of a YAML file) gives, everything else is real; see docs/emulation.md",
-    )
-    time_scale: float = Field(
-        0.0, ge=0.0, description="seconds of the emulated profile that pass in one second; 0 = the profile's own"
-    )
-    emulated_jitter: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description="largest share by which an emulated step is longer or shorter, drawn at random",
-    )
-    emulated_speed_error: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description=(
-            "largest share by which this emulated instance is slower or quicker than the profile, drawn once; the "
-            "conductor does not know"
-        ),
-    )
-    emulated_slowdown: float = Field(
-        0.0,
-        ge=0.0,
-        description="factor by which emulated steps take longer between the signals SIGUSR1 and SIGUSR2; the "
-        "conductor does not know. 0 = these signals are not handled",
-    )
-    emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
-    profile: str = Field(
-        "",
-        description=(
-            "profile that `moonpool calibrate` wrote for this machine and model; at join, the profile's speeds are "
-            "reported instead of those of a few steps timed at start, and then follow measurements"
-        ),
-    )
-    model: str = Field(description="the checkpoint's folder, GGUF file, or Hugging Face hub id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="element type of weights, and of KV unless --kv-cache-dtype says otherwise; "
-        "auto = the checkpoint's own",
-    )
-    model_impl: ModelImpl = Field(
-        "auto",
-        description="what computes the model: moonpool = a family of Moonpool, and refuse other architectures; "
-        "transformers = transformers' own code, slowly; auto = a family if there is one, else transformers "
-        "(docs/models.md); the same on all instances",
-    )
-    quantization: Quantization = Field(
-        "auto",
-        description="auto = quantised weights keep the file's codes if the numbers stay the same, on a CPU; file = "
-        "also on a GPU; int8 or int4 = weights are packed so at load, the output head in "
-        "8 bits: less memory, more tokens a second, slightly other answers (docs/models.md); none = all weights in "
-        "--dtype; the same on all instances",
-    )
-    imatrix: str = Field(
-        "",
-        description="file of llama.cpp's llama-imatrix for this model: quantization=int4 errs least where inputs are "
-        "large; the same on all instances",
-    )
-    mmap_weights: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="on = weights lie in a file in the cache folder that is mapped, so that the system drops parts of "
-        "them where memory is short, and reads them again: a model larger than memory runs, slowly; auto = on if the "
-        "engine does not fit into the free memory; CPUs only",
-    )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
-        "auto",
-        description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
-        "change answers a little (docs/kernels.md); the same on all instances; auto = as the weights",
-    )
-    block_size: int = Field(
-        DEFAULT_BLOCK_SIZE, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances"
-    )
-    kv_cache_memory_bytes: ByteSize = Field(
-        0,
-        ge=0,
-        description=(
-            "bytes of the KV pool; 0 = on a GPU the memory that gpu_memory_utilization leaves beside weights and "
-            "steps, on a CPU 256 MiB, emulated the memory that the profile's hardware holds beside the weights"
-        ),
-    )
-    gpu_memory_utilization: float = Field(
-        MEMORY_SHARE,
-        gt=0,
-        le=1,
-        description=(
-            "share of a GPU's memory that this engine takes, and of the host's free memory for KV, if "
-            "kv_cache_memory_bytes and blocks are 0; engines that share a GPU need shares that add up to less than "
-            "1"
-        ),
-    )
-    blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
-    threads: int = Field(
-        0,
-        ge=0,
-        description="compute threads of each engine process at most; 0 = all cores where engines lend them to each "
-        "other, else an equal part for each stage",
-    )
-    core_share: int = Field(
-        1,
-        ge=0,
-        description="share of the host's cores while other engines compute too, relative to theirs; an engine that "
-        "computes alone has all cores; 0 = cores are not lent",
-    )
-    core_page: str = Field(
-        "", description="file by which this host's engines lend each other cores; empty = one in memory"
-    )
-    deterministic: bool = Field(
-        False,
-        description="results of a sequence do not depend on what else is in a step: fixed shapes and tiles, slower "
-        "(docs/kernels.md)",
-    )
-    device: str = Field(
-        "cpu",
-        description=f"where the engine computes: {DEVICE_USAGE}. Further stages use the next devices, or those "
-        "that you name: cuda:0,cuda:0",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed; off = kernels are "
-        "launched one by one",
-    )
-    int8_head: Literal["auto", "off"] = Field(
-        "auto",
-        description=(
-            "auto = a decode engine on a CPU also holds the output head as bytes, which finds the same greedy "
-            "tokens for up to three sequences with fewer memory reads; off = the head is held once"
-        ),
-    )
-    max_loras: int = Field(
-        0,
-        ge=0,
-        description="LoRA adapters that the engine holds at the same time, and that requests may ask for; memory is "
-        "counted for so many of the largest rank; 0 = none (docs/lora.md)",
-    )
-    max_lora_rank: int = Field(16, ge=1, description="largest rank of a LoRA adapter")
-    max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
-    link_bytes_per_s: ByteRate = Field(
-        0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
-    )
-    write_back_blocks: int = Field(
-        0, ge=0, description="blocks held for write-back to the kvstore at most; 0 = a quarter of the pool"
-    )
-    either_role: bool = Field(
-        False,
-        description=(
-            "a conductor may order this instance to change between prefill and decode: the instance drains and "
-            "exits with status 10, and the supervisor starts the other service under the same id"
-        ),
-    )
-    start_timeout_s: float = Field(
-        180.0,
-        gt=0.0,
-        description="seconds in which the engine's start must go on: a file compiled, a layer loaded, a step measured",
-    )
-
-    @property
-    def most_step_tokens(self) -> int:
-        """Tokens of the largest step that the engine is given; 0 = as many as suit the device."""
-        return STEP_TOKENS
-
-    @property
-    def most_decoded(self) -> int:
-        """Sequences of the largest decode step; 0 where there are no such steps."""
-        return 0
-
-    @property
-    def link_rate(self) -> float | None:
-        """The link's rate in `Link`'s form: None = unlimited, or the emulated profile's."""
-        return self.link_bytes_per_s or None
-
-    def write_back_limit(self, blocks: int) -> int:
-        """Most blocks held for write-back, in a pool with `blocks` blocks."""
-        return self.write_back_blocks or max(1, blocks // WRITE_BACK_SHARE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,7 +69,7 @@ class EngineSetup:
         return self.spec.layout
 
     def incoming(self, spec: kv_pb2.SequenceSpec) -> IncomingRequest:
-        """A request checked against what is served; raises as `IncomingRequest.from_proto`."""
+        """Check a request against what is served; raises as `IncomingRequest.from_proto`."""
         if self.spec.emulated is not None:
             _check_emulated(spec.sampling)
         return IncomingRequest.from_proto(
@@ -280,7 +87,7 @@ class EngineSetup:
 
 
 def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False) -> EngineSetup:
-    """Reads the checkpoint's description and decides dtype, layout, pool and namespace.
+    """Read the checkpoint's description and decide dtype, layout, pool and namespace.
 
     Blocks as long as hashing the weights takes: call this in a thread.
 
@@ -346,12 +153,12 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
 
 
 def weights_folder() -> Path:
-    """The folder for files that hold mapped weights."""
+    """Return the folder for files that hold mapped weights."""
     return cache_folder().parent / "weights"
 
 
 def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec) -> bool:
-    """Whether the weights lie in a file that is mapped."""
+    """Tell whether the weights lie in a file that is mapped."""
     if config.mmap_weights != "auto":
         return config.mmap_weights == "on"
     how: Any = {"quantization": spec.quantization, "model_impl": spec.model_impl}
@@ -360,10 +167,10 @@ def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec) -> bool:
 
 
 def check_engine_installed() -> None:
-    """Sees that the packages with which engines compute are installed.
+    """Check that the packages with which engines compute are installed.
 
     Raises:
-        ConfigError: one is not; says how to install the missing package.
+        ConfigError: a package is missing; says how to install the package.
     """
     for package in ENGINE_PACKAGES:
         if importlib.util.find_spec(package) is None:
@@ -375,14 +182,14 @@ def check_engine_installed() -> None:
 
 
 def _quantization(config: EngineConfig, folder: Path, model: ModelConfig, *, on_cpu: bool) -> Quantization:
-    """How weights are held; "auto" is for CPUs, as GPUs dequantise packed weights for each product."""
+    """Return how weights are held; "auto" is for CPUs, as GPUs dequantise packed weights for each product."""
     if config.quantization == "auto" and not on_cpu:
         return "none"
     return held_quantization(folder, model, config.quantization)
 
 
 def _imatrix(config: EngineConfig) -> str:
-    """The importance matrix's path, or "".
+    """Return the importance matrix's path, or "".
 
     Raises:
         ConfigError: there is no such file, or weights are not packed by importance.
@@ -395,7 +202,7 @@ def _imatrix(config: EngineConfig) -> str:
 
 
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
-    """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
+    """Return the fingerprint of what computes KV: weights, their packing, and their type if the layout is silent."""
     if spec.quantization != "none":
         importance = blake3(Path(spec.imatrix).read_bytes()).digest() if spec.imatrix else b""
         kind = "auto" if spec.quantization == "file" else spec.quantization
@@ -407,7 +214,7 @@ def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
 
 
 def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
-    """The speeds of a calibration; None without one.
+    """Return the speeds of a calibration; None without a profile.
 
     Raises:
         ConfigError: the profile is missing, or belongs to another model or another KV type.
@@ -430,7 +237,7 @@ def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
 def _emulated_setup(
     config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
 ) -> EngineSetup:
-    """The checkpoint lends name and tokens; KV and lengths are the profile's."""
+    """Take name and tokens from the checkpoint, KV and lengths from the profile."""
     profile = emulated.profile
     if config.profile:
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
@@ -485,7 +292,7 @@ def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, 
 
 
 def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int, longest: int) -> int:
-    """`default_bytes` 0: no blocks, where no setting says how many."""
+    """Return the pool's blocks; with `default_bytes` 0, none where no setting says how many."""
     kv_bytes = config.kv_cache_memory_bytes or default_bytes
     blocks = config.blocks or layout.blocks_in(kv_bytes, config.most_step_tokens or STEP_TOKENS, longest)
     if blocks < 1 and kv_bytes:

@@ -325,7 +325,7 @@ class _MaskRow:
 
     def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
         """Return the mask that is wanted after these steps' tokens."""
-        tokens = array("i", [each[self.index] for each in later])
+        tokens = array("i", [tokens_of_step[self.index] for tokens_of_step in later])
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
     def leads_to(self, wanted: MaskRequest) -> bool:

@@ -19,7 +19,8 @@ from moonpool.engine.kernels.triton.tiles import limits_of
 from moonpool.engine.kernels.triton.variants import AttentionShape, BatchShape
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.model_runner import StageRunner
-from moonpool.engine.models.stage import StageModel, in_inference_mode
+from moonpool.engine.models.inference_mode import in_inference_mode
+from moonpool.engine.models.stage import StageModel
 
 _PROMPT = 16
 """Tokens in the prompts whose next token is sampled."""

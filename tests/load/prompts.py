@@ -9,7 +9,8 @@ from moonpool.base.checkpoint import load_config
 from moonpool.base.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.base.kv.keys import chain_root as root_of
 from moonpool.cli.load_generator.prompts import PromptShape, PromptSource
-from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
+from moonpool.engine.config import EngineConfig
+from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.simulator.traces.mooncake import TraceRequest
 from moonpool.v1 import kv_pb2
 

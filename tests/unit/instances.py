@@ -22,6 +22,7 @@ from moonpool.base.telemetry.metrics import restless
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.base.transport.flow_control import EgressLink
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.service import DecodeInstance
@@ -31,7 +32,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.service import PrefillInstance
 from moonpool.engine.prefill.service import contract as prefill_contract
-from moonpool.engine.setup import EngineConfig, EngineSetup
+from moonpool.engine.setup import EngineSetup
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -177,19 +178,19 @@ async def _beside(executor: Executor | None) -> AsyncIterator[ThreadOffload]:
 
 
 @asynccontextmanager
-async def _running(it: Instance, contract: Any, ended: Callable[[], None]) -> AsyncIterator[RunningServer]:
+async def _running(running: Instance, contract: Any, ended: Callable[[], None]) -> AsyncIterator[RunningServer]:
     """Work and server, as `run_instance` has them; death by engine or core is remembered, not raised."""
 
     async def run() -> None:
         try:
-            await it.service.run()
+            await running.service.run()
         except (Unavailable, Internal) as error:
-            it.death = error
+            running.death = error
         finally:
             ended()
 
     async with serving("127.0.0.1:0", [contract], grace_s=1.0) as server:
-        it.instance.address = server.address
+        running.instance.address = server.address
         task = asyncio.ensure_future(run())
         await asyncio.sleep(0)
         try:
@@ -216,13 +217,13 @@ async def decoding(
     instance = kv_pb2.Instance(id="decode-0", epoch=epoch, kind=kv_pb2.INSTANCE_KIND_DECODE)
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
-        it = Decode(None, engine, instance, channels)
-        it.service = DecodeInstance(
+        decode = Decode(None, engine, instance, channels)
+        decode.service = DecodeInstance(
             _parts(
                 engine,
                 channels,
                 instance,
-                it.notify,
+                decode.notify,
                 spans=recorder,
                 max_tokens=max_tokens,
                 config=config,
@@ -231,10 +232,13 @@ async def decoding(
             config,
             draft_model,
         )
-        async with it.service.listener.running(config), _running(it, decode_contract(it.service), it.changed.set):
-            yield it
-            if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
-                await it.rest()
+        async with (
+            decode.service.listener.running(config),
+            _running(decode, decode_contract(decode.service), decode.changed.set),
+        ):
+            yield decode
+            if not isinstance(decode.death, Internal):  # a core that has failed gives nothing back
+                await decode.rest()
         recorder.close()
         engine.pool.close()
 
@@ -262,12 +266,17 @@ async def prefilling(
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         engine.speeds = replace(engine.speeds, prefill_per_token_s=token_s)
-        it = Prefill(None, engine, instance, channels)
-        parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config, beside=beside)
-        it.service = PrefillInstance(parts, config)
-        async with parts.listener.running(config), _running(it, prefill_contract(it.service), it.changed.set):
-            yield it
-            if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
-                await it.rest()
+        prefill = Prefill(None, engine, instance, channels)
+        parts = _parts(
+            engine, channels, instance, prefill.notify, rate=rate, spans=recorder, config=config, beside=beside
+        )
+        prefill.service = PrefillInstance(parts, config)
+        async with (
+            parts.listener.running(config),
+            _running(prefill, prefill_contract(prefill.service), prefill.changed.set),
+        ):
+            yield prefill
+            if not isinstance(prefill.death, Internal):  # a core that has failed gives nothing back
+                await prefill.rest()
         recorder.close()
         engine.pool.close()

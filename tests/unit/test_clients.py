@@ -16,7 +16,9 @@ from tests.clients.scripted import COMMAND, DONE, FINISH, SEARCH_REPLACE, says
 def test_the_table_lists_every_program_at_its_version() -> None:
     page = PAGE.read_text(encoding="utf-8")
     listed = listed_cells(page)
-    assert {name: version for name, (version, _) in listed.items()} == {it.name: it.version for it in programs()}
+    assert {name: version for name, (version, _) in listed.items()} == {
+        program.name: program.version for program in programs()
+    }
     assert all(cells for _, cells in listed.values())
     assert with_cells(page, {}) == page
 

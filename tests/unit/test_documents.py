@@ -58,7 +58,7 @@ ALL_LINES = [where for document in DOCUMENTS for where in lines(document)]
 
 def options(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
     """Every verb below a command of Typer, with its flags."""
-    yield name, {one for its in command.params for one in (*its.opts, *its.secondary_opts)} | {"--help"}
+    yield name, {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     for verb in command.list_commands(None) if hasattr(command, "list_commands") else ():
         yield from options(command.get_command(None, verb), f"{name} {verb}".strip())
 

@@ -17,7 +17,7 @@ from tools.decisions.corpus import compare, record
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="tools.decisions", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     recording = verbs.add_parser("record", help="run the scenarios and walks, and write what cores decide")

@@ -23,7 +23,7 @@ _CLASS = re.compile(r"#(\d+)")
 
 
 def record(out: Path, only: str, seeds: int, walks: int, jobs: int) -> int:
-    """Runs every scenario with `only` in the name."""
+    """Run every scenario with `only` in the name."""
     out.mkdir(parents=True, exist_ok=True)
     names = [name for name in (*SCENARIOS, *(f"walk-{name}" for name in machines())) if only in name]
     todo = [(name, seed) for name in names for seed in range(1, seeds + 1)]
@@ -55,14 +55,14 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"{name}.txt.gz"
 
 
-def compare(one: Path, other: Path, *, loose: bool) -> int:
-    """Shows the first pair of each recording that is not the same in both; some may be missing in the second folder."""
-    before, after = (json.loads((folder / DIGESTS).read_text(encoding="utf-8")) for folder in (one, other))
+def compare(first: Path, second: Path, *, loose: bool) -> int:
+    """Show the first pair of each recording that is not the same in both; some may be missing in the second folder."""
+    before, after = (json.loads((folder / DIGESTS).read_text(encoding="utf-8")) for folder in (first, second))
     both = [name for name in after if name in before]
-    different = [name for name in both if not _same(name, (one, other), (before[name], after[name]), loose=loose)]
+    different = [name for name in both if not _same(name, (first, second), (before[name], after[name]), loose=loose)]
     print(f"{len(both) - len(different)} of {len(both)} recordings are the same")
     if len(both) < max(len(before), len(after)):
-        print(f"{len(before) - len(both)} are in {one} only, {len(after) - len(both)} in {other} only")
+        print(f"{len(before) - len(both)} are in {first} only, {len(after) - len(both)} in {second} only")
     return 1 if different or len(both) < len(after) else 0
 
 

@@ -44,7 +44,7 @@ def machines() -> dict[str, Any]:
     from moonpool.kvstore.eviction.policies import POLICIES
     from tests.unit.conductor.core.test_scheduler_machine import RequestMachine
     from tests.unit.engine.decode.core.test_scheduler import DecodeMachine
-    from tests.unit.engine.prefill.test_core_scheduler import PrefillMachine
+    from tests.unit.engine.prefill.core.test_scheduler import PrefillMachine
     from tests.unit.kvstore.core.test_machine import StoreMachine
     from tests.unit.kvstore.eviction.test_machine import PolicyMachine
 

@@ -45,7 +45,7 @@ class Recorder:
         self._wrong: list[str] = []
 
     def pair(self, who: str, event: str, actions: Sequence[object], due: object = None) -> None:
-        """Takes an event, rendered before the core handled the event."""
+        """Take an event, rendered before the core handled the event."""
         text = self._canon.text
         lines = [f"{who} {event}", *(f"  > {text(action)}" for action in actions), f"  = {text(due)}\n"]
         data = "\n".join(lines).encode()

@@ -14,7 +14,7 @@ from tools.gpu_check.where import DEVICES
 
 
 def main() -> int:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="tools.gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the results")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="staged: a CPU that behaves like a GPU")

@@ -67,7 +67,7 @@ def _normal(name: str) -> str:
 
 
 def main() -> int:
-    """Reads the command line; returns 1 if pip fails or too much would travel."""
+    """Read the command line; return 1 if pip fails or too much would travel."""
     parser = argparse.ArgumentParser(prog="tools.gpu_check.carry", description=__doc__)
     parser.add_argument("--into", type=Path, required=True, help="folder of the wheels; emptied of older ones")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ class HostTime:
     def watch(self, owner: type, method: str, part: str) -> None:
         """Count a method of a class as a part; a class is watched once."""
         plain: Callable[..., Any] = getattr(owner, method)
-        if (owner, method) in [(it[0], it[1]) for it in self._restore]:
+        if (owner, method) in [(watched, name) for watched, name, _ in self._restore]:
             return
 
         def timed(*args: Any, **kwargs: Any) -> Any:

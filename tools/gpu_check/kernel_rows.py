@@ -192,7 +192,7 @@ def write_row(on: On, shape: Shape, tokens: int) -> Row:
 
 
 def copy_row(on: On, shape: Shape, blocks: int) -> Row:
-    """Copies blocks in every layer of a pool."""
+    """Copy blocks in every layer of a pool."""
     pool = torch.stack([shape.pool(2 * blocks, on.device) for _ in range(shape.layers)])
     source, target = torch.randperm(2 * blocks, device=on.device).view(2, blocks)
     name = f"GPU block copy, {shape}, {blocks} blocks of {shape.layers} layers"

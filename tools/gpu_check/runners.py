@@ -15,8 +15,9 @@ from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import StageDone, StageEvent
 from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.loader import load_stage
-from moonpool.engine.models.stage import StageModel, in_inference_mode
+from moonpool.engine.models.stage import StageModel
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.platforms.base import Device
 from moonpool.engine.platforms.registry import DeviceName

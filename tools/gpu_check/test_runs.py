@@ -51,7 +51,10 @@ def run_tests(wanted: Mapping[str, PytestRun], figures: Figures) -> None:
         CheckError: a test failed, no test passed in a run, or pytest itself failed.
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-tests-") as folder:
-        runs = {name: _Running(it, Path(folder) / str(number)) for number, (name, it) in enumerate(wanted.items())}
+        runs = {
+            name: _Running(wanted_run, Path(folder) / str(number))
+            for number, (name, wanted_run) in enumerate(wanted.items())
+        }
         try:
             errors = [running.end(name, figures) for name, running in runs.items()]
         finally:

@@ -32,6 +32,9 @@ DIRECT_TRANSPORTS = ("local", "tcp", "tls")
 """Transports that can carry direct connections."""
 REOPEN_AFTER_S = 10.0
 """Seconds between two attempts to open a direct connection for one kind and size, which may break each time."""
+DirectT = TypeVar("DirectT", BlockingReader, BlockingWriter)
+_DirectFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], DirectT]]
+"""A stream, and the function that makes a reader or writer from the stream's connection."""
 
 
 class BlockingKVConnection(KVConnection):
@@ -133,9 +136,6 @@ def _offset_index(function: Callable[..., Any], first: int) -> Callable[..., Any
     return function if not first else lambda layer, index, *rest: function(layer, first + index, *rest)
 
 
-DirectT = TypeVar("DirectT", BlockingReader, BlockingWriter)
-
-
 @dataclass(slots=True, eq=False)
 class _OpenDirect(Generic[DirectT]):
     """An open direct connection, and the connection's stream.
@@ -151,10 +151,6 @@ class _OpenDirect(Generic[DirectT]):
     stream: BlockingStream[Any, Any]
     again_at: float
     used: int
-
-
-_DirectFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], DirectT]]
-"""A stream, and the function that makes a reader or writer from the stream's connection."""
 
 
 class _DirectTable(Generic[DirectT]):

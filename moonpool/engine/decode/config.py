@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from moonpool.base.config import ByteSize, stated
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.core.settings import DecodeSettings, Preemption
-from moonpool.engine.setup import EngineConfig
 
 
 class DecodeConfig(EngineConfig):

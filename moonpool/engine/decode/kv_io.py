@@ -12,6 +12,7 @@ from moonpool.engine.decode.live_requests import LiveRequest, LiveSequence
 from moonpool.engine.instance import ExecutorParts
 
 _SwappedBlock = list[tuple[bytes, int] | None]  # a slice and its hash for each layer, None if the block lacks the slice
+log = get_logger(__name__)
 
 
 class SwapSpace:
@@ -46,9 +47,6 @@ class SwapSpace:
     def _read(self, layer: int, block: int) -> tuple[bytes, int] | None:
         found = self._pool.find(layer, block)  # a slot that no request needs may be taken meanwhile
         return None if found is None else (bytes(found[0]), found[1])
-
-
-log = get_logger(__name__)
 
 
 class BlockIo:

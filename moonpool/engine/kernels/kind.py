@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+Position = TypeVar("Position", int, Tensor)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionKind:
@@ -49,9 +51,6 @@ class AttentionKind:
         else:
             sinks = self.sinks.view(-1, scores.shape[1] // repeats)[heads].repeat(1, repeats)
         return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)[..., None]), dim=-1), dim=-1)[..., :-1]
-
-
-Position = TypeVar("Position", int, Tensor)
 
 
 def first_seen(position: Position, window: int, *, chunked: bool) -> Position:

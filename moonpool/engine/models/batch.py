@@ -27,46 +27,6 @@ LayersScales = Tensor | Sequence[Tensor | None]
 """Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_size] float32."""
 
 
-class BatchLoras:
-    """The LoRA adapters of a batch's rows.
-
-    Attributes:
-        adapted: each adapter, a `moonpool.engine.models.lora.StageLora`, with its rows [n] int64; None: all rows.
-        base: rows without an adapter; None: no row.
-        layers: by index in the model, what the adapters make of a layer's weights.
-        native: what native layers take, by the first of them (`moonpool.engine.models.native_step`).
-    """
-
-    def __init__(self, of: Sequence[Any], query_start: Sequence[int], device: torch.device | str) -> None:
-        """Make the adapters of a batch on `device`.
-
-        Args:
-            of: each sequence's adapter; None: the base model alone. At least one has an adapter.
-            query_start: as `PackedBatch.query_start`.
-            device: where the batch is.
-        """
-        self._of = of
-        found: dict[bytes, tuple[Any, list[int]]] = {}
-        for lora, (begin, end) in zip(of, pairwise(query_start), strict=True):
-            found.setdefault(lora.id if lora else b"", (lora, []))[1].extend(range(begin, end))
-        rows = {
-            key: None if len(found) == 1 else torch.tensor(numbers, device=device)
-            for key, (_, numbers) in found.items()
-        }
-        self.base = rows.get(b"")
-        self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
-        self.layers: dict[int, Any] = {}
-        self.native: dict[int, Any] = {}
-
-    def of_steps(self) -> BatchLoras:
-        """Return the adapters of a batch with one row for each sequence, on a CPU."""
-        return BatchLoras(self._of, range(len(self._of) + 1), "cpu")
-
-    def to(self, query_start: Tensor, device: torch.device | str) -> BatchLoras:
-        """Return the same for the batch on another device."""
-        return BatchLoras(self._of, query_start.tolist(), device)
-
-
 @dataclass(slots=True)
 class PackedBatch:
     """S sequences' tokens, one after the other: T rows in all.
@@ -213,6 +173,46 @@ class PackedBatch:
         batch = PackedBatch.build(parts, self.block_size, slot_of=self.slot_of)
         batch.loras = None if self.loras is None else self.loras.of_steps()
         return batch
+
+
+class BatchLoras:
+    """The LoRA adapters of a batch's rows.
+
+    Attributes:
+        adapted: each adapter, a `moonpool.engine.models.lora.StageLora`, with its rows [n] int64; None: all rows.
+        base: rows without an adapter; None: no row.
+        layers: by index in the model, what the adapters make of a layer's weights.
+        native: what native layers take, by the first of them (`moonpool.engine.models.native_step`).
+    """
+
+    def __init__(self, of: Sequence[Any], query_start: Sequence[int], device: torch.device | str) -> None:
+        """Make the adapters of a batch on `device`.
+
+        Args:
+            of: each sequence's adapter; None: the base model alone. At least one has an adapter.
+            query_start: as `PackedBatch.query_start`.
+            device: where the batch is.
+        """
+        self._of = of
+        found: dict[bytes, tuple[Any, list[int]]] = {}
+        for lora, (begin, end) in zip(of, pairwise(query_start), strict=True):
+            found.setdefault(lora.id if lora else b"", (lora, []))[1].extend(range(begin, end))
+        rows = {
+            key: None if len(found) == 1 else torch.tensor(numbers, device=device)
+            for key, (_, numbers) in found.items()
+        }
+        self.base = rows.get(b"")
+        self.adapted = [(lora, rows[key]) for key, (lora, _) in found.items() if lora is not None]
+        self.layers: dict[int, Any] = {}
+        self.native: dict[int, Any] = {}
+
+    def of_steps(self) -> BatchLoras:
+        """Return the adapters of a batch with one row for each sequence, on a CPU."""
+        return BatchLoras(self._of, range(len(self._of) + 1), "cpu")
+
+    def to(self, query_start: Tensor, device: torch.device | str) -> BatchLoras:
+        """Return the same for the batch on another device."""
+        return BatchLoras(self._of, query_start.tolist(), device)
 
 
 def _too_short(index: int, tokens: int, blocks: int, block_size: int) -> InvalidRequest:

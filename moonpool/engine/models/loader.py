@@ -33,7 +33,7 @@ from moonpool.engine.models.experts import DenseAndExperts, MixtureOfExperts, ex
 from moonpool.engine.models.imatrix import read_imatrix
 from moonpool.engine.models.layers import FeedForward, Norm, fused_gate
 from moonpool.engine.models.recurrent import RecurrentWeights
-from moonpool.engine.models.stage import StageModel, WeightNotes
+from moonpool.engine.models.stage import StageModel
 from moonpool.engine.models.tensor_reader import DENSE_WEIGHTS, KeptWeights, TensorReader
 from moonpool.engine.models.tensors import (
     Stored,
@@ -44,7 +44,14 @@ from moonpool.engine.models.tensors import (
     recurrent_inputs,
 )
 from moonpool.engine.models.transformers_stage import load_transformers_stage
-from moonpool.engine.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
+from moonpool.engine.models.weights import (
+    AttentionWeights,
+    LatentWeights,
+    LayerWeights,
+    PerLayerTable,
+    PerLayerWeights,
+    WeightNotes,
+)
 from moonpool.engine.weights.linear import Linear, LinearWeight
 from moonpool.engine.weights.packing import PACKERS, Packer, pack_int8, packed_if_it_fits
 

@@ -137,7 +137,9 @@ class RecurrentWeights:
         """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
         first, last = spans[0][0].begin, spans[-1][-1].end
         parts = _Inputs.of(self, projected[first:last], deterministic=deterministic)
-        spans = [[replace(span, begin=span.begin - first, end=span.end - first) for span in own] for own in spans]
+        spans = [
+            [replace(span, begin=span.begin - first, end=span.end - first) for span in sequence] for sequence in spans
+        ]
         found = projected.new_empty(last - first, parts.gate.shape[1])
         single = [span[0] for span in spans if span[-1].end - span[0].begin == 1]
         if single:
@@ -147,12 +149,12 @@ class RecurrentWeights:
             result, states = self._advance(parts, rows, states)
             found[rows[:, 0]] = result[:, 0]
             _store(pool, single, states)
-        for own in spans:
-            if own[-1].end - own[0].begin == 1:
+        for sequence in spans:
+            if sequence[-1].end - sequence[0].begin == 1:
                 continue
-            states = self._states(pool, own[:1])
-            undo.keep(pool, own[:1], states)
-            for span in own:
+            states = self._states(pool, sequence[:1])
+            undo.keep(pool, sequence[:1], states)
+            for span in sequence:
                 rows = torch.arange(span.begin, span.end, device=projected.device)[None]
                 result, states = self._advance(parts, rows, states)
                 found[span.begin : span.end] = result[0]

@@ -9,10 +9,9 @@ Precision follows transformers: RMS norms and RoPE's angles in float32, the rest
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,51 +27,23 @@ from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
 from moonpool.engine.models.experts import DenseAndExperts
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.layers import Norm, activate
 from moonpool.engine.models.lora import with_loras
 from moonpool.engine.models.native_loop import NativeLoop, RunInputs, make_native_run
 from moonpool.engine.models.native_step import NativeLayers, Progress, StepInputs, StepSignals, native_layers
 from moonpool.engine.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.engine.models.rope import RopeTable
-from moonpool.engine.models.weights import AttentionWeights, LatentWeights, LayerWeights, PerLayerTable, PerLayerWeights
+from moonpool.engine.models.weights import (
+    NO_NOTES,
+    AttentionWeights,
+    LatentWeights,
+    LayerWeights,
+    PerLayerTable,
+    PerLayerWeights,
+    WeightNotes,
+)
 from moonpool.engine.weights.linear import Linear
-
-InferenceParameters = ParamSpec("InferenceParameters")
-InferenceResult = TypeVar("InferenceResult")
-
-
-def in_inference_mode(
-    function: Callable[InferenceParameters, InferenceResult],
-) -> Callable[InferenceParameters, InferenceResult]:
-    """Make `function` run in inference mode.
-
-    Entering the mode costs tens of microseconds with cold caches, as behind a step, so that the mode is not entered
-    again within.
-    """
-    entering: Callable[InferenceParameters, InferenceResult] = torch.inference_mode()(function)
-
-    @functools.wraps(function)
-    def call(*args: InferenceParameters.args, **kwargs: InferenceParameters.kwargs) -> InferenceResult:
-        return (function if torch.is_inference_mode_enabled() else entering)(*args, **kwargs)
-
-    return call
-
-
-@dataclass(frozen=True, slots=True)
-class WeightNotes:
-    """What people are told about a stage's weights.
-
-    Attributes:
-        changed: which quantised weights are not held as the checkpoint has them; "" if all are.
-        mapped_bytes: of weights in a file that is mapped.
-    """
-
-    changed: str = ""
-    mapped_bytes: int = 0
-
-
-NO_NOTES = WeightNotes()
-"""All weights are in memory, as the checkpoint has them."""
 
 
 class StageModel:
@@ -230,8 +201,8 @@ class StageModel:
                 return first, hidden
             else:
                 row = first - self.layer_begin
-                its_scales = None if scales is None else scales[row]
-                hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], its_scales)
+                layer_scales = None if scales is None else scales[row]
+                hidden = self._layer(first, self.layers[row], hidden, batch, kv[row], layer_scales)
             first = end
         for index, weights in enumerate(self._tail if last == self.config.num_layers else (), last):
             read = weights.spec.attention.kv_of
@@ -250,18 +221,19 @@ class StageModel:
     ) -> StepInputs:
         """Return inputs of native layers from `layer` on, or of `layer` alone; `hidden` [T, hidden] is dense."""
         assert self.dtype == hidden.dtype
-        own, its_scales = self._pool_of(run, layer, kv), None if scales is None else self._pool_of(run, layer, scales)
-        assert its_scales is not None or own.dtype == self.dtype
-        plan = self._plan(batch, own[0], self.layers[layer - self.layer_begin].spec.attention)
-        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, own, its_scales)
+        run_kv = self._pool_of(run, layer, kv)
+        run_scales = None if scales is None else self._pool_of(run, layer, scales)
+        assert run_scales is not None or run_kv.dtype == self.dtype
+        plan = self._plan(batch, run_kv[0], self.layers[layer - self.layer_begin].spec.attention)
+        return StepInputs(hidden, batch, self._angles(batch, run.rope), plan, run_kv, run_scales)
 
     def _pool_of(self, run: NativeLayers, layer: int, stored: Tensor | Sequence[Tensor | None]) -> Tensor:
         """Return native layers of the pool [layers, ...]; where each layer is a tensor, `layer` in place of all."""
         if isinstance(stored, Tensor):
             return stored[run.index - self.layer_begin : run.end - self.layer_begin]
-        own = stored[layer - self.layer_begin]
-        assert own is not None
-        return own.expand(run.end - run.index, *own.shape)
+        alone = stored[layer - self.layer_begin]
+        assert alone is not None
+        return alone.expand(run.end - run.index, *alone.shape)
 
     @in_inference_mode
     def normed(self, rows: Tensor) -> Tensor:
@@ -386,12 +358,12 @@ class StageModel:
         self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
     ) -> Tensor:
         """Return attention's result, or that of what stands in its place, [T, hidden]."""
-        own, spec = weights.attention, weights.spec.attention
-        if isinstance(own, RecurrentWeights):
-            return own(normed, batch, kv, self.undo, deterministic=self.deterministic)
-        if isinstance(own, LatentWeights):
-            return self._latent_attention(own, spec, normed, batch, kv, scales)
-        return self._attention(own, spec, normed, batch, kv, scales)
+        attention, spec = weights.attention, weights.spec.attention
+        if isinstance(attention, RecurrentWeights):
+            return attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
+        if isinstance(attention, LatentWeights):
+            return self._latent_attention(attention, spec, normed, batch, kv, scales)
+        return self._attention(attention, spec, normed, batch, kv, scales)
 
     def _with_own_embedding(
         self, weights: PerLayerWeights, spec: LayerSpec, index: int, hidden: Tensor, batch: PackedBatch

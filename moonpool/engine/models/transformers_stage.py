@@ -22,10 +22,11 @@ from moonpool.engine.kernels.choice import prepare
 from moonpool.engine.kernels.kind import AttentionKind
 from moonpool.engine.kernels.plan import make_plan
 from moonpool.engine.models.batch import BatchLoras, LayersKV, LayersScales, PackedBatch
+from moonpool.engine.models.inference_mode import in_inference_mode
 from moonpool.engine.models.native_loop import NativeLoop
 from moonpool.engine.models.native_step import Progress, StepSignals
 from moonpool.engine.models.recurrent import StateUndo
-from moonpool.engine.models.stage import StageModel, in_inference_mode
+from moonpool.engine.models.stage import StageModel
 
 _CHECKED_TOKENS, _BLOCK = 40, 16
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

@@ -1,4 +1,4 @@
-"""One layer's weights, as the torch path and the native step take them."""
+"""A stage's weights, layer by layer, as the torch path and the native step take them."""
 
 from __future__ import annotations
 
@@ -112,3 +112,20 @@ class LayerWeights:
 
 def _nbytes(*parts: Any) -> int:
     return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNotes:
+    """What people are told about a stage's weights.
+
+    Attributes:
+        changed: which quantised weights are not held as the checkpoint has them; "" if all are.
+        mapped_bytes: of weights in a file that is mapped.
+    """
+
+    changed: str = ""
+    mapped_bytes: int = 0
+
+
+NO_NOTES = WeightNotes()
+"""All weights are in memory, as the checkpoint has them."""

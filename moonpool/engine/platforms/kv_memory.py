@@ -157,14 +157,14 @@ class StageSlices:
             device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
             return
         first = 0
-        for target, own, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
+        for target, origin, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
             end = first + target.shape[0] * self._blocks
             chosen = slices[(slices >= first) & (slices < end)] - first
             if by_slots:  # a slice that came for a slot that is gone by now is left out
                 places = self._places(by_slots, chosen % self._blocks)
                 chosen = (chosen // self._blocks * target.shape[1] + places)[places != NO_SLOT].sort().values
             if len(chosen):
-                device.copy_slices(target.flatten(0, 1), own.flatten(0, 1), chosen)
+                device.copy_slices(target.flatten(0, 1), origin.flatten(0, 1), chosen)
             first = end
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -296,7 +296,7 @@ class KVLoads:
         """
         with self._changing:
             found = [copy for copy in self._under_way if copy.rows[0] <= row <= copy.rows[1]]
-        last = next((each for each in reversed(found) if bool(blocks[each.slices % len(blocks)].any())), None)
+        last = next((copy for copy in reversed(found) if bool(blocks[copy.slices % len(blocks)].any())), None)
         if last is None:
             return None
         assert last.given is not None

@@ -5,8 +5,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from moonpool.base.config import stated
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.prefill.core.settings import PrefillSettings
-from moonpool.engine.setup import EngineConfig
 
 
 class PrefillConfig(EngineConfig):

@@ -144,8 +144,8 @@ class BlockLoader:
         self._spans = spans
 
     @property
-    def sessions(self) -> int:
-        """Read in flight."""
+    def open_reads(self) -> int:
+        """Reads in flight."""
         return sum(peers.channels for peers in self._peers.values())
 
     @property
@@ -242,8 +242,8 @@ class KVSender:
         self._transfers: dict[int, OutboundTransfer] = {}
 
     @property
-    def sessions(self) -> int:
-        """Open transfers."""
+    def open_transfers(self) -> int:
+        """Transfers to decode instances that are not closed."""
         return self._peers.channels
 
     @property

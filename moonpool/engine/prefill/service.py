@@ -43,6 +43,7 @@ from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 
 CONNECT_TIMEOUT_S = 2.0
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillInstance:
@@ -217,8 +218,8 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
         lambda instance: instance.manager.num_cached,
     ),
     Metric("blocks_free", "Pool blocks without KV.", lambda instance: instance.manager.num_free),
-    Metric("transfers", "Open transfers to decode instances.", lambda instance: instance.sending.sessions, 0),
-    Metric("loads", "Open reads at kvstores and peers.", lambda instance: instance.loading.sessions, 0),
+    Metric("transfers", "Open transfers to decode instances.", lambda instance: instance.sending.open_transfers, 0),
+    Metric("loads", "Open reads at kvstores and peers.", lambda instance: instance.loading.open_reads, 0),
     Metric(
         "transfer_credits_out_bytes",
         "Bytes sent to decode instances with credits not yet returned.",
@@ -278,9 +279,6 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         states_alone=layout.states_alone,
         **stated_values(PrefillSettings, config),
     )
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer:

@@ -44,7 +44,7 @@ class TopK(_LeadingTokens):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        goals = {row: each.top_k for row, each in enumerate(params) if 0 < each.top_k < vocab}
+        goals = {row: wanted.top_k for row, wanted in enumerate(params) if 0 < wanted.top_k < vocab}
         return cls(goals, len(params), device) if goals else None
 
     def _keep(self, weights: Tensor, goals: Tensor) -> None:
@@ -56,7 +56,7 @@ class TopP(_LeadingTokens):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        goals = {row: each.top_p for row, each in enumerate(params) if each.top_p < 1}
+        goals = {row: wanted.top_p for row, wanted in enumerate(params) if wanted.top_p < 1}
         return cls(goals, len(params), device) if goals else None
 
     def _keep(self, weights: Tensor, goals: Tensor) -> None:
@@ -71,9 +71,9 @@ class MinP:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        if not any(each.min_p for each in params):
+        if not any(wanted.min_p for wanted in params):
             return None
-        return cls(send_to_device(torch.tensor([each.min_p for each in params])[:, None], device))
+        return cls(send_to_device(torch.tensor([wanted.min_p for wanted in params])[:, None], device))
 
     def __call__(self, logits: Tensor, weights: Tensor) -> None:
         weights.masked_fill_(weights < self._least, 0)

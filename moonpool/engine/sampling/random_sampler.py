@@ -64,10 +64,10 @@ class RandomSampler:
         self, params: Sequence[SamplingParams], sizes: Sequence[int], vocab: int, device: torch.device
     ) -> None:
         self._device = device
-        self._scales = send_to_device(torch.tensor([scale_of(each) for each in params]), device)
+        self._scales = send_to_device(torch.tensor([scale_of(wanted) for wanted in params]), device)
         self._rows = send_to_device(torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)), device)
         filters = (kind.of(params, vocab, device) for kind in FILTERS)
-        self._filters = [each for each in filters if each is not None]
+        self._filters = [kept for kept in filters if kept is not None]
 
     def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
         """Return each draw's token, int64 [D], from `logits` [R, vocab] float32; each row's highest is finite.

@@ -129,8 +129,8 @@ class EmbeddingsFormatter(EmbeddingFormatter):
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": self._written(each.embedding)}
-                for index, each in enumerate(results_of(result))
+                {"object": "embedding", "index": index, "embedding": self._written(embedded.embedding)}
+                for index, embedded in enumerate(results_of(result))
             ],
             "model": self._model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

@@ -213,7 +213,7 @@ class CompletionFormatter(OpenAIFormatter):
         return self._logprobs_formatter.plain(logprobs, offset)
 
     def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
-        scores = [self._logprobs_formatter.prompt(each.prompt_logprobs) for each in results_of(result)]
+        scores = [self._logprobs_formatter.prompt(answer.prompt_logprobs) for answer in results_of(result)]
         each = self._options.choices
         choices = [{**choice, "prompt_logprobs": scores[choice["index"] // each]} for choice in response["choices"]]
         return {**response, "choices": choices}

@@ -133,7 +133,7 @@ class OpenAIFormatter(ResponseFormatter):
         *others, last = fields or [self.empty_choice]
         reason = self.finish_reason(finish_reason, choice)
         # The last event has all log probabilities and tokens: vLLM's clients take one event for one token.
-        before = b"".join(self._event(each, choice, with_tokens=False) for each in others)
+        before = b"".join(self._event(choice_fields, choice, with_tokens=False) for choice_fields in others)
         return before + self._event(last, choice, reason)
 
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:

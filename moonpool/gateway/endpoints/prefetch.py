@@ -80,7 +80,7 @@ class PrefetchBody(Body):
                 body.check()
                 if isinstance(body, ChatBody) and body.cache is not None:
                     raise InvalidRequest("messages.0", "a chat that begins with a cache cannot be announced")
-        prompts = sum(len(each.prompts()) if isinstance(each, CompletionBody) else 1 for _, each in self.bodies())
+        prompts = sum(len(body.prompts()) if isinstance(body, CompletionBody) else 1 for _, body in self.bodies())
         if not 1 <= prompts <= MAX_PROMPTS:
             raise InvalidRequest("requests", f"must have 1 to {MAX_PROMPTS} prompts")
 

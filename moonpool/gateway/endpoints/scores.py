@@ -144,7 +144,7 @@ class ComparingFormatter(EmbeddingFormatter):
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         tokens = result.usage.prompt_tokens
-        compared = self.compared([each.embedding for each in results_of(result)])
+        compared = self.compared([embedded.embedding for embedded in results_of(result)])
         return {"model": self._model, **compared, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
     def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -163,8 +163,8 @@ class ScoreFormatter(ComparingFormatter):
     def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
         first, second = embeddings[: self._num_first], embeddings[self._num_first :]
         data = [
-            {"index": index, "object": "score", "score": cosine(first[index % len(first)], each)}
-            for index, each in enumerate(second)
+            {"index": index, "object": "score", "score": cosine(first[index % len(first)], embedding)}
+            for index, embedding in enumerate(second)
         ]
         head = {"id": f"score-{self._request_id}", "object": "list", "created": int(world.unix_time())}
         return {**head, "data": data}
@@ -181,10 +181,10 @@ class RerankFormatter(ComparingFormatter):
     def compared(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
         query, *documents = embeddings
         found: list[dict[str, Any]] = []
-        for index, (text, each) in enumerate(zip(self._body.texts()[1:], documents, strict=True)):
+        for index, (text, document) in enumerate(zip(self._body.texts()[1:], documents, strict=True)):
             shown = {} if self._body.return_documents is False else {"document": {"text": text}}
-            found.append({"index": index, **shown, "relevance_score": cosine(query, each)})
-        found.sort(key=lambda each: -each["relevance_score"])
+            found.append({"index": index, **shown, "relevance_score": cosine(query, document)})
+        found.sort(key=lambda row: -row["relevance_score"])
         return {"id": f"rerank-{self._request_id}", "results": found[: self._body.top_n or None]}
 
 

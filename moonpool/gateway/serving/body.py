@@ -112,7 +112,7 @@ class FieldContract:
             InvalidRequest: the field is refused; names the field with the field's place.
         """
         if name in self.refused:
-            accepted = any(_same(value, each) for each in self.refused[name])
+            accepted = any(_same(value, refused) for refused in self.refused[name])
             if not accepted:
                 raise InvalidRequest(place + name, "is not supported yet")
         elif name not in self.ignored and not self.unknown_ignored:

@@ -97,13 +97,13 @@ class RequestEnvelope:
                 headers = list(message["headers"])
                 if unread():  # the server reads no further; see `HttpConnection.close_after_response`
                     headers = [pair for pair in headers if pair[0] != b"connection"] + [(b"connection", b"close")]
-                if not any(each == REQUEST_ID_HEADER.encode() for each, _ in headers):
+                if not any(header == REQUEST_ID_HEADER.encode() for header, _ in headers):
                     headers.append((REQUEST_ID_HEADER.encode(), name.encode()))
                 message = {**message, "headers": headers}
             await send(message)
 
         size = len(scope.get("query_string", b"")) + len(path.encode())
-        if size + sum(len(each) + len(value) + 4 for each, value in scope["headers"]) > MAX_HEAD_BYTES:
+        if size + sum(len(header) + len(value) + 4 for header, value in scope["headers"]) > MAX_HEAD_BYTES:
             message = f"the head of a request has at most {MAX_HEAD_BYTES} bytes"
             refused = HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large", message, close=True)
             await _refuse(refused, send_with_id)

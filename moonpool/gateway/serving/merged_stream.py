@@ -113,6 +113,6 @@ def _merged_result(results: Sequence[GenerateResult]) -> BatchResult:
         sum(usage.cached_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
     )
-    first = {each.name: getattr(results[0], each.name) for each in fields(GenerateResult)}
+    first = {field.name: getattr(results[0], field.name) for field in fields(GenerateResult)}
     first |= {"usage": total, "choices": tuple(choice for result in results for choice in result.choices)}
     return BatchResult(**first, results=tuple(results))

@@ -190,14 +190,14 @@ class EngineCollector(Collector):
         )
         if state := self._state():
             decodes, labels = (
-                [each for each in state.instances if each.kind == "decode"],
+                [instance for instance in state.instances if instance.kind == "decode"],
                 (self._shown_name(state), ENGINE),
             )
-            total = sum(each.total_blocks for each in decodes)
-            kept = sum(each.free_blocks + each.cached_blocks for each in decodes)
+            total = sum(instance.total_blocks for instance in decodes)
+            kept = sum(instance.free_blocks + instance.cached_blocks for instance in decodes)
             usage.add_metric(labels, max(0.0, 1.0 - kept / total) if total else 0.0)
-            preemptions.add_metric(labels, sum(each.preemptions for each in decodes))
-            drafted.add_metric(labels, sum(each.draft_tokens for each in decodes))
-            accepted.add_metric(labels, sum(each.accepted_tokens for each in decodes))
+            preemptions.add_metric(labels, sum(instance.preemptions for instance in decodes))
+            drafted.add_metric(labels, sum(instance.draft_tokens for instance in decodes))
+            accepted.add_metric(labels, sum(instance.accepted_tokens for instance in decodes))
             config.add_metric((str(state.block_size), str(total), "True", ENGINE), 1.0)
         return usage, preemptions, drafted, accepted, config

@@ -125,7 +125,7 @@ def chosen_tools(
             known = {definition["function"]["name"] for definition in definitions}
             if not known.issuperset(allowed):
                 raise InvalidRequest("tool_choice.allowed_tools.tools", "must name functions of tools")
-            definitions = [each for each in definitions if each["function"]["name"] in allowed]
+            definitions = [definition for definition in definitions if definition["function"]["name"] in allowed]
         return checked_tools(definitions, forced, parallel=parallel)
     if choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")

@@ -26,6 +26,8 @@ MAX_FORMS = 64
 """Forms of the parameters of one function."""
 _MAX_DEPTH = 16
 _DEFINITIONS = ("$defs", "definitions")
+ToolParameters = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the parameters by function: the functions that may be called. A call to another function is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,6 @@ class ToolParser(Protocol):
     def end(self) -> list[ParserOutput]:
         """Return what is still held back, after the last text."""
         ...
-
-
-ToolParameters = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the parameters by function: the functions that may be called. A call to another function is text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class AdapterPrefillServicer:
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """Has a prompt computed; the answer goes on at the engine, for the promise that is the target."""
+        """Have a prompt computed; the answer goes on at the engine, for the promise that is the target."""
         incoming = await self._adapter.reader.read(request.sequence)
         life = self._adapter.engine()
         live, delivered, met = self._promised(life, request, incoming), False, None

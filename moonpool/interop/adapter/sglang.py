@@ -211,11 +211,11 @@ class _AnswerReader:
         begin = first if len(chosen) >= first + count else 0
         for at in range(begin, begin + count):
             logprob, token = chosen[at][:2]
-            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda entry: -entry[0])[: self._top]
+            ranked = sorted(tops[at] if at < len(tops) and tops[at] else [], key=lambda likely: -likely[0])[: self._top]
             found.logprobs.append(logprob)
             found.ranks.append(
-                next((rank for rank, entry in enumerate(ranked, 1) if entry[1] == token), len(ranked) + 1)
+                next((rank for rank, likely in enumerate(ranked, 1) if likely[1] == token), len(ranked) + 1)
             )
-            found.top_token_ids.extend([entry[1] for entry in ranked])
-            found.top_logprobs.extend([entry[0] for entry in ranked])
+            found.top_token_ids.extend([likely[1] for likely in ranked])
+            found.top_logprobs.extend([likely[0] for likely in ranked])
         return found

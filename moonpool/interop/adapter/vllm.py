@@ -148,7 +148,7 @@ class VllmClient(EngineClient):
                 yield replace(output, token_ids=output.token_ids[1:], logprobs=logprobs)
 
     async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
-        """Computes a prompt that is kept: only whole answers tell where KV is."""
+        """Compute a prompt that is kept: only whole answers tell where KV is."""
         message = await self._http.post_json(GENERATE, request_body(prompt))
         output = read_chunk(message, prompt.params.logprobs or 0)
         if output is None:
@@ -228,9 +228,11 @@ def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | No
     for token in message["content"] or ():
         found.logprobs.append(token["logprob"])
         found.ranks.append(token.get("rank") or 1)
-        ranked = sorted(token.get("top_logprobs") or (), key=lambda entry: (-entry["logprob"], entry["token_id"]))[:top]
-        found.top_token_ids.extend([entry["token_id"] for entry in ranked])
-        found.top_logprobs.extend([entry["logprob"] for entry in ranked])
+        ranked = sorted(token.get("top_logprobs") or (), key=lambda likely: (-likely["logprob"], likely["token_id"]))[
+            :top
+        ]
+        found.top_token_ids.extend([likely["token_id"] for likely in ranked])
+        found.top_logprobs.extend([likely["logprob"] for likely in ranked])
     return found
 
 

@@ -106,7 +106,7 @@ class RankCache:
         self._bound_names()
 
     def restart(self) -> None:
-        """Clears, and forgets all that was learnt: the engine is another one, or chains have other roots."""
+        """Clear, and forget all that was learnt: the engine is another one, or chains have other roots."""
         self._names.clear()
         self._groups, self._opaque = 0, False
         self.clear()
@@ -192,7 +192,7 @@ class RankCache:
             self._changed((), keys)
 
     def check_invariants(self) -> None:
-        """Asserts that all that is told is named and held by every group."""
+        """Assert that all that is told is named and held by every group."""
         assert not (self._opaque and self._told)
         assert {key: block for block, key in self._told.items()} == self._hash_of
         for block, key in self._told.items():
@@ -243,7 +243,7 @@ class EngineCache:
         return any(cache.opaque for cache in self._caches.values())
 
     def take_changes(self) -> KeyChanges:
-        """What has changed since the last call."""
+        """Return what has changed since the last call."""
         return self._changes.take()
 
     def matched_blocks(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class EngineCache:
         self._changes.note(new, gone)
 
     def check_invariants(self) -> None:
-        """Asserts that the ranks' keys are those of all together."""
+        """Assert that the ranks' keys are those of all together."""
         found: dict[BlockKey, int] = {}
         for rank, cache in self._caches.items():
             cache.check_invariants()

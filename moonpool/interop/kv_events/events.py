@@ -193,13 +193,13 @@ def _lora_of(name: object, number: object) -> str:
 def _removed(fields: Mapping[str, Any]) -> BlockRemoved:
     hashes, left, group = _hashes(fields), fields.get("remaining_copy_counts"), fields.get("group_idx")
     if isinstance(left, Sequence) and len(left) == len(hashes):
-        hashes = tuple([hash_ for hash_, copies in zip(hashes, left, strict=True) if not copies])
+        hashes = tuple([block_hash for block_hash, copies in zip(hashes, left, strict=True) if not copies])
     return BlockRemoved(hashes, _text(fields, "medium"), group if isinstance(group, int) else None)
 
 
 def _hashes(fields: Mapping[str, Any]) -> tuple[BlockHash, ...]:
     hashes = fields.get("block_hashes")
-    if not isinstance(hashes, Sequence) or not all(isinstance(hash_, int | bytes) for hash_ in hashes):
+    if not isinstance(hashes, Sequence) or not all(isinstance(block_hash, int | bytes) for block_hash in hashes):
         raise InvalidRequest("event.block_hashes", "must be a list of numbers or bytes")
     return tuple(hashes)
 

@@ -93,7 +93,7 @@ class EventFeed:
         return not self._replaying
 
     def start(self) -> list[FeedAction]:
-        """Begins: asks for all that the engine still has."""
+        """Begin: ask for all that the engine still has."""
         return [self._ask()]
 
     def handle(self, event: FeedEvent) -> list[FeedAction]:

@@ -270,7 +270,8 @@ class PrefillCall:
     token_came: Callable[["PrefillCall", ReportFirstToken], None]
     ended: Callable[[int, CallResult], None]
     sources: tuple[KVSource, ...] = ()
-    job: int = 0
+    number: int = 0
+    """The prompt's number at the instance."""
 
     @property
     def io(self) -> int:
@@ -408,8 +409,8 @@ class CallDispatcher:
             [KVSource(source.id, source.blocks, source.peer) for source in plan.sources if there(source.id)]
         )
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
-        order, delay_s = call.order, plan.prefill.delay_s or 0.0
-        call.job = instance.submit(call.sequence, order.target, call, call.sources, copies, order.max_queue_s, delay_s)
+        target, max_queue_s, delay_s = call.order.target, call.order.max_queue_s, plan.prefill.delay_s or 0.0
+        call.number = instance.submit(call.sequence, target, call, call.sources, copies, max_queue_s, delay_s)
 
     def _tell(self, call: PrefillCall, event: Event) -> None:
         if call.io in self._cancels:
@@ -433,11 +434,11 @@ class CallDispatcher:
 
     def _leave(self, call: PrefillCall) -> None:
         if _is_alive(call.instance, call.order.epoch):
-            call.instance.leave(call.job)
+            call.instance.leave(call.number)
         call.wire.close()
 
     def _broken(self, call: PrefillCall) -> None:
-        call.instance.leave(call.job)  # numbers are never used twice
+        call.instance.leave(call.number)  # numbers are never used twice
         self._end(call.io, Failure(FailureKind.UNAVAILABLE, f"the call of {call.instance.name} broke"))
 
     # --- sequences --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ def test_rounds_have_equal_lengths_at_equal_times_and_nothing_to_reuse() -> None
     assert [(request.at, len(request.prompt), request.answer) for request in alone] == [
         (request.at, len(request.prompt), request.answer) for request in flooded
     ]
-    assert all(one.prompt[:16] != other.prompt[:16] for one, other in zip(alone, flooded, strict=True))
+    assert all(calm.prompt[:16] != crowded.prompt[:16] for calm, crowded in zip(alone, flooded, strict=True))
     assert max(len(request.prompt) for request in alone) <= MOST_TOKENS
     assert all(500 <= token < 1000 for token in alone[0].prompt)
     other = next(requests("calm 2", "", 2.0, 1000))

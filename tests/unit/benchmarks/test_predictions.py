@@ -62,9 +62,9 @@ def test_a_load_that_is_sent_again_has_other_tokens_that_begin_alike_where_they_
         (request.at, len(request.prompt), request.answer) for request in asked
     ]
     assert not {tuple(request.prompt[:16]) for request in asked} & {tuple(request.prompt[:16]) for request in same}
-    for one, other in itertools.combinations(range(40), 2):
-        alike = asked[one].prompt[:16] == asked[other].prompt[:16]
-        assert alike == (same[one].prompt[:16] == same[other].prompt[:16])
+    for first, second in itertools.combinations(range(40), 2):
+        alike = asked[first].prompt[:16] == asked[second].prompt[:16]
+        assert alike == (same[first].prompt[:16] == same[second].prompt[:16])
     alone = Requests(REAL, 1).alone(3)
     assert len({tuple(request.prompt) for request in alone}) == 3
     assert {(request.at, len(request.prompt), request.answer) for request in alone} == {

@@ -41,11 +41,11 @@ def test_events_tell_what_a_cache_holds() -> None:
         for event in cache.events:
             if isinstance(event, BlockStored):
                 assert event.parent is None or event.parent in told
-                for at, one in enumerate(event.hashes):
-                    told[one] = [*event.token_ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]]
+                for at, block_hash in enumerate(event.hashes):
+                    told[block_hash] = [*event.token_ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]]
             elif isinstance(event, BlockRemoved):
-                for one in event.hashes:
-                    del told[one]
+                for block_hash in event.hashes:
+                    del told[block_hash]
         cache.events.clear()
         assert told.keys() == cache.held.keys()
         assert all(len(tokens) == BLOCK_SIZE for tokens in told.values())

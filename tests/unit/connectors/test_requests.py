@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from moonpool.base.kv.blocks import NO_PARENT
 from moonpool.base.kv.keys import block_keys
-from moonpool.connectors.pages import PromptKeys, rank_key
+from moonpool.connectors.page_keys import PromptKeys, rank_key
 from moonpool.connectors.requests import MAX_LOADS, PooledRequest, RequestPlanner
 
 ROOT, SIZE, LIMIT_S = bytes(range(32)), 4, 0.25

@@ -13,7 +13,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.kv.blocks import NO_PARENT
 from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
 from moonpool.base.kv.values import value_key, value_namespace
-from moonpool.connectors.pages import SALT_MARK, PromptKeys, page_namespace, root_of
+from moonpool.connectors.page_keys import SALT_MARK, PromptKeys, page_namespace, root_of
 from moonpool.connectors.stores import EngineStores, Page, PageSettings, ValueSettings, ValueStores
 from moonpool.v1 import kv_pb2
 from tests.unit.kvstore.rig import Rig, rig

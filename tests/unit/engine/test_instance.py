@@ -19,12 +19,13 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.telemetry.metrics import Metric, MetricSet
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine import setup
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.setup import EngineConfig, engine_setup
+from moonpool.engine.setup import engine_setup
 from moonpool.engine.start_listener import StartListener
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.base.checkpoint.folder import write_config, write_weights
@@ -156,7 +157,7 @@ def test_weights_are_mapped_from_a_file_where_an_engine_does_not_fit_into_memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     where = tmp_path / "moonpool" / "weights"
     for free, auto in ((300 << 20, True), (1 << 40, False), (None, False)):  # the program and 256 MiB of KV are more
-        monkeypatch.setattr(setup, "available_bytes", lambda its=free: its)
+        monkeypatch.setattr(setup, "available_bytes", lambda nbytes=free: nbytes)
         found = {how: engine_setup(config(file, mmap_weights=how)) for how in ("auto", "on", "off")}
         files = {how: plan.spec.weights_file for how, plan in found.items()}
         assert files["off"] == ""

@@ -22,8 +22,8 @@ from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 
 
 def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one, stages(checkpoint, 2) as two:
-        (expected,) = one.run(whole())
+    with stages(checkpoint, 1) as pipeline, stages(checkpoint, 2) as two:
+        (expected,) = pipeline.run(whole())
         two.run(Step(1, (SequenceStep(ids(*PROMPT[:32]), 0, (4, 1)),)))
         # The rest of the prompt shares its step with another sequence, of which nothing is sampled.
         rest = SequenceStep(ids(*PROMPT[32:]), 32, (4, 1, 6), GREEDY)
@@ -31,7 +31,7 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
         assert done[0].sampled == ()
         assert done[1].sampled == (None, *expected.sampled)
-        kv = one_tensor(one.runners[0].platform.memory.kv)
+        kv = one_tensor(pipeline.runners[0].platform.memory.kv)
         got = torch.cat([one_tensor(runner.platform.memory.kv) for runner in two.runners])
         torch.testing.assert_close(got[:, [4, 1]], kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got[:, 6, :, :, :8], kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
@@ -102,22 +102,22 @@ def test_a_step_aborted_on_the_last_stage_takes_what_was_sent(checkpoint: Path) 
 
 
 def test_a_gated_step_ends_at_the_first_gate_that_stays_shut(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one:
-        one.gates[0].open(1, 0)
-        (done,) = one.run(whole(gated=True, layer_events=True))
+    with stages(checkpoint, 1) as pipeline:
+        pipeline.gates[0].open(1, 0)
+        (done,) = pipeline.run(whole(gated=True, layer_events=True))
         assert done.aborted
-        assert [e.layer for e in one.events if isinstance(e, LayerDone)] == [0]
-        one.gates[0].open(2, 99)
-        assert not one.run(whole(2, gated=True))[-1].aborted
+        assert [e.layer for e in pipeline.events if isinstance(e, LayerDone)] == [0]
+        pipeline.gates[0].open(2, 99)
+        assert not pipeline.run(whole(2, gated=True))[-1].aborted
 
 
 def test_a_gated_step_whose_layers_go_together_ends_there_too(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one, stages(checkpoint, 1) as alone:
+    with stages(checkpoint, 1) as pipeline, stages(checkpoint, 1) as alone:
         (expected,) = alone.run(whole())
-        one.gates[0].open(1, 0)
-        assert one.run(whole(gated=True))[-1].aborted
-        one.gates[0].open(2, 99)
-        assert one.run(whole(2, gated=True))[-1].sampled == expected.sampled
+        pipeline.gates[0].open(1, 0)
+        assert pipeline.run(whole(gated=True))[-1].aborted
+        pipeline.gates[0].open(2, 99)
+        assert pipeline.run(whole(2, gated=True))[-1].sampled == expected.sampled
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -214,53 +214,55 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
 
 
 def test_patient_steps_give_way(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one:
+    with stages(checkpoint, 1) as pipeline:
         called: list[int] = []
         waited_ns: list[int] = []
 
         def give_way(urgent: Callable[[], bool]) -> None:
-            called.append(len(one.events))
+            called.append(len(pipeline.events))
             assert not urgent()
             began_ns = time.monotonic_ns()
             while time.monotonic_ns() == began_ns:
                 pass
             waited_ns.append(time.monotonic_ns() - began_ns)
 
-        one.runners[0].give_way = give_way
+        pipeline.runners[0].give_way = give_way
         done = [
-            report for told in one.run(replace(whole(1), patient=True, steps=2)) for report in (*told.earlier, told)
+            report
+            for told in pipeline.run(replace(whole(1), patient=True, steps=2))
+            for report in (*told.earlier, told)
         ]
         assert len(called) == 2
         for told, wait in zip(done, waited_ns, strict=True):
             assert 0 < wait <= told.waited_ns < told.end_ns - told.start_ns
-        one.run(whole(2))
+        pipeline.run(whole(2))
         assert len(called) == 2
 
 
 def test_who_gives_way_hears_that_the_step_is_aborted(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one:
+    with stages(checkpoint, 1) as pipeline:
         heard: list[bool] = []
 
         def give_way(urgent: Callable[[], bool]) -> None:
             heard.append(urgent())
-            one.gates[0].abort(1)
+            pipeline.gates[0].abort(1)
             heard.append(urgent())
 
-        one.runners[0].give_way = give_way
-        [done] = one.run(replace(whole(1), patient=True))
+        pipeline.runners[0].give_way = give_way
+        [done] = pipeline.run(replace(whole(1), patient=True))
         assert (heard, done.aborted) == ([False, True], True)
 
 
 def test_who_gives_way_hears_that_somebody_waits_who_is_not_patient(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one:
+    with stages(checkpoint, 1) as pipeline:
         heard: list[bool] = []
 
         def give_way(urgent: Callable[[], bool]) -> None:
             for end_now in (False, True):
-                one.gates[0].stop_run(1, urgent=end_now)
+                pipeline.gates[0].stop_run(1, urgent=end_now)
                 heard.append(urgent())
 
-        one.runners[0].give_way = give_way
-        [done] = one.run(replace(whole(1), patient=True, steps=6))
+        pipeline.runners[0].give_way = give_way
+        [done] = pipeline.run(replace(whole(1), patient=True, steps=6))
         assert (heard, done.aborted, done.over) == ([False, True], False, True)
-        assert not len(one.gates[0])
+        assert not len(pipeline.gates[0])

@@ -32,13 +32,13 @@ def story(checkpoint: Path, device: Device | None) -> list[tuple[tuple[int | Non
         specs.append(SampleSpec(params, seed=40 + number, history=history, prompt_tokens=12, banned=(3,)))
     prompts = [SequenceStep(ids(*PROMPT[:12]), 0, (2 * row, 2 * row + 1), spec) for row, spec in enumerate(specs)]
     going_on = [SequenceStep(ids(7), 12, (2 * row, 2 * row + 1), spec) for row, spec in enumerate(specs)]
-    with stages(checkpoint, 1, device) as one:
-        one.run(Step(1, tuple(prompts)))
-        one.run(Step(2, tuple(going_on), steps=8))
-        one.runners[0].close()
-        told = [event for event in one.events if isinstance(event, StageDone)]
+    with stages(checkpoint, 1, device) as pipeline:
+        pipeline.run(Step(1, tuple(prompts)))
+        pipeline.run(Step(2, tuple(going_on), steps=8))
+        pipeline.runners[0].close()
+        told = [event for event in pipeline.events if isinstance(event, StageDone)]
         done = list(chain.from_iterable((*report.earlier, report) for report in told))
-        assert not one.failures
+        assert not pipeline.failures
         return [(report.sampled, report.failed) for report in done]
 
 

@@ -21,11 +21,11 @@ def values(record: str, fields: list[str], enum: str, members: str) -> list[Any]
 
 
 def test_names_do_not_count() -> None:
-    one, other = Canon(), Canon()
-    text = one.text(values("Phase", ["number", "key"], "Way", "SWAP STORE"))
+    first, second = Canon(), Canon()
+    text = first.text(values("Phase", ["number", "key"], "Way", "SWAP STORE"))
     assert text == '[#0(1, 02), {[#1:1, 0.5]}, {"a", "b"}, ["...", None]]'
-    assert text == other.text(values("State", ["request", "hash"], "Preemption", "COPY KEEP"))
-    assert (one.classes, other.classes) == (["Phase", "Way"], ["State", "Preemption"])
+    assert text == second.text(values("State", ["request", "hash"], "Preemption", "COPY KEEP"))
+    assert (first.classes, second.classes) == (["Phase", "Way"], ["State", "Preemption"])
 
 
 def test_what_has_no_form_is_refused() -> None:

@@ -117,7 +117,7 @@ def test_what_was_noticed_is_not_tried_again_while_the_module_is_the_same(tmp_pa
         assert notes.noticed(mutant) is None
         notes.add(mutant, verdict)
     again = Notes(path, [before])
-    assert [again.noticed(it) for it in (first, second, third)] == [None, Verdict.NOTICED, Verdict.HANGS]
+    assert [again.noticed(mutant) for mutant in (first, second, third)] == [None, Verdict.NOTICED, Verdict.HANGS]
     again.add(first, Verdict.NOTICED)
     assert Notes(path, [before]).noticed(first) is Verdict.NOTICED
     changed = Source("moonpool/lease.py", TEXT + "\n")
@@ -158,7 +158,7 @@ def run_of(name: str, seconds: float, *lines: int) -> TestRun:
 def test_tests_that_run_the_line_are_tried(line: int, wanted: list[str]) -> None:
     text = "def f(a: int) -> bool:\n    g()\n    a += 1\n    return a > 1\n\n\n\n    a = 2\n"
     found = mutants_of(Source("moonpool/lease.py", text))
-    [mutant, *_] = [one for one in found if one.line == line]
+    mutant = next(mutant for mutant in found if mutant.line == line)
     slow = FileRun(40.0, (run_of("slow", 20.0, 1, 3, 4), run_of("slower", 20.0, 4), run_of("slowest", 9.0, 4)))
     fast = FileRun(2.0, (run_of("fast", 1.0, 2, 3, 4), run_of("other", 1.0, 4)))
     assert [test.name for test in covering([slow, fast], "lease.py", mutant)] == wanted
@@ -189,9 +189,9 @@ def test_lines_are_those_that_each_test_runs(tmp_path: Path) -> None:
     options = ["-o", "asyncio_mode=auto", "test_lease.py"]
     done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
-    one, two = covered.read(report.read_text(encoding="utf-8"))
-    assert (one.name, two.name) == ("test_lease.py::test_one", "test_lease.py::test_two")
+    first, second = covered.read(report.read_text(encoding="utf-8"))
+    assert (first.name, second.name) == ("test_lease.py::test_one", "test_lease.py::test_two")
     path = str(tmp_path / "lease.py")
-    assert (one.lines[path], two.lines[path]) == (frozenset({2, 3}), frozenset({2, 4}))
-    assert one.processor_s >= 0
-    assert one.seconds > 0
+    assert (first.lines[path], second.lines[path]) == (frozenset({2, 3}), frozenset({2, 4}))
+    assert first.processor_s >= 0
+    assert first.seconds > 0

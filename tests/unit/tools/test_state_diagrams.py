@@ -39,7 +39,7 @@ def test_the_page_has_the_diagrams_of_the_code() -> None:
     assert page.count("<!-- states: ") == page.count("```mermaid\n")
 
 
-@pytest.mark.parametrize(("states", "table"), MACHINES, ids=lambda it: getattr(it, "__name__", ""))
+@pytest.mark.parametrize(("states", "table"), MACHINES, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_state_is_reached_and_an_end_is_reached_from_it(
     states: type[Enum], table: Mapping[Enum, Set[Enum]]
 ) -> None:

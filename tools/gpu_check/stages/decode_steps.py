@@ -49,15 +49,15 @@ def check(where: Where, figures: Figures) -> None:
         figures["parts but need and wait"] = "skipped: staged computes in a thread of its own"
     times: dict[str, tuple[float, float]] = {}
     for served in shapes:
-        with stage(where, served, max(batches) * context, context, figures) as it:
-            ways = {"eager": it.runner(), "graph": it.runner_of_graphs(max(batches))}
+        with stage(where, served, max(batches) * context, context, figures) as loaded:
+            ways = {"eager": loaded.runner(), "graph": loaded.runner_of_graphs(max(batches))}
             for batch in batches:
                 name = f"{served.shape}, batch {batch}"
-                step = Decode(it, batch, context)
+                step = Decode(loaded, batch, context)
                 eager, graph = (measure(step, runner, f"{name}, {way}", figures) for way, runner in ways.items())
                 if copy_rate:
-                    kv = sum(layer[: batch * context // BLOCK].nbytes for layer in it.place.memory.kv)
-                    rate = (it.model.weight_bytes + kv) / graph * 1e3
+                    kv = sum(layer[: batch * context // BLOCK].nbytes for layer in loaded.place.memory.kv)
+                    rate = (loaded.model.weight_bytes + kv) / graph * 1e3
                     figures[f"{name}: weights and KV read, of a copy's rate"] = round(rate / copy_rate, 3)
                 times[name] = eager, graph
     if where.on_gpu:
@@ -105,15 +105,15 @@ def measure(decode: Decode, runner: StageRunner, name: str, figures: Figures) ->
     return step
 
 
-def _watched(it: Stage) -> list[tuple[type, str, str]]:
+def _watched(stage: Stage) -> list[tuple[type, str, str]]:
     """Class, method, part of a step."""
     return [
-        *((type(it.place.memory), method, "need") for method in KV_METHODS),
+        *((type(stage.place.memory), method, "need") for method in KV_METHODS),
         (DecodeGraphs, "run", "fill"),
         (torch.cuda.CUDAGraph, "replay", "replay"),
         (StageModel, "logits", "head"),
         (Sampler, "sample", "sample"),
-        (type(it.place.stream.record()), "wait", "wait"),
+        (type(stage.place.stream.record()), "wait", "wait"),
     ]
 
 

@@ -17,7 +17,7 @@ TESTS = (
 def check(where: Where, figures: Figures) -> None:
     """Run the tests of a GPU. On `staged` find them only: `make test` runs the same tests on `staged`."""
     if where.on_gpu:
-        run_tests({Path(it).stem: PytestRun([it], "gpu") for it in TESTS}, figures)
+        run_tests({Path(path).stem: PytestRun([path], "gpu") for path in TESTS}, figures)
     else:
         list_tests("devices", PytestRun(TESTS, "gpu"), figures)
         figures["steps"] = "skipped: make test runs the same tests on staged"

@@ -16,17 +16,17 @@ def check(where: Where, figures: Figures) -> None:
     served, batch, context, chunk = (TINY_EXACT, 2, 128, 128) if where.tiny else (SMALL, BATCH, CONTEXT, CHUNK)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.on_gpu else [])]
     order = "self_device_time_total" if where.on_gpu else "self_cpu_time_total"
-    with stage(where, served, batch * context, context, figures) as it:
-        runner = it.runner_of_graphs(batch)
-        runner.run(it.decode_steps(batch, context, WARM + STEPS))
+    with stage(where, served, batch * context, context, figures) as loaded:
+        runner = loaded.runner_of_graphs(batch)
+        runner.run(loaded.decode_steps(batch, context, WARM + STEPS))
         for _ in range(WARM - 1):
             runner.go_on()
         with profile(activities=activities) as decode:
             while runner.go_on():
                 pass
-        runner.run(it.prompt(chunk))
+        runner.run(loaded.prompt(chunk))
         with profile(activities=activities) as prefill:
-            runner.run(it.prompt(chunk))
+            runner.run(loaded.prompt(chunk))
     for name, seen in ((f"{STEPS} decode steps of {batch} sequences", decode), (f"a chunk of {chunk} tokens", prefill)):
         averages = seen.key_averages()
         busy = sum(getattr(event, order) for event in averages)

@@ -40,22 +40,22 @@ def check(where: Where, figures: Figures) -> None:
     extra = {"prefill": ["--max-num-batched-tokens", "512"], "decode": ["--set", "cuda_graphs=off"]}
     plan = plan_of(where, served, model, "two-stages", extra)
     with CheckedStack(plan, end - time.monotonic()) as stack:
-        one = _asked(stack, prompts, "one stage", end, figures)
+        in_one = _asked(stack, prompts, "one stage", end, figures)
         _restart_in_two_stages(where, stack, end, figures)
-        two = _asked(stack, prompts, "two stages", end, figures)
+        in_two = _asked(stack, prompts, "two stages", end, figures)
     stack.expect_ended_in_order()
-    compare(prompts, one, two, figures)
+    compare(prompts, in_one, in_two, figures)
 
 
-def compare(prompts: Sequence[list[int]], one: Sequence[Answer], two: Sequence[Answer], figures: Figures) -> None:
+def compare(prompts: Sequence[list[int]], in_one: Sequence[Answer], in_two: Sequence[Answer], figures: Figures) -> None:
     """Compare answers token by token, as far as the answers from one stage are certain.
 
     Raises:
         CheckError: they differ, or too few tokens are certain.
     """
-    known = [known_part(answer.result) for answer in one if answer.result is not None]
+    known = [known_part(answer.result) for answer in in_one if answer.result is not None]
     figures["tokens compared"] = sum(map(len, known))
-    for prompt, tokens, answer in zip(prompts, known, two, strict=True):
+    for prompt, tokens, answer in zip(prompts, known, in_two, strict=True):
         expect(
             answer.tokens[: len(tokens)] == tokens,
             f"a prompt of {len(prompt)} tokens: one stage gave {tokens}, two gave {answer.tokens}",
@@ -74,7 +74,7 @@ def _asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: fl
                 answers.append(await ask(client, prompt, greedy(ANSWER, logprobs=2), cache_salt=name))
 
     run_until(end - time.monotonic(), all_of_them(), lambda: f"answer {len(answers) + 1} with {name}")
-    figures[f"TTFT {len(prompts[-1])} with {name}, ms"] = round(min(it.ttft_ms for it in answers[-2:]), 2)
+    figures[f"TTFT {len(prompts[-1])} with {name}, ms"] = round(min(answer.ttft_ms for answer in answers[-2:]), 2)
     return answers
 
 

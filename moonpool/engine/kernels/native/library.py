@@ -293,7 +293,7 @@ class Library:
         return float(self._c.mp_had())
 
     def others_compute(self) -> bool:
-        """Return whether another process that shares our cores computes; no where `lend` was not called."""
+        """Return whether another process that shares our cores computes; False where `lend` was not called."""
         return bool(self._c.mp_others_compute())
 
     @contextlib.contextmanager

@@ -21,6 +21,8 @@ WHOLE, PART, JOINED = 0, 1, 2
 
 #: Which sequences a launch is for: row s is sequence s's only one; those with one row; those with other than one row.
 ROW_EACH, SINGLES, MANY = 0, 1, 2
+Variant = tuple[int, Tile, int]
+"""Which sequences, their tile, and the split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,6 @@ class BatchShape:
     def tokens(self) -> int:
         """Rows of all sequences."""
         return self.sequences * self.rows
-
-
-Variant = tuple[int, Tile, int]
-"""Which sequences, their tile, and the split."""
 
 
 @dataclass(frozen=True, slots=True)

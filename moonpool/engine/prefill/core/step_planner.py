@@ -259,14 +259,14 @@ class StepPlanner:
         return begins and at < self._state.reusable_blocks(request) and request.spec.keys[at] in under_way
 
     def _is_loaded(self, request: PrefillRequest) -> bool:
-        """Return whether another request loads what this request would compute; notes until when to wait."""
+        """Return whether another request loads what this request would compute; note until when to wait."""
         until = wait_for_other_load_until(self._state, request)
         if until is not None:
             self._look_again(until)
         return until is not None
 
     def _ready(self, request: PrefillRequest, step_s: float) -> bool:
-        """Return whether the request's layers arrive in time for a step of `step_s` seconds; notes the time if not."""
+        """Return whether the request's layers arrive in time for a step of `step_s` seconds; note the time if not."""
         assert request.prefix.load is not None
         wait = wait_for_layers(self._state, request.prefix.load, step_s)
         if wait is None:

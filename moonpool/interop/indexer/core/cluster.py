@@ -101,7 +101,7 @@ class ClusterKV:
         return len(self._instances)
 
     def take_events(self) -> dict[str, list[EngineEvent]]:
-        """What has happened since the last call, by instance."""
+        """Return what has happened since the last call, by instance."""
         events, self._events = self._events, {}
         return events
 
@@ -213,7 +213,7 @@ class ClusterKV:
             self._events.setdefault(instance.holder.instance, []).extend(events)
 
     def check_invariants(self) -> None:
-        """Asserts that all that is told is held."""
+        """Assert that all that is told is held."""
         self._index.check_invariants()
         for instance in self._instances.values():
             assert instance.told.keys() <= instance.held.keys()

@@ -53,8 +53,8 @@ def block_hashes(token_ids: Sequence[int], block_size: int, lora: str = "") -> l
 def rolling(parent: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
     """Rolling hashes behind a root or a block, from the blocks' own hashes."""
     found = list[BlockKey]()
-    for own in hashes:
-        parent = _hashed(parent + own) if parent else own
+    for block_hash in hashes:
+        parent = _hashed(parent + block_hash) if parent else block_hash
         found.append(BlockKey(parent))
     return found
 
@@ -156,7 +156,7 @@ class TieredIndex:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts that nothing empty is kept."""
+        """Assert that nothing empty is kept."""
         for blocks in self._scopes.values():
             assert blocks
             assert all(holders and all(holders.values()) for holders in blocks.values())

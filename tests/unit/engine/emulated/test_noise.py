@@ -6,8 +6,9 @@ import pytest
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.scheduling.steps import Step
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.profile import Noise
-from moonpool.engine.setup import EngineConfig, engine_setup
+from moonpool.engine.setup import engine_setup
 from tests.unit.base.checkpoint.folder import write_config
 from tests.unit.engine.emulated.rig import Clock, engine_of, history, part, spec_of
 

@@ -10,6 +10,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import SequenceStep, Step
+from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.profile import (
     EmulatedCompute,
     Profile,
@@ -19,7 +20,7 @@ from moonpool.engine.emulated.profile import (
     load_seconds,
     step_seconds,
 )
-from moonpool.engine.setup import EngineConfig, engine_setup
+from moonpool.engine.setup import engine_setup
 from tests.unit.base.checkpoint.folder import write_config
 
 FIELDS: dict[str, Any] = {

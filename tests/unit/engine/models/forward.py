@@ -128,7 +128,7 @@ class Runner:
         """Let `sequence` begin with full blocks of `cached` that have its tokens; one token is left to compute."""
         pairs = zip(cached.tokens[: cached.done], sequence.tokens[:-1], strict=False)
         same = next(
-            (index for index, (one, other) in enumerate(pairs) if one != other),
+            (index for index, (held, wanted) in enumerate(pairs) if held != wanted),
             min(cached.done, len(sequence.tokens) - 1),
         )
         sequence.blocks, sequence.done = cached.blocks[: same // BLOCK], same // BLOCK * BLOCK

@@ -373,8 +373,10 @@ def test_the_text_part_of_a_model_with_pictures(
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
     tensors = with_whole_experts(load_file(tmp_path / "text" / "model.safetensors"))
     renamed = {
-        head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else body + name.removeprefix("model."): its
-        for name, its in tensors.items()
+        head + name.removeprefix("lm_head.")
+        if name.startswith("lm_head.")
+        else body + name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
     }
     save_file(renamed, tmp_path / "whole" / "model.safetensors")
     prompt = [list(range(3, 50))]
@@ -386,7 +388,7 @@ def test_the_text_part_of_a_model_with_pictures(
 
 def with_whole_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All experts of a layer as two tensors, as such models are published; transformers saves each expert's."""
-    found = {name: its for name, its in tensors.items() if ".experts." not in name or name.endswith("_proj")}
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name or name.endswith("_proj")}
     for name in tensors:
         if not name.endswith(".experts.0.gate_proj.weight"):
             continue

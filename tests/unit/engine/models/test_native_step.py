@@ -192,8 +192,8 @@ def compare(
         tokens = [[chosen.randrange(config.vocab_size) for _ in chunks] for _ in range(FURTHER)]
         threads = chosen.randint(1, 2)
         poison(three[0])
-        for checked, its in zip(three, found, strict=True):
-            its.append(results(checked, work, prefixes, tokens, threads))
+        for checked, outputs in zip(three, found, strict=True):
+            outputs.append(results(checked, work, prefixes, tokens, threads))
     for parts in zip(*(zip(*each, strict=True) for each in found), strict=True):
         mine, theirs, exact = map(torch.cat, parts)
         close(mine, theirs, exact.double())
@@ -210,7 +210,10 @@ def test_the_torch_stage_on_fresh_shapes(sequences: int, tmp_path: Path) -> None
     path = create(family, tmp_path / "model", sequences, "bfloat16", overrides=shape_of(chosen))
     turn, kind = divmod(sequences, len(DTYPES))
     dtype = DTYPES[kind]
-    three = [Checked(path, its, mode) for its, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))]
+    three = [
+        Checked(path, precision, mode)
+        for precision, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))
+    ]
     decode = [(start, start + 1) for start in (BORDERS[(sequences + i) % len(BORDERS)] for i in range(sequences))]
     borders = [CHUNKS[(turn * CHUNKS_A_TEST + i) % len(CHUNKS)] for i in range(CHUNKS_A_TEST)]
     compare(three, chosen, decode, batches=-(-ROWS // sequences))
@@ -239,7 +242,8 @@ def test_quantised_kv(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -
     chosen = random.Random(11)
     path = create("tiny-qwen3", tmp_path / "model", 1, "bfloat16", overrides=shape_of(chosen))
     native, plain, exact = (
-        Checked(path, its, mode) for its, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))
+        Checked(path, precision, mode)
+        for precision, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))
     )
     for sequences, most in ((9, 1), (3, 40)):
         work, prefixes = draw(native.config, chosen, sequences, most)

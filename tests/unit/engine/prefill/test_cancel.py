@@ -38,7 +38,7 @@ async def test_cancel_in_a_step() -> None:
         story.call.cancel()
         await prefill.until(lambda: len(prefill.service.core.state.requests) == 0)
         assert prefill.service.manager.num_used == 4
-        assert prefill.service.sending.sessions == 0
+        assert prefill.service.sending.open_transfers == 0
         go.set()
         await prefill.rest()
         assert len(prefill.engine.steps) == 1

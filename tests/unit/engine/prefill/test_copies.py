@@ -20,7 +20,7 @@ from moonpool.engine.prefill.core.events import (
 from moonpool.engine.prefill.core.replication import MAX_ORDERS
 from moonpool.v1 import conductor_pb2
 from tests.unit.engine.prefill.calls import begin
-from tests.unit.engine.prefill.world import BT, World, keys
+from tests.unit.engine.prefill.core.world import BT, World, keys
 from tests.unit.instances import BLOCK, prefilling, prompt, spec
 
 PEER = KVSource("prefill-9", 4, peer=True)

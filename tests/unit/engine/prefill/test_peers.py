@@ -114,7 +114,7 @@ async def test_a_peer_that_stops_in_the_middle_of_a_read() -> None:
     async with prefilling(rate=1.0) as peer, prefilling() as prefill:
         await warm(peer)
         story = await begin(prefill, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))
-        await peer.until(lambda: peer.service.reads.sessions == 1)
+        await peer.until(lambda: peer.service.reads.open_reads == 1)
         peer.service.closing.set()
         told = await story.to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)

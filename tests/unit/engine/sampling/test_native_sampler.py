@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 
 
 OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
-NO_MASKS: Mapping[int, bytes] = {}
 
 
 class Both:

@@ -35,7 +35,7 @@ def spec(
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, -1.0])
 
 
-def one(logits: Tensor, how: SampleSpec) -> int:
+def sampled(logits: Tensor, how: SampleSpec) -> int:
     [[token]], *_ = sample(logits.clone()[None], [how])
     return token
 
@@ -46,7 +46,7 @@ def drawn(logits: Tensor, how: SampleSpec, count: int = 400) -> Counter[int]:
 
 
 def test_greedy_is_the_lowest_of_equals() -> None:
-    assert one(LOGITS, spec()) == 1
+    assert sampled(LOGITS, spec()) == 1
     assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)])[0] == [[0], [0]]
     assert sample(torch.empty(0, 7), []) == ([], {}, {})
 
@@ -70,21 +70,21 @@ def test_a_row_without_any_token_left_fails_alone(temperature: float) -> None:
 
 
 def test_bias_and_bans() -> None:
-    assert one(LOGITS, spec(logit_bias={4: 5.0})) == 4
-    assert one(LOGITS, spec(banned=(1,))) == 3
-    assert one(LOGITS, spec(banned=(1, 3))) == 2
+    assert sampled(LOGITS, spec(logit_bias={4: 5.0})) == 4
+    assert sampled(LOGITS, spec(banned=(1,))) == 3
+    assert sampled(LOGITS, spec(banned=(1, 3))) == 2
     assert 1 not in drawn(LOGITS, spec(temperature=1.0, banned=(1,)))
 
 
 def test_penalties() -> None:
     history = array("i", [1, 3, 3]).tobytes()
-    assert one(LOGITS, spec(history=history, prompt_tokens=1, presence_penalty=0.5)) == 1
-    assert one(LOGITS, spec(history=history, prompt_tokens=0, presence_penalty=2.5)) == 2
-    assert one(LOGITS, spec(history=history, prompt_tokens=0, frequency_penalty=0.5)) == 1
-    assert one(LOGITS, spec(history=history, prompt_tokens=3, frequency_penalty=9.0)) == 1
-    assert one(LOGITS, spec(history=history, prompt_tokens=3, repetition_penalty=4.0)) == 2
+    assert sampled(LOGITS, spec(history=history, prompt_tokens=1, presence_penalty=0.5)) == 1
+    assert sampled(LOGITS, spec(history=history, prompt_tokens=0, presence_penalty=2.5)) == 2
+    assert sampled(LOGITS, spec(history=history, prompt_tokens=0, frequency_penalty=0.5)) == 1
+    assert sampled(LOGITS, spec(history=history, prompt_tokens=3, frequency_penalty=9.0)) == 1
+    assert sampled(LOGITS, spec(history=history, prompt_tokens=3, repetition_penalty=4.0)) == 2
     lowered = torch.tensor([-1.0, -1.5])
-    assert one(lowered, spec(history=array("i", [0]).tobytes(), prompt_tokens=1, repetition_penalty=2.0)) == 1
+    assert sampled(lowered, spec(history=array("i", [0]).tobytes(), prompt_tokens=1, repetition_penalty=2.0)) == 1
 
 
 def test_the_uniform_numbers_are_fixed() -> None:
@@ -123,7 +123,7 @@ def test_rows_are_independent() -> None:
     specs = [spec(), spec(1.0), spec(temperature=1.0, top_k=5), spec(banned=(0,)), spec(), spec(min_p=0.5)]
     specs = [replace(how, position=row) for row, how in enumerate(specs)]
     together, *_ = sample(logits.clone(), specs)
-    assert together == [[one(logits[row], how)] for row, how in enumerate(specs)]
+    assert together == [[sampled(logits[row], how)] for row, how in enumerate(specs)]
     order = [3, 1, 5, 0, 4, 2]
     assert sample(logits[order].clone(), [specs[row] for row in order])[0] == [together[row] for row in order]
 

@@ -20,7 +20,7 @@ def results(out: Path, *names: str, budget_s: float = 600.0) -> dict[str, Result
 
 def test_each_failure_is_told_and_the_next_stage_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = results(tmp_path, "fails", "raises", "dies", "imports_nothing", "passes")
-    assert {name: it.ok for name, it in found.items()} == {
+    assert {name: result.ok for name, result in found.items()} == {
         **dict.fromkeys(("fails", "raises", "dies", "imports_nothing"), False),
         "passes": True,
     }

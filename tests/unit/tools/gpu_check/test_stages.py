@@ -165,8 +165,8 @@ def test_graphs_that_no_step_takes_are_noticed(staged: Where, monkeypatch: pytes
 def test_a_run_that_ends_early_is_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runners.Stage.decode_steps
 
-    def cut(it: runners.Stage, batch: int, context: int, steps: int) -> Step:
-        return whole(it, batch, context, steps - 1)
+    def cut(stage: runners.Stage, batch: int, context: int, steps: int) -> Step:
+        return whole(stage, batch, context, steps - 1)
 
     monkeypatch.setattr(runners.Stage, "decode_steps", cut)
     assert "steps were made, not" in error_of(decode_steps.check, staged)
@@ -193,7 +193,7 @@ def test_every_test_of_a_gpu_belongs_to_a_stage() -> None:
     }
     started = "tests/unit/engine/kernels/test_triton/test_gpu.py"
     assert {*devices.TESTS, *parity.TESTS, started} == marked
-    assert set(re.findall(r"cases_\w+\.py", (ROOT / started).read_text())) == {Path(it).name for it in kernels.ALL}
+    assert set(re.findall(r"cases_\w+\.py", (ROOT / started).read_text())) == {Path(case).name for case in kernels.ALL}
 
 
 def test_every_stage_stands_in_the_order() -> None:

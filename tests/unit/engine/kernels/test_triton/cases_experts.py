@@ -34,10 +34,10 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def matrices(dtype: torch.dtype, rng: torch.Generator, *, biased: bool) -> tuple[ExpertMatrices, ExpertMatrices]:
     """Random matrices of experts, on the host and on the device."""
-    own = [torch.randn((INNER, HIDDEN), generator=rng).to(dtype) for _ in range(COUNT)]
+    on_host = [torch.randn((INNER, HIDDEN), generator=rng).to(dtype) for _ in range(COUNT)]
     bias = torch.randn((COUNT, INNER), generator=rng).to(dtype) if biased else None
-    there = ExpertMatrices([it.to(DEVICE) for it in own], None if bias is None else bias.to(DEVICE))
-    return ExpertMatrices(own, bias), there
+    there = ExpertMatrices([matrix.to(DEVICE) for matrix in on_host], None if bias is None else bias.to(DEVICE))
+    return ExpertMatrices(on_host, bias), there
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

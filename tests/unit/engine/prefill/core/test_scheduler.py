@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.engine.prefill.core import actions, events
 from tests.examples import examples
-from tests.unit.engine.prefill.world import BT, LAYERS, World, staged
+from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 
 STORES = ("store-0", "store-1")
 

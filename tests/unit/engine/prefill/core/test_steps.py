@@ -6,7 +6,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.scheduling.latency import Speeds, prefill_seconds
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
-from tests.unit.engine.prefill.world import BT, SETTINGS, SPEEDS, Client, World, staged
+from tests.unit.engine.prefill.core.world import BT, SETTINGS, SPEEDS, Client, World, staged
 
 Span = tuple[int, int, int]
 

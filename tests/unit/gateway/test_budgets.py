@@ -14,7 +14,7 @@ from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.gateway.serving.budgets import Budgets
 from moonpool.gateway.serving.errors import BudgetSpentError
-from tests.unit.gateway.test_auth_keys import write
+from tests.unit.gateway.test_auth import write
 from tests.unit.gateway.test_client_disconnect import Connection, Holding
 
 from .fakes import CHAT, TURNS, answering, make_gateway, scope, settings, tokenizer

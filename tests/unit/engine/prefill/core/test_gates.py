@@ -5,7 +5,7 @@ import pytest
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.forecast import LAYER_STALL_S
-from tests.unit.engine.prefill.world import BT, SETTINGS, World, staged
+from tests.unit.engine.prefill.core.world import BT, SETTINGS, World, staged
 
 LAYER_LOAD_S = 0.9
 """Of three blocks, whose layer is 3 KiB."""

@@ -10,7 +10,7 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, chain_root
 from moonpool.interop.kv_events.cache import NO_RANK, EngineCache
 from moonpool.interop.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, read_batch
-from tests.unit.interop.adapter.follower import NAMESPACE, root_of
+from tests.unit.interop.kv_events.follower import NAMESPACE, root_of
 
 SIZE = 4
 RECORDED = Path(__file__).parent / "recorded"

@@ -3,7 +3,7 @@
 from moonpool.base.kv.delete_kv import KVSelection
 from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.engine.prefill.core import actions, events
-from tests.unit.engine.prefill.world import BT, World
+from tests.unit.engine.prefill.core.world import BT, World
 
 COPY = (events.WriteBackTarget("copy", 0),)
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from moonpool.interop.kv_events.feed import Interrupted
-from tests.unit.interop.adapter.follower import Follower
 from tests.unit.interop.adapter.model_engine import ModelEngine
+from tests.unit.interop.kv_events.follower import Follower
 
 SEEDS = range(6)
 STEPS = 250

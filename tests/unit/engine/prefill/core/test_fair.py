@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.actions import RefusalReason
 from tests.examples import examples
-from tests.unit.engine.prefill.world import BT, Client, World, staged
+from tests.unit.engine.prefill.core.world import BT, Client, World, staged
 
 STEP = 2 * BT
 LONG = 10 * STEP

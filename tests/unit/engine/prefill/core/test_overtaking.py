@@ -4,7 +4,7 @@ import pytest
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.engine.prefill.core import actions, events
-from tests.unit.engine.prefill.world import BT, SETTINGS, Client, World, staged
+from tests.unit.engine.prefill.core.world import BT, SETTINGS, Client, World, staged
 
 BLOCKS, TOKENS = 4, 4 * BT + 12
 """Blocks that are loaded, and tokens of the prompt."""

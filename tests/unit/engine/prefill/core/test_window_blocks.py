@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.engine.prefill.core import events
-from tests.unit.engine.prefill.world import BT, World, staged
+from tests.unit.engine.prefill.core.world import BT, World, staged
 
 
 def needed(world: World) -> int:

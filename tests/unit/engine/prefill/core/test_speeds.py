@@ -4,7 +4,7 @@ import pytest
 
 from moonpool.base.scheduling.latency import Speeds, prefill_seconds
 from moonpool.engine.prefill.core import events
-from tests.unit.engine.prefill.world import BT, World, staged
+from tests.unit.engine.prefill.core.world import BT, World, staged
 
 TOLD = Speeds(prefill_base_s=0.001, prefill_per_token_s=1e-3)
 
