@@ -309,7 +309,7 @@ class KVStoreService(StoreListener):
         try:
             async with asyncio.TaskGroup() as group:
                 parts = (self._operations, self.prefetcher, self.writer, self.scrubber, self._key_watch)
-                tasks = [group.create_task(each.run()) for each in parts if each is not None]
+                tasks = [group.create_task(part.run()) for part in parts if part is not None]
                 try:
                     await self.servicer.deletions.catch_up()
                     yield

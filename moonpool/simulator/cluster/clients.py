@@ -141,7 +141,7 @@ class Clients:
         if request not in self._open:
             return  # the request has ended while the client was away
         before, conductor = self._open[request], self._answering(request)
-        if before is not None and any(each.rejoin(before) for each in self.conductors):
+        if before is not None and any(candidate.rejoin(before) for candidate in self.conductors):
             before.rejoined += 1
         elif before is None or before.sequence is None or before.plan is None:
             self._ask(request)  # the request was never placed: treat as new

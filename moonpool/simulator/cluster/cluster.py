@@ -264,7 +264,7 @@ class Cluster:
         elapsed = max(1, self.clients.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
-        pools = [prefill.pool for prefill in self.prefills] + [each.pool for each in self.decodes]
+        pools = [prefill.pool for prefill in self.prefills] + [decode.pool for decode in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),

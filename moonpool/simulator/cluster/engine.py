@@ -225,7 +225,7 @@ class DecodeEngine:
         assert self._run is not None
         if self._ahead:
             size = self._config.block_size
-            steps = min([steps, *(each.until_filled(size) for each in self._batch(self._run))])
+            steps = min([steps, *(sequence.until_filled(size) for sequence in self._batch(self._run))])
         more, slowdown = self._times.per_context_token * len(self._run.batch), self._member.slowdown
         if slowdown != 1.0:
             first, more = round(slowdown * first), round(slowdown * more)
