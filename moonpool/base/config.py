@@ -126,7 +126,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def check_free(address: str, name: str) -> None:
-    """Checks that a service can listen at "host:port", before loading anything; `name` is that of the setting.
+    """Check that a service can listen at "host:port", before loading anything; `name` is that of the setting.
 
     Raises:
         ConfigError: another program listens there, or no program may.
@@ -312,7 +312,7 @@ class ServiceConfig(BaseSettings):
 
     @classmethod
     def load(cls, argv: Sequence[str], *, prog: str | None = None) -> Self:
-        """Reads the settings: `--set`, flags, MOONPOOL_* variables, the file of `--config`, defaults, in this order.
+        """Read the settings: `--set`, flags, MOONPOOL_* variables, the file of `--config`, defaults, in this order.
 
         Args:
             argv: the command line without the program's name.
@@ -522,7 +522,7 @@ def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
 
 
 def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
-    """Sees that each MOONPOOL_* variable means something to a service, a command or a test.
+    """See that each MOONPOOL_* variable means something to a service, a command or a test.
 
     Args:
         own: settings of the service that asks.

@@ -335,7 +335,7 @@ class KVStoreService(StoreListener):
             log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:
-        """Reports that this store drains, waits for running transfers for a time, then ends all streams."""
+        """Report that this store drains, wait for running transfers for a time, then end all streams."""
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while draining

@@ -41,7 +41,7 @@ All memory is held until then. Without bytes these lie in the targets already, a
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-    """Copy a piece, then hashes the piece."""
+    """Copy a piece, then hash the piece."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
     at = 0

@@ -98,7 +98,7 @@ class Cluster:
     # Requests
 
     def feed(self, requests: Iterable[TraceRequest]) -> None:
-        """Lets requests come at their times; the trace is read as time goes on."""
+        """Let requests come at their times; the trace is read as time goes on."""
         self._next(iter(enumerate(requests, 1)))
 
     def _next(self, requests: Iterator[Placed]) -> None:
@@ -118,7 +118,7 @@ class Cluster:
         self._next(coming[1])
 
     def _follow(self, coming: Placed) -> None:
-        """Starts a request's delay once the requests before have ended. `rate` does not hurry tools and people."""
+        """Start a request's delay once the requests before have ended. `rate` does not hurry tools and people."""
         self._following += 1
         self.world.after(ps(coming[1].delay / 1000), self._ask_next, coming)
 
@@ -248,7 +248,7 @@ class Cluster:
         self.world.run()
 
     def check_at_rest(self) -> None:
-        """Asserts that every request has ended and that everything came back."""
+        """Assert that every request has ended and that everything came back."""
         assert not self.network.flows
         for prefill in self.prefills:
             prefill.check_at_rest()

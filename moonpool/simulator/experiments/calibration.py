@@ -144,7 +144,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Request]:
-    """Simulates a cluster; the requests as they ended, in the order of the trace."""
+    """Simulate a cluster; return the requests as they ended, in the order of the trace."""
     ended: list[Request] = []
     cluster = Cluster(config, ended.append)
     cluster.feed(requests)
@@ -210,7 +210,7 @@ class _Search:
         self.least = off(self.best)
 
     def moves(self, way: _Direction, step: float) -> bool:
-        """Goes a way on or back as often as that helps; returns whether a move helped."""
+        """Go a way on or back as often as that helps; return whether a move helped."""
         before = self.best
         for sign in (1, -1):
             factors = {name: math.exp(sign * up * _size(name, step)) for name, up in way.items()}
@@ -219,7 +219,7 @@ class _Search:
         return self.best != before
 
     def better(self, other: Extras) -> bool:
-        """Tries extras; returns whether these extras are the best now."""
+        """Try extras; return whether these extras are the best now."""
         if self.left <= 0:
             return False
         self.left -= 1
