@@ -39,7 +39,7 @@ def page() -> str:
     for kind in (*SERVICES, "adapter", "indexer"):
         parts += [f"\n## {kind}\n\n", _table(config_class(kind), ServiceConfig.model_fields)]
     parts += ["\n## Former names\n\n| former | now |\n|---|---|\n"]
-    parts += [f"| `{old}` | `{now}` |\n" for old, now in RENAMED.items()]
+    parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in now)} |\n" for old, now in RENAMED.items()]
     parts += ["\n## No longer settings\n\n| former | constant |\n|---|---|\n"]
     parts += [f"| `{old}` | {_cell(now)} |\n" for old, now in REMOVED.items()]
     return "".join(parts)

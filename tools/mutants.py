@@ -51,7 +51,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "moonpool.base.kv.native_copy",
         "moonpool.base.kv_transfer.blocking",
         "moonpool.base.kv_transfer.prefix_reader",
-        "moonpool.base.kv_transfer.receiver",
+        "moonpool.base.kv_transfer.inbound_transfer",
         "moonpool.base.kv_transfer.slice_bitmap",
         "moonpool.kvstore.ssd.reader",
         "moonpool.kvstore.ssd.records",

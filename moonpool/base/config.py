@@ -15,7 +15,7 @@ import re
 import socket
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
@@ -43,21 +43,24 @@ ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # these are refused, not bound
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RENAMED = {
-    "block_tokens": "block_size",
-    "https_cert": "ssl_certfile",
-    "https_key": "ssl_keyfile",
-    "kv_bytes": "kv_cache_memory_bytes",
-    "kv_dtype": "kv_cache_dtype",
-    "kv_lanes": "kv_transports",
-    "kv_lanes_dir": "kv_transports_dir",
-    "kv_lanes_trusted": "kv_transports_trusted",
-    "max_batch": "max_num_seqs",
-    "max_tokens": "max_model_len",
-    "stages": "pipeline_parallel_size",
-    "step_tokens": "max_num_batched_tokens",
-    "tool_parser": "tool_call_parser",
+    "block_tokens": ("block_size",),
+    "https_cert": ("ssl_certfile",),
+    "https_key": ("ssl_keyfile",),
+    "kv_bytes": ("kv_cache_memory_bytes",),
+    "kv_dtype": ("kv_cache_dtype",),
+    "kv_lanes": ("kv_transports",),
+    "kv_lanes_dir": ("kv_transports_dir",),
+    "kv_lanes_trusted": ("kv_transports_trusted",),
+    "max_batch": ("max_num_seqs",),
+    "max_sessions": ("max_transfers",),
+    "max_tokens": ("max_model_len",),
+    "session_timeout_s": ("transfer_timeout_s",),
+    "stages": ("pipeline_parallel_size",),
+    "step_tokens": ("max_num_batched_tokens", "chunked_prefill_size"),
+    "tool_parser": ("tool_call_parser",),
 }
-"""Settings that had another name; an old name is an error that says the new one."""
+"""Settings that had another name, with the names of today, at most one for a service; an old name is an error that says
+the new one."""
 REMOVED = {
     "balancing_threshold": "1.0 (docs/placement.md)",
     "deletion_wait_s": "4 s (docs/contexts.md)",
@@ -82,6 +85,11 @@ REMOVED = {
     "watermark": "0.01 of the pool (docs/adr/0007-growing-sequences.md)",
 }
 """What is constant now, with its page, by the name of the former setting; such a name is an error that says so."""
+
+
+def present_name(former: str, known: Container[str]) -> str:
+    """Return the name among `known` that a setting of that former name has now; "" for none."""
+    return next((name for name in RENAMED.get(former, ()) if name in known), "")
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -118,7 +126,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def check_free(address: str, name: str) -> None:
-    """Checks that a service can listen at "host:port", before loading anything; `name` is that of the setting.
+    """Check that a service can listen at "host:port", before loading anything; `name` is that of the setting.
 
     Raises:
         ConfigError: another program listens there, or no program may.
@@ -177,8 +185,8 @@ def _split(value: Any) -> Any:
     parts = [str(value)] if isinstance(value, str | Path) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value
-    found = (one.strip() for part in parts for one in part.split(","))
-    return tuple(dict.fromkeys(one for one in found if one))
+    found = (item.strip() for part in parts for item in part.split(","))
+    return tuple(dict.fromkeys(item for item in found if item))
 
 
 def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -304,7 +312,7 @@ class ServiceConfig(BaseSettings):
 
     @classmethod
     def load(cls, argv: Sequence[str], *, prog: str | None = None) -> Self:
-        """Reads the settings: `--set`, flags, MOONPOOL_* variables, the file of `--config`, defaults, in this order.
+        """Read the settings: `--set`, flags, MOONPOOL_* variables, the file of `--config`, defaults, in this order.
 
         Args:
             argv: the command line without the program's name.
@@ -337,8 +345,8 @@ class ServiceConfig(BaseSettings):
     def flags(cls) -> dict[str, tuple[str, ...]]:
         """The settings that have a flag, by heading: the service's own before those of every service."""
         found: dict[str, tuple[str, ...]] = {}
-        for each in cls.__mro__:
-            for heading, names in vars(each).get("flag_groups", {}).items():
+        for base in cls.__mro__:
+            for heading, names in vars(base).get("flag_groups", {}).items():
                 found[heading] = (*found.get(heading, ()), *names)
         return found
 
@@ -478,7 +486,7 @@ def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None
 
 def _moved(cls: type[ServiceConfig], name: str) -> str:
     """How a setting that has no such flag is set now; "" for an unknown setting."""
-    now = name if name in cls.model_fields else RENAMED.get(name, "")
+    now = name if name in cls.model_fields else present_name(name, cls.model_fields)
     if name in REMOVED:
         return _constant(name)
     if now not in cls.model_fields:
@@ -508,13 +516,13 @@ def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
     if name not in cls.model_fields and name in REMOVED:
         raise ConfigError(name, f"{_constant(name)} ({source})")
     if name not in cls.model_fields:
-        now = RENAMED.get(name, "")
-        hint = f"; it is now {now}" if now in cls.model_fields else suggestion(name, list(cls.model_fields))
+        now = present_name(name, cls.model_fields)
+        hint = f"; it is now {now}" if now else suggestion(name, list(cls.model_fields))
         raise ConfigError(name, f"no such setting ({source}){hint}")
 
 
 def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
-    """Sees that each MOONPOOL_* variable means something to a service, a command or a test.
+    """See that each MOONPOOL_* variable means something to a service, a command or a test.
 
     Args:
         own: settings of the service that asks.
@@ -531,7 +539,7 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
         if (former := name.removeprefix(ENV_PREFIX).lower()) in REMOVED:
             raise ConfigError(name, _constant(former))
         if name not in known:
-            meant = suggestion(name.removeprefix(ENV_PREFIX), sorted(it.removeprefix(ENV_PREFIX) for it in known))
+            meant = suggestion(name.removeprefix(ENV_PREFIX), sorted(other.removeprefix(ENV_PREFIX) for other in known))
             hint = meant.replace("mean ", f"mean {ENV_PREFIX}")
             raise ConfigError(name, f"nothing reads this environment variable{hint}")
 
@@ -551,9 +559,9 @@ def config_class(kind: str) -> type[ServiceConfig]:
 
 
 def _refuse_old_variables(cls: type[ServiceConfig]) -> None:
-    for old, now in RENAMED.items():
-        variable = f"{ENV_PREFIX}{old.upper()}"
-        if os.environ.get(variable) and now in cls.model_fields and old not in cls.model_fields:
+    for old in RENAMED:
+        now, variable = present_name(old, cls.model_fields), f"{ENV_PREFIX}{old.upper()}"
+        if os.environ.get(variable) and now and old not in cls.model_fields:
             raise ConfigError(old, f"{variable} is now {ENV_PREFIX}{now.upper()}")
 
 
@@ -590,7 +598,7 @@ def default_text(name: str, value: object) -> str:
 
 def _metavar(kind: Any) -> str:
     if typing.get_origin(kind) is Literal or isinstance(kind, EnumType):
-        return "{" + ",".join(str(getattr(one, "value", one)) for one in typing.get_args(kind) or kind) + "}"
+        return "{" + ",".join(str(getattr(choice, "value", choice)) for choice in typing.get_args(kind) or kind) + "}"
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 

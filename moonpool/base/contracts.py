@@ -76,7 +76,7 @@ def logprobs_from_proto(message: kv_pb2.Logprobs) -> Logprobs:
 
 
 def assign(field: str, set_value: Callable[[], object]) -> None:
-    """Sets a message's field.
+    """Set a message's field.
 
     Raises:
         InvalidRequest: naming `field`, when protobuf refuses the value's type or range.

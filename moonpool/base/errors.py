@@ -17,7 +17,7 @@
     ├── CheckpointError     a checkpoint is damaged or incomplete
     │   └── UnsupportedModel    the checkpoint is whole, but `field` asks for an unbuilt feature
     ├── TransferFailed      KV did not arrive whole; no part may be used
-    ├── StreamBroken        a multiplexed stream ended under its sessions
+    ├── StreamBroken        a multiplexed stream ended under its transfers
     └── FrameError          bytes that are not a proper frame
 """
 
@@ -149,8 +149,8 @@ class TransferFailed(MoonpoolError):
 
 
 class StreamBroken(MoonpoolError):
-    """A multiplexed stream ended under open sessions; a new one may succeed."""
+    """A multiplexed stream ended under open transfers; a new stream may succeed."""
 
 
 class FrameError(MoonpoolError):
-    """Bytes that are not a proper frame of the session they came on."""
+    """Bytes that are not a proper frame of the transfer they came on."""

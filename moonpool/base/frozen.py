@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T]) -> type[T]:
-    """Makes a class a dataclass with slots, equal and hashed by its fields; objects must not change.
+    """Make a class a dataclass with slots, equal and hashed by its fields; objects must not change.
 
     mypy refuses whoever assigns to a field. Run time does not enforce this: a dataclass that refuses takes four times
     as long to make, and cores make several for each event.

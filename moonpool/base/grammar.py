@@ -250,12 +250,12 @@ class AnswerGrammar:
         if self._thinking is not None and not self._opening:
             self.pass_mark(self._thinking.begin)
             self.pass_mark(self._thinking.end)
-        pieces = "".join(f" {self._piece('TEXT', *each)} |" for each in self._triggers)
+        pieces = "".join(f" {self._piece('TEXT', *trigger)} |" for trigger in self._triggers)
         more = f"({pieces.removesuffix('|').strip()})* TEXT" if pieces else "TEXT"
         if not self._opening:
             start = more
         else:
-            begun = [f"{self._piece('FIRST', *each)} {more}" for each in self._triggers]
+            begun = [f"{self._piece('FIRST', *trigger)} {more}" for trigger in self._triggers]
             start = f"{self._thought()} ({' | '.join([self._opening, 'FIRST', *begun])})"
         return "\n".join([f"start: {start}", *self._rules])
 

@@ -209,7 +209,7 @@ def _list_names(schema: dict[str, Any], definitions: Mapping[str, Any]) -> None:
         return
     words = {word for word in names if word not in ("type", "title", "description", "default", "examples")}
     listed = names.get("enum", [names["const"]] if "const" in names else None)
-    if words <= {"enum", "const"} and isinstance(listed, list) and all(isinstance(it, str) for it in listed):
+    if words <= {"enum", "const"} and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         schema["properties"] = dict.fromkeys(listed, inner)
     elif words == {"pattern"}:
         schema["patternProperties"] = {names["pattern"]: inner}

@@ -26,12 +26,12 @@ def setting(default: Any, meaning: str, **bounds: float) -> Any:
 
 def statements(record: type[Any]) -> dict[str, tuple[str, Mapping[str, float]]]:
     """Meaning and bounds of each setting that a record states, by name."""
-    return {each.name: each.metadata[_STATEMENT] for each in fields(record) if _STATEMENT in each.metadata}
+    return {field.name: field.metadata[_STATEMENT] for field in fields(record) if _STATEMENT in field.metadata}
 
 
 def default_of(record: type[Any], name: str) -> Any:
     """A field's default."""
-    return next(each.default for each in fields(record) if each.name == name)
+    return next(field.default for field in fields(record) if field.name == name)
 
 
 def stated_values(record: type[Any], config: object) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def complete(settings: "partial[T]", left_out: Mapping[str, str]) -> T:
     Raises:
         TypeError: a field is neither given nor left out, or both, or unknown.
     """
-    names = {each.name for each in fields(settings.func)}  # type: ignore[arg-type]  # a record, which mypy sees as a callable
+    names = {field.name for field in fields(settings.func)}  # type: ignore[arg-type]  # a record, which mypy sees as a callable
     if wrong := names ^ settings.keywords.keys() ^ left_out.keys():
         raise TypeError(f"{', '.join(sorted(wrong))}: must be given, or left out for a reason")
     return settings()

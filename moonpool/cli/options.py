@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from moonpool.base.config import RENAMED
+from moonpool.base.config import present_name
 from moonpool.base.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
@@ -101,7 +101,7 @@ def _renamed_flag(flag: str, command: Any) -> str:
     if flag in options:
         return ""
     name = flag.lstrip("-").replace("-", "_")
-    now = "--" + RENAMED.get(name, "").replace("_", "-")
+    now = "--" + present_name(name, {option.lstrip("-").replace("-", "_") for option in options}).replace("_", "-")
     argument = name in options  # arguments have their plain name there
     return now if now in options else f"the argument {name.upper()}" if argument else ""
 

@@ -33,10 +33,10 @@ class ServeCommand(TyperCommand):
 def _setting_of(flag: str) -> str:
     """How a service setting is given, by the setting's flag or former flag; "" for none."""
     name = flag.removeprefix("--no-").lstrip("-").replace("-", "_")
-    name = RENAMED.get(name, name)
     for section, kinds in SECTIONS.items():
-        if name not in OWN_NAMES and all(name in config_class(kind).model_fields for kind in kinds):
-            return f"--set {section}.{name}=VALUE"
+        for now in RENAMED.get(name, (name,)):
+            if now not in OWN_NAMES and all(now in config_class(kind).model_fields for kind in kinds):
+                return f"--set {section}.{now}=VALUE"
     return ""
 
 

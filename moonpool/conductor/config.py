@@ -178,4 +178,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     @property
     def budgets(self) -> dict[str, TenantBudget]:
         """What tenants may use."""
-        return {name: TenantBudget(it.rpm, it.tpm, it.concurrent) for name, it in self.tenant_budgets.items()}
+        return {
+            name: TenantBudget(budget.rpm, budget.tpm, budget.concurrent)
+            for name, budget in self.tenant_budgets.items()
+        }

@@ -170,7 +170,7 @@ class _Stream:
             yield ProcessingResponse(request_body=BodyResponse(response=CommonResponse(body_mutation=mutation)))
 
     async def _picked(self) -> CommonResponse:
-        """Picks engines; notes them for the metadata.
+        """Pick engines; note them for the metadata.
 
         Raises:
             MoonpoolError: the request is wrong, or is refused.

@@ -101,7 +101,7 @@ class DeletionWorker:
         )
 
     async def catch_up(self) -> None:
-        """Repeats deletions that a left-out data folder missed.
+        """Repeat deletions that a left-out data folder missed.
 
         If the selection of such a deletion is not known any more, every block that is older goes.
         """

@@ -225,7 +225,9 @@ class RecordStore:
             for records in found
         ]
         # Deletions that some folders do not know as carried out, and when others did.
-        self.incomplete = {name: at for name, at in ChainMap(*done).items() if not all(name in each for each in done)}
+        self.incomplete = {
+            name: at for name, at in ChainMap(*done).items() if not all(name in applied for applied in done)
+        }
 
     def _load(self, number: int, folder: Path, *, last: bool) -> list[kv_pb2.Record]:
         try:

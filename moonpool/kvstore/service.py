@@ -310,7 +310,7 @@ class KVStoreService(StoreListener):
         try:
             async with asyncio.TaskGroup() as group:
                 parts = (self._operations, self.prefetcher, self.writer, self.scrubber, self._key_watch)
-                tasks = [group.create_task(each.run()) for each in parts if each is not None]
+                tasks = [group.create_task(part.run()) for part in parts if part is not None]
                 try:
                     await self.servicer.deletions.catch_up()
                     yield
@@ -336,7 +336,7 @@ class KVStoreService(StoreListener):
             log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:
-        """Reports that this store drains, waits for running transfers for a time, then ends all streams."""
+        """Report that this store drains, wait for running transfers for a time, then end all streams."""
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while draining

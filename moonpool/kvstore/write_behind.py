@@ -93,7 +93,7 @@ class WriteBehind:
                 self._idle.set()
 
     async def _do(self, plan: WritePlan) -> bool:
-        """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
+        """Do a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
         disk, error = plan.disk, await self._commit(plan)
         again = self._again(plan, error)
         lasting = isinstance(error, OSError | lmdb.Error) and not _may_pass(error)

@@ -52,19 +52,19 @@ class SimulatedWorld:
         return self.now / PS
 
     def at(self, when: int, target: Target, event: Any = None, *, first: bool = False) -> None:
-        """Hands `event` to `target` at a time that is not over; `first`: before what else happens at that time."""
+        """Hand `event` to `target` at a time that is not over; `first`: before what else happens at that time."""
         assert when >= self.now, "an event lies in the past"
         self._made += 1
         heappush(self._heap, (when, not first, self._made, target, event))
 
     def after(self, delay: int, target: Target, event: Any = None) -> None:
-        """Hands `event` to `target` after a number of picoseconds."""
+        """Hand `event` to `target` after a number of picoseconds."""
         assert delay >= 0, "an event lies in the past"
         self._made += 1
         heappush(self._heap, (self.now + delay, True, self._made, target, event))
 
     def run(self, until: int | None = None) -> None:
-        """Lets events happen until there are none, or none before or at `until`."""
+        """Let events happen until there are none, or none before or at `until`."""
         heap, last = self._heap, inf if until is None else until
         while heap and heap[0][0] <= last:
             self.now, _, _, target, event = heappop(heap)

@@ -67,7 +67,7 @@ class Pool:
         return sorted(self._held)
 
     def request(self, chain: Sequence[BlockKey]) -> int:
-        """Reads a chain and stores missing blocks, head first, making room block by block; returns the hits."""
+        """Read a chain and store missing blocks, head first, making room block by block; return the hits."""
         held = self._held
         if held.issuperset(chain):
             hits, there = len(chain), chain

@@ -102,7 +102,7 @@ class SimulatedNetwork:
         done: Callable[[], None],
         priority: Priority = Priority.URGENT,
     ) -> Flow:
-        """Starts a flow; `done` is called when the last byte has arrived. No bytes arrive at once, as an event."""
+        """Start a flow; `done` is called when the last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
         now, way = self.world.now, (tuple(path), priority)
         route = self._routes.get(way) or self._routes.setdefault(way, Route(*way))
@@ -116,7 +116,7 @@ class SimulatedNetwork:
         return flow
 
     def cancel(self, flow: Flow) -> None:
-        """Ends a flow early; `done` is not called. An ended flow does not change."""
+        """End a flow early; `done` is not called. An ended flow does not change."""
         if flow.number in self.flows:
             self._leave(flow)
             self._share(flow.route.path)
@@ -146,7 +146,7 @@ class SimulatedNetwork:
                 link.routes.pop(route, None)
 
     def _look(self, flow: Flow) -> None:
-        """Ends a flow if the last byte has arrived; the flow's rate may have changed since this call was planned."""
+        """End a flow if the last byte has arrived; the flow's rate may have changed since this call was planned."""
         now = self.world.now
         if flow.looked_at != now or flow.number not in self.flows:
             return
@@ -319,7 +319,7 @@ class Calls:
         self.sent = self.dropped = self.late = 0
 
     def send(self, deliver: Callable[[], None], *, reliable: bool = False) -> None:
-        """Calls `deliver` after the message's delay, unless the message is lost. A reliable message is never lost."""
+        """Call `deliver` after the message's delay, unless the message is lost. A reliable message is never lost."""
         arrives = self.arrival(reliable=reliable)
         if arrives is not None:
             self.world.at(arrives, _deliver, deliver)
@@ -359,7 +359,7 @@ class SimulatedLink:
         self.closed = False
 
     def send(self, deliver: Callable[[], None], *, back: bool = False, reliable: bool = False) -> None:
-        """Calls `deliver` when the message arrives at the other end, or with `back` at this end."""
+        """Call `deliver` when the message arrives at the other end, or with `back` at this end."""
         if self._lost or self.closed:
             return
         arrives, world = self._calls.arrival(reliable=reliable), self._calls.world

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.kv_transfer.read_server import FrameReceiver, check_hello
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.rpc.server import serving
 from moonpool.base.transport.send_queue import SendQueue
 from moonpool.engine.setup import EngineSetup

@@ -64,7 +64,7 @@ def complete_models() -> dict[str, Path]:
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Fetch a hub repository's permitted files; returns the snapshot folder.
+    """Fetch a hub repository's permitted files; return the snapshot folder.
 
     Raises:
         CheckpointError: no such model, or the model cannot be fetched.

@@ -69,7 +69,7 @@ class LoraAdapter:
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Return the adapter in `folder`; reads only the weights' header, and hashes all bytes.
+    """Return the adapter in `folder`; read only the weights' header, and hash all bytes.
 
     Raises:
         CheckpointError: a file is missing, damaged, or the two files do not belong together.

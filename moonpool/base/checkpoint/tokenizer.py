@@ -177,11 +177,6 @@ class Tokenizer:
         return self._longest
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can be used."""
-        return self._templates is not None
-
-    @property
     def chat_template(self) -> str:
         """Source of the chat template for conversations with tools; "" = there is none."""
         return self._templates.tool_use.source if self._templates is not None else ""

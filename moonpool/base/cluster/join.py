@@ -282,7 +282,7 @@ class JoinAgent:
         assert call.welcome is not None, "a stream that started has its welcome"
         self._heartbeat_s = call.welcome.heartbeat_s or 1.0
         self._conductor, self._activity_told = call.welcome.conductor, 0
-        self._resync = True
+        self._resync = True  # a conductor forgets what an instance holds when the stream ends
         log.info("joined", conductor=call.welcome.conductor.id, address=self._address)
         try:
             await self._write(call)

@@ -513,7 +513,7 @@ def _take_over(request: _Request, files: Sequence[int]) -> None:
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give files their numbers and closes all others."""
+    """Give files their numbers and close all others."""
     above = max(*files, *numbers) + 1
     kept = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
     for file, number in zip(kept, numbers, strict=True):

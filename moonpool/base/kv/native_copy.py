@@ -41,26 +41,26 @@ All memory is held until then. Without bytes these lie in the targets already, a
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-    """Copy a piece, then hashes the piece."""
+    """Copy a piece, then hash the piece."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
     at = 0
-    for number, (target, value) in enumerate(zip(targets, hashes, strict=True)):
+    for number, (target, expected) in enumerate(zip(targets, hashes, strict=True)):
         if target.readonly or not target.contiguous:
             raise BufferError("a target cannot be written, or is not contiguous")
         begin = at
         for part in iovec_parts(data[at : at + target.nbytes]):
             target[at - begin : at - begin + part.nbytes] = part
             at += part.nbytes
-        if slice_hash(target) != value:
+        if slice_hash(target) != expected:
             return number
     return len(hashes)
 
 
 def count_verified(targets: list[memoryview], hashes: Sequence[int]) -> int:
     """How many leading targets have their hash."""
-    for number, (target, value) in enumerate(zip(targets, hashes, strict=True)):
-        if slice_hash(target) != value:
+    for number, (target, expected) in enumerate(zip(targets, hashes, strict=True)):
+        if slice_hash(target) != expected:
             return number
     return len(targets)
 

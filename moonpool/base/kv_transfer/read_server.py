@@ -133,7 +133,7 @@ class FrameWriter:
                     async with asyncio.timeout(timeout_s):
                         await self._link.slot(nbytes, self._priority)
             except BaseException as error:
-                self.credits.grant(nbytes)
+                self.credits.grant(nbytes)  # nothing was sent, so the reader hands nothing back
                 if isinstance(error, TimeoutError):
                     raise TransferFailed(f"no slot on the link within {timeout_s:g} s") from None
                 raise

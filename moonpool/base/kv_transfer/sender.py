@@ -20,7 +20,7 @@ from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
 RECEIVE_KV = StreamMethod("DecodeService", "ReceiveKV", decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse)
-_Session = MuxChannel[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
+_Channel = MuxChannel[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
 
 
 def _channel_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
@@ -98,7 +98,7 @@ class OutboundTransfer:
         self._layout = layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        self._channel: _Session | None = None
+        self._channel: _Channel | None = None
         self._closed = False
         self._complete = False
         self._error: Exception | None = None
@@ -113,7 +113,7 @@ class OutboundTransfer:
         self.close(aborted=True)
         self.release()
 
-    def begin(self, channel: _Session, forgotten: Sequence[str]) -> None:
+    def begin(self, channel: _Channel, forgotten: Sequence[str]) -> None:
         """Announce the transfer on the transfer's channel; for the sender."""
         self._channel = channel
         target = self.target
@@ -145,7 +145,7 @@ class OutboundTransfer:
         for header, pieces in frames_to_send(
             target.transfer_id, target.generation, slices, self._layout, self._frame_bytes
         ):
-            if self._error is not None:
+            if self._error is not None:  # the receiver gave the transfer up between two frames
                 raise self._error
             yield decode_pb2.ReceiveKVRequest(frame=header), pieces
             self.sent_bytes += payload_bytes(pieces)
@@ -181,7 +181,7 @@ class OutboundTransfer:
                 await self._done.wait()
         except TimeoutError:
             if self._channel is not None:
-                self._channel.suspect(began)
+                self._channel.suspect(began)  # a peer that hangs: the next transfer gets a new stream
             raise TransferFailed(f"transfer {self.target.transfer_id}: no verdict within {timeout_s:g} s") from None
         finally:
             self.release()

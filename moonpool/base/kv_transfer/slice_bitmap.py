@@ -27,7 +27,7 @@ class SliceBitmap:
             unsent: layer -> leading blocks that the layer does not need and does not get; 0 for layers that are left
                 out.
         """
-        ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
+        ranges = all(len(numbers) > 0 and numbers.step == 1 and numbers.start >= 0 for numbers in (layers, heads))
         if not (ranges and 0 <= held_blocks <= blocks):
             raise ValueError(f"impossible bitmap: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
         self._layers = layers

@@ -216,7 +216,7 @@ class WriteBack:
         return True
 
     def _staff(self, store_queue: _StoreQueue) -> None:
-        """Add a worker for a store_queue, as long as allowed."""
+        """Add a worker for the store, as long as allowed."""
         if self._group is not None and store_queue.workers < self._limits.workers:
             store_queue.workers += 1
             self._group.create_task(self._work(store_queue))

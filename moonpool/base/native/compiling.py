@@ -16,20 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def end_with_parent() -> None:
-    """Waits for the end of the parent, then ends the whole group at once."""
+    """Wait for the end of the parent, then end the whole group at once."""
     while os.read(0, 4096):  # not by sys.stdin, whose lock the interpreter's end would miss
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 def run(command: list[str]) -> str:
-    """Runs a command; returns the output of a failed command, else ""."""
+    """Run a command; return the output of a failed command, else ""."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603  # ours
     return json.dumps(done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else ""
 
 
 def main() -> None:
-    """Runs the commands, as many at once as asked for."""
+    """Run the commands, as many at once as asked for."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     with ThreadPoolExecutor(int(sys.argv[1])) as pool:
         lock = threading.Lock()

@@ -58,7 +58,7 @@ def tune_grpc() -> None:
 
 
 def quiet_grpc() -> None:
-    """Has gRPC log errors alone, unless the environment wants more. To be called before gRPC is first used.
+    """Have gRPC log errors alone, unless the environment wants more. To be called before gRPC is first used.
 
     Else each server that ends causes a line at every client.
     """

@@ -34,7 +34,7 @@ class BlockLending:
         return (block for blocks in self._lent.values() for block in blocks)
 
     def handle(self, event: LendBlocks | ReturnBlocks, spare: int, promised_slots: int = 0) -> list[BlocksLent]:
-        """Lend blocks or takes them back. `spare`: free and cached blocks that may be lent.
+        """Lend blocks or take them back. `spare`: free and cached blocks that may be lent.
 
         `promised_slots`: available window slots that loans leave.
         """

@@ -53,7 +53,7 @@ class QueueKey:
 
     @property
     def order_in_tenant(self) -> tuple[float, int]:
-        """Orders one tenant's items."""
+        """Order one tenant's items."""
         return self.rank, self.number
 
 

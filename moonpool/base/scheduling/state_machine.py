@@ -131,7 +131,7 @@ class Timers(Generic[K]):
         return len(self._valid)
 
     def set(self, key: K, at: float) -> None:
-        """Set or moves the deadline of `key`."""
+        """Set or move the deadline of `key`."""
         self._count += 1
         entry = self._valid[key] = at, self._count, key
         heappush(self._heap, entry)

@@ -91,7 +91,7 @@ class Deadlines:
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        for deadline in [each for each in self._open if each.at <= now]:
+        for deadline in [deadline for deadline in self._open if deadline.at <= now]:
             self.remove(deadline)
             deadline.expire()
         if self._open:

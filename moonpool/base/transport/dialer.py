@@ -100,7 +100,7 @@ class TransportDialer:
             TimeoutError: Opening took too long.
         """
         connection = (await self.join(offer, epoch, mailbox_bytes)).open(cls, acknowledge)
-        self._connections = [each for each in self._connections if not each.closed]
+        self._connections = [connection for connection in self._connections if not connection.closed]
         self._connections.append(connection)
         return connection
 
@@ -130,7 +130,7 @@ class TransportDialer:
 
     def count_open(self, name: str) -> int:
         """Number of open connections on the transport with this name."""
-        return sum(each.name == name and not each.closed for each in self._connections)
+        return sum(connection.name == name and not connection.closed for connection in self._connections)
 
 
 def _open_connections(transport: str) -> Metric[TransportDialer]:
@@ -156,10 +156,12 @@ async def _shake_hands(
     shared, mailbox = regions.shared, regions.mailbox
     opening.description = regions.description
     if regions.by_address:
-        opening.regions.extend(kv_pb2.Region(bytes=each.data.nbytes, address=address_of(each.data)) for each in shared)
+        opening.regions.extend(
+            kv_pb2.Region(bytes=region.data.nbytes, address=address_of(region.data)) for region in shared
+        )
     else:
-        opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
-    fds = [] if regions.by_address else [each.fd for each in shared]
+        opening.regions.extend(kv_pb2.Region(bytes=os.fstat(region.fd).st_size) for region in shared)
+    fds = [] if regions.by_address else [region.fd for region in shared]
     readable: dict[int, MappedRegion] = {}
     try:
         if mailbox is not None:

@@ -161,7 +161,7 @@ class TransportListener:
     def offer(
         self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool = False
     ) -> kv_pb2.TransportOffer | None:
-        """Offers the first transport of a hello that both sides can use; None if there is none.
+        """Offer the first transport of a hello that both sides can use; None if there is none.
 
         Args:
             hello: The client's.

@@ -223,10 +223,10 @@ class NixlTransport(TcpTransport):
 
     def accept_regions(self, fds: Sequence[int], opening: kv_pb2.TransportOpen) -> AcceptedRegions:
         """Regions that are read over NIXL. Reads are one-sided: the peer needs no description of this process."""
-        if fds or any(each.lent or not 0 < each.bytes <= MAX_REGION_BYTES for each in opening.regions):
+        if fds or any(region.lent or not 0 < region.bytes <= MAX_REGION_BYTES for region in opening.regions):
             raise FrameError("regions of NIXL come without descriptors, are not lent, and have bytes")
         if not opening.regions:
             return AcceptedRegions()
         peer = self._agent.add_peer(opening.description, len(opening.regions))
-        regions = [NixlRegion(self._agent, peer, each.address, each.bytes) for each in opening.regions]
+        regions = [NixlRegion(self._agent, peer, region.address, region.bytes) for region in opening.regions]
         return AcceptedRegions(dict(enumerate(regions, 1)))

@@ -161,8 +161,8 @@ def unmap_regions(regions: Sequence[MappedRegion]) -> None:
     """
 
     def close() -> None:
-        for each in regions:
-            each.close()
+        for region in regions:
+            region.close()
 
     if regions:
         try:

@@ -113,7 +113,7 @@ class ServerStream(Generic[Req]):
         raise NotImplementedError
 
     def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterable[OneShotAnswer]:
-        """Answers a one-shot message. No answer, or a MoonpoolError before the first answer: a channel is needed.
+        """Answer a one-shot message. No answer, or a MoonpoolError before the first answer: a channel is needed.
 
         The payload is borrowed. Any other error ends the stream.
         """

@@ -102,7 +102,7 @@ def map_regions(
         FrameError: They are not what was told.
         OSError: One cannot be mapped.
     """
-    if len(fds) != len(told) or sum(each.lent for each in told) > 1:
+    if len(fds) != len(told) or sum(region.lent for region in told) > 1:
         raise FrameError(f"{len(fds)} descriptors came for {len(told)} regions")
     readable: dict[int, MappedRegion] = {}
     lent = None

@@ -570,7 +570,7 @@ class RequestScheduler:
         return decision.prefill.busy_s + demand.decode_tokens * step_s
 
     def _rest_shares(self, now: float) -> None:
-        """Forgives tenants what they used while no request waits for a placement, at any conductor."""
+        """Forgive tenants what they used while no request waits for a placement, at any conductor."""
         # A tenant served alone takes nothing from anybody, so the use is forgiven; if somebody waits, it is not.
         waits = len(self.memory_queue) or len(self.slo_queue) or self.ledger.elsewhere(now).waiting
         self._shares.forgive_idle_until(now, 0 if waits else len(self._cluster.prefills.by_slot))

@@ -8,7 +8,7 @@ from typing import NoReturn
 from moonpool.base.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.runtime.driver import Driver
 from moonpool.base.scheduling.block_lending import BlocksLent
 from moonpool.base.scheduling.block_manager import MoveSlots

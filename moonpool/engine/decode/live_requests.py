@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.base.contracts import logprobs_from_proto
 from moonpool.base.kv.keys import BlockKey, block_keys, tokens_to_bytes
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory

@@ -10,8 +10,8 @@ from moonpool.base.kv.frames import DamagedSliceError, SliceRun, split_run, whol
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.kv_transfer.read_server import FrameReceiver
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.base.transport.payloads import ReceiveBuffer

@@ -13,8 +13,8 @@ from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.base.kv.delete_kv import DeletionLog
+from moonpool.base.kv_transfer.inbound_transfer import TransferState
 from moonpool.base.kv_transfer.read_server import check_hello
-from moonpool.base.kv_transfer.receiver import TransferState
 from moonpool.base.kv_transfer.stored_parts import PartedWriter
 from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.base.rpc.messages import PayloadMessage

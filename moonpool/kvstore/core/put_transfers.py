@@ -231,7 +231,7 @@ class PutTransfers:
         if whole := [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]:
             for assembly in whole:
                 self._finish(assembly)
-            self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
+            self._tiers.unreserve(_by_tenant(assembly for assembly in whole if assembly.reserved))
             self._report_visible(whole)
 
     def _report_visible(self, whole: Sequence[Assembly]) -> None:

@@ -129,7 +129,7 @@ class BlockStore:
         return DeletedCount(len(keys), nbytes)
 
     def _erase_dead(self, on_ssd: RecordFilter, step_blocks: int) -> Generator[None, None, None]:
-        """Has dead copies overwritten too: without an index, a start would find them again."""
+        """Have dead copies overwritten too: without an index, a start would find them again."""
         ssd, catalogue = self.tiers.ssd, self.tiers.catalogue
         for segment in list(catalogue.segments.values()):
             for first in range(0, len(segment.keys), step_blocks):

@@ -139,7 +139,7 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        return sum(len(each.slabs) * each.slab_bytes for each in self.classes.values())
+        return sum(len(size_class.slabs) * size_class.slab_bytes for size_class in self.classes.values())
 
     def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
         """Writable memory of undefined content.
@@ -152,24 +152,24 @@ class Arena:
         assert nbytes > 0
         self.collect()
         size = slot_bytes(nbytes)
-        each = self.classes.get(size)
-        if each is None:
-            each = self.classes[size] = _SizeClass(size, self._budget)
-        fresh = not each.warm
-        buffer = self._take(each, fresh=fresh)
+        size_class = self.classes.get(size)
+        if size_class is None:
+            size_class = self.classes[size] = _SizeClass(size, self._budget)
+        fresh = not size_class.warm
+        buffer = self._take(size_class, fresh=fresh)
         if fresh:
             self._trim()
-        if ahead and self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
-            self._populate(self._thread, each, [buffer] if fresh else [])
+        if ahead and self._thread is not None and not size_class.small and self.resident_bytes + size <= self._budget:
+            self._populate(self._thread, size_class, [buffer] if fresh else [])
         return memoryview(buffer).cast("B")[:nbytes]
 
-    def _take(self, each: _SizeClass, *, fresh: bool) -> Buffer:
-        slab, slot = each.take(fresh=fresh)
-        self.live_bytes += each.size
-        self.resident_bytes += each.size if fresh else 0
-        buffer = each.view.from_buffer(slab.memory, slot * each.size)
+    def _take(self, size_class: _SizeClass, *, fresh: bool) -> Buffer:
+        slab, slot = size_class.take(fresh=fresh)
+        self.live_bytes += size_class.size
+        self.resident_bytes += size_class.size if fresh else 0
+        buffer = size_class.view.from_buffer(slab.memory, slot * size_class.size)
         end = weakref.ref(buffer, self._end)
-        self.live[id(end)] = end, (each, slab, slot)
+        self.live[id(end)] = end, (size_class, slab, slot)
         return buffer
 
     def _end(self, end: object) -> None:
@@ -179,14 +179,14 @@ class Arena:
             self._told = True
             self.on_excess()
 
-    def _populate(self, thread: Executor, each: _SizeClass, buffers: list[Buffer]) -> None:
+    def _populate(self, thread: Executor, size_class: _SizeClass, buffers: list[Buffer]) -> None:
         """Bring memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
-        most = max(1, min(AHEAD_BYTES // each.size, AHEAD_SLOTS))
-        left = sum(len(slab.free) for slab in itertools.islice(each.warm, most))
+        most = max(1, min(AHEAD_BYTES // size_class.size, AHEAD_SLOTS))
+        left = sum(len(slab.free) for slab in itertools.islice(size_class.warm, most))
         if left > most // 2 or (self._populating is not None and not self._populating.done()):
             return
-        room = (self._budget - self.resident_bytes) // each.size
-        buffers += [self._take(each, fresh=True) for _ in range(min(most - left, room))]
+        room = (self._budget - self.resident_bytes) // size_class.size
+        buffers += [self._take(size_class, fresh=True) for _ in range(min(most - left, room))]
         if buffers:
             self._populating = thread.submit(_populate, buffers)
 
@@ -194,39 +194,39 @@ class Arena:
         """Take back slots whose views are gone. Done by `allocate` too."""
         self._told = False
         while self._ended:
-            each, slab, slot = self._ended.popleft()
+            size_class, slab, slot = self._ended.popleft()
             slab.free.append(slot)
-            self.live_bytes -= each.size
-            each.file(slab)
+            self.live_bytes -= size_class.size
+            size_class.file(slab)
         self._trim()
 
     def _trim(self) -> None:
         """Give memory in free slots back while all slots together take more than the limit."""
         if self.resident_bytes <= self.limit:
             return
-        for each in list(self.classes.values()):
-            for slab in list(each.warm):
-                self._give_back(each, slab)
+        for size_class in list(self.classes.values()):
+            for slab in list(size_class.warm):
+                self._give_back(size_class, slab)
                 if self.resident_bytes <= self.limit:
                     return
-            if not each.slabs:
-                del self.classes[each.size]
+            if not size_class.slabs:
+                del self.classes[size_class.size]
 
-    def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
+    def _give_back(self, size_class: _SizeClass, slab: _Slab) -> None:
         """Take memory from one slab's free slots, the longest free first; remove a slab without live slots."""
         count = 0
         if not slab.live:
             count = slab.resident
-            del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference
-        elif not each.small:
-            count = min(len(slab.free), -(-(self.resident_bytes - self.limit) // each.size))
+            del size_class.slabs[slab], size_class.warm[slab]  # the mapping goes with the last reference
+        elif not size_class.small:
+            count = min(len(slab.free), -(-(self.resident_bytes - self.limit) // size_class.size))
             for slot in slab.free[:count]:
-                slab.memory.madvise(mmap.MADV_DONTNEED, slot * each.size, each.size)
+                slab.memory.madvise(mmap.MADV_DONTNEED, slot * size_class.size, size_class.size)
             slab.bare += slab.free[:count]
             del slab.free[:count]
-            each.file(slab)
-        self.resident_bytes -= count * each.size
-        self.returned_bytes += count * each.size
+            size_class.file(slab)
+        self.resident_bytes -= count * size_class.size
+        self.returned_bytes += count * size_class.size
 
     def close(self) -> None:
         """Blocking. Ends the thread after the current work; slots can still be used."""

@@ -38,7 +38,7 @@ class Committer:
     sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
-        """Does a plan. On an error `plan.state` tells how far the plan came."""
+        """Do a plan. On an error `plan.state` tells how far the plan came."""
         try:
             if plan.check_index:
                 self.index.check()

@@ -69,7 +69,7 @@ class DiskIndex:
         return self._index.load()
 
     def commit(self, change: IndexChange, earlier: Sequence[IndexChange] = ()) -> None:
-        """Does a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
+        """Do a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
 
         Without memory for the index's map, the index is given up: the next one is written a minute later.
 

@@ -166,7 +166,7 @@ class FileLayer:
         del closed  # with the lock released
 
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
-        """Close or deletes a file in a thread, which does one after the other."""
+        """Close or delete a file in a thread, which does one after the other."""
         return self._closer.submit(change, path)
 
     def close_all(self) -> None:

@@ -152,7 +152,7 @@ class Index:
             return _Loading(txn, self._tables, plain=version == _PLAIN_VERSION).image
 
     def commit(self, change: IndexChange) -> None:
-        """Does the change in one transaction, for which the map grows; on an error nothing has changed.
+        """Do the change in one transaction, for which the map grows; on an error nothing has changed.
 
         Raises:
             IndexLostError: the database is damaged, or an earlier device error has ended the database's use.

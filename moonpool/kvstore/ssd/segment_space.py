@@ -69,11 +69,11 @@ class SegmentSpace:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Orders disks: the disk with most room, in segments, comes first, else the disk with fewest plans so far."""
+        """Order disks: the disk with most room, in segments, comes first, else the disk with fewest plans so far."""
         return (self.used_bytes - min(self._full_at, self.capacity_bytes)) // self.segment_bytes, self._plans
 
     def compact(self, min_live_share: float) -> int:
-        """Has the next plans rewrite segments with a live share below this part of a full segment; how many."""
+        """Have the next plans rewrite segments with a live share below this part of a full segment; return how many."""
         self._thin = [
             segment.id
             for segment in self.segments
@@ -83,7 +83,7 @@ class SegmentSpace:
         return len(self._thin)
 
     def rewrite(self, segments: Iterable[Segment]) -> None:
-        """Has the next plans rewrite some segments, which goes with the end of their files."""
+        """Have the next plans rewrite some segments, which goes with the end of their files."""
         for segment in dict.fromkeys(segments):
             if segment is self.active:
                 self.active = None
@@ -114,7 +114,7 @@ class SegmentSpace:
                 break
 
     def compact_one(self, victims: list[Victim]) -> None:
-        """Has the next thin segment rewritten, with all live records inside."""
+        """Have the next thin segment rewritten, with all live records inside."""
         while self._thin and not victims:
             segment = self.catalogue.segments.get(self._thin.pop(0))
             if segment is not None and segment is not self.active and not segment.going and not segment.readers:

@@ -116,7 +116,7 @@ class SsdTier:
         return sum(disk.committer.index.rebuilt for disk in self.disks)
 
     def check_indexes(self) -> None:
-        """Has the next plans check the indexes; damaged ones are written anew."""
+        """Have the next plans check the indexes; damaged ones are written anew."""
         for disk in self.working:
             disk.unchecked = True
 
@@ -307,7 +307,7 @@ class SsdTier:
         return self.keyring is not None and self.keyring.find(key_id) is not None
 
     def _note_doubles(self) -> list[RecordLocation]:
-        """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
+        """Have the indexes learn with the next plans which copies are dead for another copy; return these."""
         segments, doubles = self.catalogue.segments, self.catalogue.doubles
         self.catalogue.doubles = []
         doubles = [(segment, row) for segment, row in doubles if segments.get(segment.id) is segment]

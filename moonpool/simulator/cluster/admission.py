@@ -81,11 +81,11 @@ class PoolLoad:
         return self._total_s / self._ended if self._ended else FIRST_S
 
     def placed(self, request: int, tokens: int, begins_at: float) -> None:
-        """Notes a placed prompt with so many tokens, whose answer begins at `begins_at`."""
+        """Note a placed prompt with so many tokens, whose answer begins at `begins_at`."""
         self._answers[request] = _AdmittedAnswer(tokens, begins_at)
 
     def began(self, request: int, now: float) -> None:
-        """Notes that a request's first token has come."""
+        """Note that a request's first token has come."""
         answer = self._answers[request]
         answer.begins_at, answer.begun = now, True
 

@@ -52,15 +52,15 @@ class Frontend(Protocol):
         ...
 
     def ask(self, request: Request) -> None:
-        """Takes a new request."""
+        """Take a new request."""
         ...
 
     def resume(self, before: Serving) -> None:
-        """Takes a request that was another conductor's, or that this conductor has dropped."""
+        """Take a request that was another conductor's, or that this conductor has dropped."""
         ...
 
     def rejoin(self, before: Serving) -> bool:
-        """Lets a client that has lost the connection hear a request again; returns whether the request is here."""
+        """Let a client that has lost the connection hear a request again; return whether the request is here."""
         ...
 
     def leave(self, before: Serving) -> None:
@@ -89,7 +89,7 @@ class Clients:
         return len(self._open)
 
     def arrive(self, request: Request) -> None:
-        """Takes a new request; the conductor's core hears of the request after tokenising and hashing."""
+        """Take a new request; the conductor's core hears of the request after tokenising and hashing."""
         self._open[request] = None
         self._world.after(ps(self._prompt_s), self._ask, request)
 
@@ -141,7 +141,7 @@ class Clients:
         if request not in self._open:
             return  # the request has ended while the client was away
         before, conductor = self._open[request], self._answering(request)
-        if before is not None and any(each.rejoin(before) for each in self.conductors):
+        if before is not None and any(candidate.rejoin(before) for candidate in self.conductors):
             before.rejoined += 1
         elif before is None or before.sequence is None or before.plan is None:
             self._ask(request)  # the request was never placed: treat as new

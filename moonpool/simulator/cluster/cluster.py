@@ -98,7 +98,7 @@ class Cluster:
     # Requests
 
     def feed(self, requests: Iterable[TraceRequest]) -> None:
-        """Lets requests come at their times; the trace is read as time goes on."""
+        """Let requests come at their times; the trace is read as time goes on."""
         self._next(iter(enumerate(requests, 1)))
 
     def _next(self, requests: Iterator[Placed]) -> None:
@@ -118,7 +118,7 @@ class Cluster:
         self._next(coming[1])
 
     def _follow(self, coming: Placed) -> None:
-        """Starts a request's delay once the requests before have ended. `rate` does not hurry tools and people."""
+        """Start a request's delay once the requests before have ended. `rate` does not hurry tools and people."""
         self._following += 1
         self.world.after(ps(coming[1].delay / 1000), self._ask_next, coming)
 
@@ -248,7 +248,7 @@ class Cluster:
         self.world.run()
 
     def check_at_rest(self) -> None:
-        """Asserts that every request has ended and that everything came back."""
+        """Assert that every request has ended and that everything came back."""
         assert not self.network.flows
         for prefill in self.prefills:
             prefill.check_at_rest()
@@ -264,7 +264,7 @@ class Cluster:
         elapsed = max(1, self.clients.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
-        pools = [prefill.pool for prefill in self.prefills] + [each.pool for each in self.decodes]
+        pools = [prefill.pool for prefill in self.prefills] + [decode.pool for decode in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),

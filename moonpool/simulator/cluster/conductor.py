@@ -105,7 +105,7 @@ class Conductor:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Starts a conductor without knowledge; all present instances join."""
+        """Start a conductor without knowledge; all present instances join."""
         config, calls = self._config, self._calls
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
@@ -125,7 +125,7 @@ class Conductor:
             self.store_joins(store)
 
     def crash(self) -> None:
-        """Forgets everything; clients resume their requests, again and again until a conductor answers."""
+        """Forget everything; clients resume their requests, again and again until a conductor answers."""
         self.up = False
         self.host.close()
         self.members.abandon()
@@ -139,7 +139,7 @@ class Conductor:
         return self._streams * self._config.conductors + self._number
 
     def check_at_rest(self) -> None:
-        """Asserts that no count and no work is left."""
+        """Assert that no count and no work is left."""
         self.core.check_invariants()
         assert not self._serving
         assert not len(self.core.scheduler)

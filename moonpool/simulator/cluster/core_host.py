@@ -40,7 +40,7 @@ class CoreHost(Generic[E, A]):
         self.closed = False
 
     def post(self, event: E | Tick) -> None:
-        """Hands an event to the core, after events posted before. Ignored after `close`."""
+        """Hand an event to the core, after events posted before. Ignored after `close`."""
         if self.closed:
             return
         events = self._events
@@ -60,7 +60,7 @@ class CoreHost(Generic[E, A]):
         self._arm()
 
     def close(self) -> None:
-        """Takes no more events."""
+        """Take no more events."""
         self.closed = True
         self._events.clear()
 

@@ -137,7 +137,7 @@ class DecodeStream:
         return len(self._followers)
 
     def open(self) -> SimulatedLink:
-        """Opens the stream if there is none: while the stream is open, decode keeps what decode has promised."""
+        """Open the stream if there is none: while the stream is open, decode keeps what decode has promised."""
         if self._wire is None or self._wire.closed:
             number = self._number = self._new_number()
             self._wire = SimulatedLink(self._calls, self._broken)
@@ -147,13 +147,13 @@ class DecodeStream:
     def start(
         self, transfer: int, followers: Sequence[AnswerSubscription], known: tuple[int, ...], *, compute: bool
     ) -> None:
-        """Starts a sequence, or several together, and follows each; see `SimulatedDecode.start`."""
+        """Start a sequence, or several together, and follow each; see `SimulatedDecode.start`."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, transfer))
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
 
     def resume(self, order: Resume, followers: Sequence[AnswerSubscription]) -> None:
-        """Asks for a sequence that was another conductor's, and follows the sequence."""
+        """Ask for a sequence that was another conductor's, and follow the sequence."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, order.transfer))
         wire.send(partial(self._there, lambda: self._decode.resume(number, order)))
@@ -164,7 +164,7 @@ class DecodeStream:
             self._followers.pop(number, None)
 
     def cancel(self, transfer: int) -> None:
-        """Gives up a sequence, several sequences that run together, or their promise."""
+        """Give up a sequence, several sequences that run together, or their promise."""
         self.open().send(partial(self._there, lambda: self._decode.cancel(transfer)))
 
     def lost(self, why: str) -> None:
@@ -336,7 +336,7 @@ class CallDispatcher:
         return len(self._cancels)
 
     def cancel(self, io: int) -> None:
-        """Gives up a call; an `IoEnded` follows, unless the call has ended."""
+        """Give up a call; an `IoEnded` follows, unless the call has ended."""
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
@@ -355,7 +355,7 @@ class CallDispatcher:
             self._post(IoEnded(io, result))
 
     def replicate(self, order: ReplicatePrefix) -> None:
-        """Has an instance copy hot blocks."""
+        """Have an instance copy hot blocks."""
         instance = self._engines.prefills[order.instance]
         peer = order.source in self._engines.prefills or order.source in self._engines.decodes
         source = KVSource(order.source, len(order.keys), peer)
@@ -370,7 +370,7 @@ class CallDispatcher:
     # --- Reserve ----------------------------------------------------------------------------------------------------
 
     def reserve(self, order: CallReserve, sequence: PlacedSequence) -> None:
-        """Asks for room."""
+        """Ask for room."""
         self._cancels[order.io] = _never
         if not self._is_there(order.decode, order.epoch):
             self._end(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left"))
@@ -389,7 +389,7 @@ class CallDispatcher:
     # --- Prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(self, order: CallPrefill, sequence: PlacedSequence) -> None:
-        """Calls prefill."""
+        """Call prefill."""
         name, io = order.plan.prefill.id, order.io
         instance, wire = self._engines.prefills[name], SimulatedLink(self._calls, lambda: self._broken(call))
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
@@ -444,7 +444,7 @@ class CallDispatcher:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start(self, order: StartDecode, sequence: PlacedSequence) -> None:
-        """Starts a sequence at decode, and follows the sequence."""
+        """Start a sequence at decode, and follow the sequence."""
         stream, transfer = self.streams.get(order.target.decode), order.target.transfer_id
 
         following = self._follow(order.io, sequence, stream, transfer)
@@ -457,7 +457,7 @@ class CallDispatcher:
         stream.start(transfer, following.members(positions), known, compute=order.compute)
 
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:
-        """Takes over a sequence where the sequence runs, and follows the sequence."""
+        """Take over a sequence where the sequence runs, and follow the sequence."""
         target = order.target
         if not self._is_there(target.decode, target.epoch):
             self._post(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{target.decode} has left")))
@@ -480,12 +480,12 @@ class CallDispatcher:
         return RequestSubscription(io, sequence.request, self._post, self._end, unfollow, sequence.width)
 
     def renew(self, order: RenewReservation) -> None:
-        """Keeps a promise."""
+        """Keep a promise."""
         if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).open()
 
     def undo(self, order: CancelReservation) -> None:
-        """Gives a promise back."""
+        """Give a promise back."""
         if self._is_there(order.target.decode, order.target.epoch):
             self.streams.get(order.target.decode).cancel(order.target.transfer_id)
 

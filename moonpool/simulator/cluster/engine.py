@@ -38,7 +38,7 @@ class SharedMachine:
         self._computing: set[int] = set()
 
     def joins(self, changed: Callable[[], None]) -> "MachineEngine":
-        """Adds an engine; `changed` is called when the engine's slowdown may have changed."""
+        """Add an engine; `changed` is called when the engine's slowdown may have changed."""
         self._changed.append(changed)
         return MachineEngine(self, len(self._changed) - 1)
 
@@ -195,7 +195,7 @@ class DecodeEngine:
         self._member.computes(False)
 
     def settle(self) -> None:
-        """Counts the steps that are over by now, and tells the core."""
+        """Count the steps that are over by now, and tell the core."""
         if self._run is None:
             return
         steps = self._leap.over_by(self._world.now) - self._told
@@ -205,7 +205,7 @@ class DecodeEngine:
             self._listener.post(RunProgress(self._run.step, steps, seconds, filled))
 
     def begin(self, run: StartRun) -> None:
-        """Begins a run."""
+        """Begin a run."""
         self._member.computes(True)
         batch = self._batch(run)
         steps = min([run.steps, *(member.left for member in batch)])
@@ -216,16 +216,16 @@ class DecodeEngine:
             self._world.at(self._leap.time_of(1), self._first, (run, new))
 
     def cut(self) -> None:
-        """Ends the run with the step that is being computed."""
+        """End the run with the step that is being computed."""
         self._left = 0
         self._shorten()
 
     def _go_on(self, first: int, steps: int) -> None:
-        """Leaps over steps in the run at the present slowdown; the first takes `first` if the engine is alone."""
+        """Leap over steps in the run at the present slowdown; the first takes `first` if the engine is alone."""
         assert self._run is not None
         if self._ahead:
             size = self._config.block_size
-            steps = min([steps, *(each.until_filled(size) for each in self._batch(self._run))])
+            steps = min([steps, *(sequence.until_filled(size) for sequence in self._batch(self._run))])
         more, slowdown = self._times.per_context_token * len(self._run.batch), self._member.slowdown
         if slowdown != 1.0:
             first, more = round(slowdown * first), round(slowdown * more)
@@ -234,7 +234,7 @@ class DecodeEngine:
         self._world.at(self._leap.end, self._over, self._leap, first=True)
 
     def _shorten(self) -> int:
-        """Lets the leap end with the step that is being computed; returns by how many steps."""
+        """Let the leap end with the step that is being computed; return by how many steps."""
         less = self._leap.steps - self._told - 1
         if less > 0:
             leap = self._leap
@@ -243,7 +243,7 @@ class DecodeEngine:
         return max(0, less)
 
     def _look_again(self) -> None:
-        """Changes how long steps take from now on, except the step that is being computed."""
+        """Change how long steps take from now on, except the step that is being computed."""
         self.settle()
         if self._run is not None:
             self._left += self._shorten()
@@ -304,7 +304,7 @@ class DecodeEngine:
         return tuple([(member.number, key) for member in members if (key := member.filled(size)) is not None])
 
     def _advance(self, run: StartRun, steps: int) -> float:
-        """Counts steps in the run; returns their seconds."""
+        """Count steps in the run; return their seconds."""
         leap, begin, end = self._leap, self._told, self._told + steps
         first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
         blocks = tokens = 0
@@ -370,7 +370,7 @@ class Pipeline:
         self._go_on()
 
     def open_gate(self, io: int, layer: int) -> None:
-        """Lets a step compute all layers up to this layer; ended steps are ignored."""
+        """Let a step compute all layers up to this layer; ended steps are ignored."""
         for step in self._steps:
             if step.io == io:
                 step.gate = max(step.gate, layer)
@@ -378,7 +378,7 @@ class Pipeline:
                 return
 
     def abort(self, io: int) -> None:
-        """Gives a step up before the next layer; ignored if the step is over."""
+        """Give a step up before the next layer; ignored if the step is over."""
         for step in self._steps:
             if step.io == io:
                 step.aborted = True

@@ -67,7 +67,7 @@ class Machines:
         self.changed: list[tuple[int, str]] = []
 
     def change(self, order: ChangeRole) -> None:
-        """Orders an instance to change role; ignored if the instance is lost or drains already."""
+        """Order an instance to change role; ignored if the instance is lost or drains already."""
         instance = self._engines[order.instance]
         if instance.up and instance.epoch == order.epoch and not instance.draining:
             instance.drain()

@@ -50,7 +50,7 @@ class MemberInstance:
         self._armed = False
 
     def keys(self, changes: KeyChanges) -> None:
-        """Notes keys that came and left; only each key's final state is told."""
+        """Note keys that came and left; only each key's final state is told."""
         self._keys.note(*changes)
         self.changed()
 
@@ -61,7 +61,7 @@ class MemberInstance:
             self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
-        """Stops all the instance's reports."""
+        """Stop all the instance's reports."""
         self._wire.close()
 
     def _tell(self, _: None) -> None:
@@ -100,7 +100,7 @@ class Members:
         self._members: dict[str, MemberInstance] = {}
 
     def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, epoch: int) -> None:
-        """Lets an instance join with cached keys; an earlier instance with the name is lost."""
+        """Let an instance join with cached keys; an earlier instance with the name is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = MemberInstance(self._calls, self._post, name, epoch, load, gap)
@@ -142,7 +142,7 @@ class Members:
             member.keys(changes)
 
     def changed(self, name: str) -> None:
-        """Notes that an instance's load or keys have changed."""
+        """Note that an instance's load or keys have changed."""
         member = self._members.get(name)
         if member is not None:
             member.changed()

@@ -128,7 +128,7 @@ class PrefixLoader:
     def begin(
         self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
     ) -> None:
-        """Loads a chain's blocks from `first` on, as far as the source has the blocks."""
+        """Load a chain's blocks from `first` on, as far as the source has the blocks."""
         source, wanted = self._find(name), len(keys) - first
         loan = source.lend(keys, first)
         blocks = loan.blocks
@@ -263,7 +263,7 @@ class SimulatedPrefill:
         )  # fmt: skip
 
     def crash(self) -> None:
-        """Loses everything."""
+        """Lose everything."""
         self.host.close()
         self._loading.stop()
         self._pipeline.close()
@@ -284,7 +284,7 @@ class SimulatedPrefill:
         max_queue_s: float | None = None,
         delay_s: float = 0.0,
     ) -> int:
-        """Queues a prompt, to be computed and sent to the target if there is one; returns the prompt's number."""
+        """Queue a prompt, to be computed and sent to the target if there is one; return the prompt's number."""
         self._came += 1
         keys = sequence.keys(self._config.block_size)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
@@ -295,7 +295,7 @@ class SimulatedPrefill:
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:
-        """Copies a chain's blocks here."""
+        """Copy a chain's blocks here."""
         self._copies_came += 1
         self._copies[self._copies_came] = keys, source.name
         self._tell(events.ReplicateBlocks(self._copies_came, keys, source))
@@ -305,12 +305,12 @@ class SimulatedPrefill:
         self._tell(events.StopReplicating(tail))
 
     def leave(self, number: int) -> None:
-        """Gives up a prompt that is not wanted any more; ended prompts are ignored."""
+        """Give up a prompt that is not wanted any more; ended prompts are ignored."""
         if number in self._prompts:
             self._tell(events.CancelPrefill(number))
 
     def drain(self) -> None:
-        """Takes no new prompts."""
+        """Take no new prompts."""
         self._tell(events.Drain())
 
     @property
@@ -347,7 +347,7 @@ class SimulatedPrefill:
         self._loading.lose(source)
 
     def check_at_rest(self) -> None:
-        """Asserts that no resource is held."""
+        """Assert that no resource is held."""
         self.core.check_invariants()
         assert not self._prompts
         assert not len(self.core.state.ios)
@@ -504,7 +504,7 @@ class SimulatedPrefill:
         self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
     def _moved(self, moving: dict[int, Flow | None], io: int, result: events.IoResult) -> None:
-        """Ends a transfer's I/O; ignored if the transfer was given up before, or the instance was lost."""
+        """End a transfer's I/O; ignored if the transfer was given up before, or the instance was lost."""
         if moving is self._moving and io in moving:
             flow = moving.pop(io)
             if flow is not None:

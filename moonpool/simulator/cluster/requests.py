@@ -142,7 +142,7 @@ class Request:
         return self.tokens + (self.max_tokens or self.answer)
 
     def take(self, tokens: TokenTimes, choice: int = 0) -> None:
-        """Gives the client more tokens of an answer."""
+        """Give the client more tokens of an answer."""
         self.answers[choice].take(tokens)
 
 
@@ -257,7 +257,7 @@ class DecodeSequence:
     """Notes that the conductor was told some tokens."""
 
     def advance(self, first: int, gaps: Listed[int], last: int) -> None:
-        """Adds tokens: at `first`, then after each of `gaps`, until `last`."""
+        """Add tokens: at `first`, then after each of `gaps`, until `last`."""
         count = 1 + len(gaps)
         self.tokens += count
         self.left -= count
@@ -273,7 +273,7 @@ class DecodeSequence:
         self.keys = min(self.keys, (self.tokens - 1) // block_size)
 
     def begin_behind(self, known: int, block_size: int) -> tuple[BlockKey, ...]:
-        """Takes so many tokens behind the first token as known; returns keys for the blocks that these tokens fill."""
+        """Take so many tokens behind the first token as known; return keys for the blocks that these tokens fill."""
         before, self.tokens, self.left = self.keys, self.tokens + known, self.left - known
         self.keys = max(before, (self.tokens - 1) // block_size)
         return self.chain(self.keys)[before:]

@@ -41,7 +41,7 @@ class SimulatedDisk:
         self.carried = 0
 
     def request(self, nbytes: int, done: Callable[[], None]) -> None:
-        """Queues a request; `done` is called when the request has been served."""
+        """Queue a request; `done` is called when the request has been served."""
         self._free_at = max(self._free_at, self._world.now) + ps(self._access_s + nbytes / self._bytes_per_s)
         self._world.at(self._free_at, self._served, (nbytes, done))
 
@@ -67,11 +67,11 @@ class Readable(Protocol):
         ...
 
     def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
-        """Holds a chain's blocks from `first` on, as far as the blocks are here."""
+        """Hold a chain's blocks from `first` on, as far as the blocks are here."""
         ...
 
     def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
-        """Reads blocks that are held; `ready` is called when they can be sent."""
+        """Read blocks that are held; `ready` is called when they can be sent."""
         ...
 
 
@@ -148,7 +148,7 @@ class Store:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Empties the store, as a lost machine's replacement is; what was under way is lost."""
+        """Empty the store, as a lost machine's replacement is; what was under way is lost."""
         config = self._config
         self._order = SessionRetention(POLICIES[config.eviction](), lambda: self._world.seconds)
         self._dram = Pool(self._order, max(1, config.store_bytes // config.block_bytes), self._left_dram)
@@ -172,7 +172,7 @@ class Store:
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def tell(self, hint: SessionHint, prefetch: Sequence[BlockKey]) -> None:
-        """Takes what is known about a session, and reads wanted blocks from SSD behind all earlier reads."""
+        """Take what is known about a session, and read wanted blocks from SSD behind all earlier reads."""
         life, told = self.epoch, self._world.seconds
         self._order.hint(hint)
         cold = [key for key in self._dram.lacking(prefetch) if key in self._ssd]
@@ -211,7 +211,7 @@ class Store:
         return [key for key in lacking if key not in ssd] if ssd else lacking
 
     def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
-        """Reads a held chain's blocks `begin` to `end`; calls `ready` when the blocks are in DRAM."""
+        """Read a held chain's blocks `begin` to `end`; call `ready` when the blocks are in DRAM."""
         from_disk = len(self._dram.lacking(keys[begin:end]))
         self.read_blocks += end - begin
         self.disk_blocks += from_disk
@@ -222,7 +222,7 @@ class Store:
             ready()
 
     def write(self, keys: Sequence[BlockKey], source: Link, done: Callable[[], None]) -> None:
-        """Writes a chain's missing blocks over the network, if no more urgent work is there.
+        """Write a chain's missing blocks over the network, if no more urgent work is there.
 
         `done` is called at the end, useful or not.
         """
@@ -255,7 +255,7 @@ class Store:
         self._network.send([put.source, self._receives], nbytes, written, Priority.BACKGROUND)
 
     def _keep(self, keys: Sequence[BlockKey]) -> None:
-        """Notes that a chain's blocks are in DRAM now and were used."""
+        """Note that a chain's blocks are in DRAM now and were used."""
         new = self._dram.lacking(keys)
         self._dram.request(keys)
         left, self._left, ssd = self._dram.lacking(list(dict.fromkeys(self._left))), [], self._ssd

@@ -144,7 +144,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Request]:
-    """Simulates a cluster; the requests as they ended, in the order of the trace."""
+    """Simulate a cluster; return the requests as they ended, in the order of the trace."""
     ended: list[Request] = []
     cluster = Cluster(config, ended.append)
     cluster.feed(requests)
@@ -160,9 +160,9 @@ def distance(times: Times, other: Times) -> float:
     """
     if len(times.ttft_s) != len(other.ttft_s):
         return math.inf
-    each = [*_logs(times.ttft_s, other.ttft_s), *_logs(times.tpot_s, other.tpot_s)]
+    by_request = [*_logs(times.ttft_s, other.ttft_s), *_logs(times.tpot_s, other.tpot_s)]
     shape = [*_logs(times.points, other.points)]
-    return sum(sum(logs) / len(logs) for logs in (each, shape) if logs)
+    return sum(sum(logs) / len(logs) for logs in (by_request, shape) if logs)
 
 
 def _logs(ours: Sequence[float], theirs: Sequence[float]) -> Iterator[float]:
@@ -210,7 +210,7 @@ class _Search:
         self.least = off(self.best)
 
     def moves(self, way: _Direction, step: float) -> bool:
-        """Goes a way on or back as often as that helps; returns whether a move helped."""
+        """Go a way on or back as often as that helps; return whether a move helped."""
         before = self.best
         for sign in (1, -1):
             factors = {name: math.exp(sign * up * _size(name, step)) for name, up in way.items()}
@@ -219,7 +219,7 @@ class _Search:
         return self.best != before
 
     def better(self, other: Extras) -> bool:
-        """Tries extras; returns whether these extras are the best now."""
+        """Try extras; return whether these extras are the best now."""
         if self.left <= 0:
             return False
         self.left -= 1
@@ -265,8 +265,8 @@ class Line:
 def compare(measured: Times, simulated: Times) -> list[Line]:
     """Quantiles with a bound, for figures that were measured."""
     return [
-        Line(f"{name} p{100 * share:.0f}", quantile(each, share), quantile(other, share), wanted)
-        for name, each, other in _figures(measured, simulated)
+        Line(f"{name} p{100 * share:.0f}", quantile(ours, share), quantile(theirs, share), wanted)
+        for name, ours, theirs in _figures(measured, simulated)
         for share, wanted in WANTED.items()
     ]
 
@@ -280,10 +280,10 @@ def charts(measured: Times, simulated: Times) -> list[Chart]:
             "seconds",
             {
                 kind: [(100 * share, quantile(values, share)) for share in SHARES]
-                for kind, values in (("measured", each), ("simulated", other))
+                for kind, values in (("measured", ours), ("simulated", theirs))
             },
         )
-        for name, each, other in _figures(measured, simulated)
+        for name, ours, theirs in _figures(measured, simulated)
     ]
 
 

@@ -78,7 +78,7 @@ class Result:
 
 
 def simulate(config: ClusterConfig, requests: Iterable[TraceRequest]) -> tuple[Summary, Cluster]:
-    """Runs a cluster until every request has ended, and looks whether everything came back."""
+    """Run a cluster until every request has ended, and look whether everything came back."""
     collector = Collector(config.slo)
     cluster = Cluster(config, collector.add)
     cluster.feed(requests)

@@ -103,7 +103,7 @@ class WaitingRequests:
         assert not self._waiting
 
     def _go_on(self, _: object = None) -> None:
-        """Admits requests until a refusal, and again after a request has left."""
+        """Admit requests until a refusal, and again after a request has left."""
         while self._waiting and not 0 < self._at_once <= len(self._running):
             group = self._waiting[0]
             first, width = group[0], len(group)
@@ -140,7 +140,7 @@ def _failed(stream: int, transfer: int, failure: Failure) -> None:
 
 
 def _ignore(changes: KeyChanges) -> None:
-    """Drops changes: the instance's content is not tracked."""
+    """Drop changes: the instance's content is not tracked."""
 
 
 def groups_of(load: MemoryLoad, *, sharing: bool) -> list[Group]:
@@ -162,7 +162,7 @@ def _sample(load: MemoryLoad, number: int, sample: int, prompt: int) -> Request:
 
 
 def run_pool(profile: Profile, load: MemoryLoad, way: FillPolicy) -> WaitingRequests:
-    """Serves the load on one decode instance."""
+    """Serve the load on one decode instance."""
     config = ClusterConfig(
         profile=profile, prefill=1, decode=1, kvstore=0, block_size=load.block_size, memory=way.memory,
         pool_blocks=load.pool_blocks, max_num_seqs=1_000_000,

@@ -55,7 +55,7 @@ class HeadFirstLRU(LRU):
             super().touched([key])
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Keeps the order: the head stays the oldest."""
+        """Keep the order: the head stays the oldest."""
 
 
 COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
@@ -238,7 +238,7 @@ def _alone(target: DecodeReservation) -> None:
 
 
 def _ignore_changes(changes: KeyChanges) -> None:
-    """Drops changes: the parts' content is not tracked."""
+    """Drop changes: the parts' content is not tracked."""
 
 
 def break_even(profile: Profile, prefix: int) -> float:

@@ -37,10 +37,10 @@ def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
     The resolution is the shortest time between two different timestamps. Requests that wait for others are not moved.
     """
     timed = [request for request in requests if not request.wait_for]
-    gaps = (after.timestamp - each.timestamp for each, after in pairwise(timed))
+    gaps = (after.timestamp - before.timestamp for before, after in pairwise(timed))
     grain = min((gap for gap in gaps if gap > 0.0), default=0.0)
     draws = Random(seed)
-    moved = [replace(each, timestamp=each.timestamp + draws.uniform(0.0, grain)) for each in timed]
+    moved = [replace(request, timestamp=request.timestamp + draws.uniform(0.0, grain)) for request in timed]
     waiting = [request for request in requests if request.wait_for]
     return sorted((*moved, *waiting), key=lambda request: request.timestamp)
 

@@ -104,7 +104,7 @@ class Loads:
     decode: list[float] = field(default_factory=list)
 
     def sample(self, _: object = None) -> None:
-        """Takes a sample, then the next sample after `SAMPLE_S`, as long as there are requests."""
+        """Take a sample, then the next sample after `SAMPLE_S`, as long as there are requests."""
         cluster, config = self.cluster, self.cluster.config
         now = cluster.world.seconds
         queued_s = fmean([prefill.core.drain_seconds(now) for prefill in cluster.prefills])

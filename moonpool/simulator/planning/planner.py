@@ -69,7 +69,7 @@ def bundled_hardware() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Reads a bundled file by name, or any file by path.
+    """Read a bundled file by name, or any file by path.
 
     Raises:
         ConfigError: the file is missing or wrong; names the field.
@@ -120,7 +120,7 @@ def _number(value: object, field: str, source: str) -> float:
 
 
 def parse_slo(text: str) -> SloTargets:
-    """Reads "ttft=30,tbt=0.1", seconds.
+    """Read "ttft=30,tbt=0.1", seconds.
 
     Raises:
         ConfigError: a part is unknown, missing, twice there, or no sensible time.
@@ -148,7 +148,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def check_possible(profile: Profile, slo: SloTargets) -> None:
-    """Refuses limits that no number of instances can keep.
+    """Refuse limits that no number of instances can keep.
 
     Raises:
         ConfigError: a single token on an idle instance takes longer.
@@ -251,7 +251,7 @@ class PlanSearch:
         return self._best
 
     def _look(self, kvstore: int) -> bool:
-        """Looks for a better mix than the best, with so many kvstores; returns whether there is a better mix."""
+        """Look for a better mix than the best, with so many kvstores; return whether there is a better mix."""
         before = self._best
         if kvstore in self._looked or not 0 <= kvstore <= self._bound or not self._better(InstanceMix(1, 1, kvstore)):
             return False

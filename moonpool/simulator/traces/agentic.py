@@ -152,7 +152,7 @@ class AgenticWorkload:
         return request
 
     def _grow(self, agent: _Agent, tokens: float) -> None:
-        """Adds tokens at the history's end; blocks that become full get ids."""
+        """Add tokens at the history's end; blocks that become full get ids."""
         blocks, agent.rest = divmod(agent.rest + max(1, round(tokens)), BLOCK_SIZE)
         agent.history += [next(self._ids) for _ in range(blocks)]
 

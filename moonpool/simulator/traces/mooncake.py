@@ -272,7 +272,7 @@ def read_trace(path: Path, *, limit: int = 0) -> list[TraceRequest]:
 
 
 def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
-    """Writes a trace in the same form."""
+    """Write a trace in the same form."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(trace_line(request) for request in requests)
 

@@ -92,7 +92,9 @@ def main() -> None:
     options = parser.parse_args()
     sessions = WekaSessions()
     requests = [
-        each for place, path in enumerate(options.files) for each in sessions.read(path, 1e3 * options.every_s * place)
+        request
+        for place, path in enumerate(options.files)
+        for request in sessions.read(path, 1e3 * options.every_s * place)
     ]
     requests.sort(key=lambda request: request.timestamp)
     with options.out.open("w", encoding="utf-8") as out:

@@ -136,7 +136,7 @@ class Workload:
 
 
 def main() -> None:
-    """Writes a trace."""
+    """Write a trace."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1200)

@@ -105,7 +105,7 @@ OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
         ({"enum": []}, "properties.a: no answer can satisfy this schema"),
         ({"type": "object", "minProperties": 2, "properties": {"b": FLAG}}, "properties.a: minProperties and"),
     ],
-    ids=lambda it: next(iter(it)) if isinstance(it, dict) else "",
+    ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
 )
 def test_what_is_not_built_is_named_with_its_place(inner: dict[str, Any], says: str) -> None:
     schema = {"type": "object", "properties": {"b": FLAG, "a": inner}, "required": ["a"]}

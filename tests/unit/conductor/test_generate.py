@@ -59,7 +59,7 @@ async def test_text_and_chat_prompts_are_tokenised_with_the_checkpoints_tokenize
     async with stack(p, d) as s:
         result = await s.client.generate(prompt="def add(a, b):", sampling=GREEDY)
         assert result.usage.prompt_tokens == len(s.checkpoint.tokenizer.encode("def add(a, b):"))
-        if s.checkpoint.tokenizer.has_chat_template:
+        if s.checkpoint.tokenizer.chat_template:
             result = await s.client.generate(messages=[{"role": "user", "content": "hello"}], sampling=GREEDY)
             tokens = s.checkpoint.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
             assert result.usage.prompt_tokens == len(tokens)

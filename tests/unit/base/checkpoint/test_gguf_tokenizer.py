@@ -71,7 +71,7 @@ def test_flags_of_the_file_decide_what_is_put_around(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_sentencepiece(tmp_path / "model.gguf", **more))
     assert tokenizer.encode("the") == [tokenizer.encode("the", add_special=False)[0], 2]
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
-    assert not tokenizer.has_chat_template
+    assert not tokenizer.chat_template
 
 
 def test_digits_stand_alone_where_the_model_was_trained_so(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def test_the_largest_rank_is_bounded(tmp_path: Path) -> None:
 
 def test_identity_is_the_content(tmp_path: Path) -> None:
     """The same files elsewhere are the same adapter; one changed weight, or a changed setting, is another adapter."""
-    adapter = read_adapter(write(tmp_path / "a"))
-    assert len(adapter.id) == 32
-    assert read_adapter(write(tmp_path / "b")).id == adapter.id
+    first = read_adapter(write(tmp_path / "a"))
+    assert len(first.id) == 32
+    assert read_adapter(write(tmp_path / "b")).id == first.id
     folder = write(tmp_path / "c")
     change_tensors(folder, lambda tensors: tensors[f"base_model.model.{Q}.lora_B.weight"][0, 0].add_(1e-3))
-    assert read_adapter(folder).id != adapter.id
-    assert read_adapter(write(tmp_path / "d", {"lora_alpha": 9})).id != adapter.id
+    assert read_adapter(folder).id != first.id
+    assert read_adapter(write(tmp_path / "d", {"lora_alpha": 9})).id != first.id
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_where_the_template_is(folder: Path) -> None:
     settings_of(folder, chat_template=None)
     (folder / "chat_template.jinja").unlink()
     without = Tokenizer.load(folder)
-    assert not without.has_chat_template
+    assert not without.chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
         without.apply_chat_template(MESSAGES)
 

@@ -240,6 +240,20 @@ def test_a_variable_of_an_old_name_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert PoolConfig.load(ARGV).block_size == 64
 
 
+@pytest.mark.parametrize(
+    ("kind", "former", "now"),
+    [
+        ("prefill", "step_tokens", "max_num_batched_tokens"),
+        ("decode", "step_tokens", "chunked_prefill_size"),
+        ("kvstore", "max_sessions", "max_transfers"),
+        ("kvstore", "session_timeout_s", "transfer_timeout_s"),
+    ],
+)
+def test_a_former_name_leads_to_the_services_own_setting(kind: str, former: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"it is now {now}"):
+        config_class(kind).load(["--set", f"{former}=3"])
+
+
 def test_a_variable_of_a_former_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_ROLE_RATIO", "2")
     assert refused(ARGV).message == "is no longer a setting: it is 1.5 (docs/roles.md)"

@@ -14,7 +14,7 @@ import pytest
 from moonpool.base.errors import Mismatch, StreamBroken, TransferFailed
 from moonpool.base.kv.frames import Slice
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
-from moonpool.base.kv_transfer.receiver import TransferState
+from moonpool.base.kv_transfer.inbound_transfer import TransferState
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.transport.flow_control import EgressLink
 from moonpool.base.transport.stream_spec import DEFAULT_OPTIONS, StreamSettings

@@ -11,8 +11,8 @@ from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.kv.frames import FrameOpener, split_run
 from moonpool.base.kv.keys import chain_root, namespace, unpack_keys
 from moonpool.base.kv.layout import KVLayout
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from moonpool.base.kv_transfer.read_server import FrameReceiver, FrameWriter, check_hello
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.base.rpc.server import Service, serving

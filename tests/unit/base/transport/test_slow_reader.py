@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
-from moonpool.base.kv_transfer.receiver import TransferState
+from moonpool.base.kv_transfer.inbound_transfer import TransferState
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.kv_transfer.store_writer import StoreWriter
 from tests.slices import hashed

@@ -7,7 +7,7 @@ import pytest
 from moonpool.base.errors import FrameError, TransferFailed
 from moonpool.base.kv.frames import SliceRun
 from moonpool.base.kv.layout import KVLayout
-from moonpool.base.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.base.kv_transfer.inbound_transfer import InboundTransfer, TransferState
 from tests.layouts import GROUPED
 
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_size=16, dtype="float32")
