@@ -61,7 +61,8 @@ def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_cache_dtype=request.param)
-    plan = with_flags(plan, "decode", "--set", "preempt_every=1", "--set", "preemption=swap")
+    # A step is a token without guesses, so each token is a place of preemption.
+    plan = with_flags(plan, "decode", "--speculative", "off", "--set", "preempt_every=1", "--set", "preemption=swap")
     with torch_kernels():
         reference = Runner(
             checkpoint, torch.float32, blocks=256, stored=kv_quantization.DTYPES[QUANTISED[request.param]]
