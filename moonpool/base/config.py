@@ -530,7 +530,8 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
     Raises:
         ConfigError: one does not; names the variable that may have been meant.
     """
-    given = [name for name in os.environ if name.startswith(ENV_PREFIX)]
+    links = _service_links()
+    given = [name for name in os.environ if name.startswith(ENV_PREFIX) and not (links and links.fullmatch(name))]
     others = {ENV_PREFIX + name.upper() for name in (*OTHER_VARIABLES, *RENAMED, *own)}
     if all(name in others for name in given):
         return
@@ -542,6 +543,18 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
             meant = suggestion(name.removeprefix(ENV_PREFIX), sorted(other.removeprefix(ENV_PREFIX) for other in known))
             hint = meant.replace("mean ", f"mean {ENV_PREFIX}")
             raise ConfigError(name, f"nothing reads this environment variable{hint}")
+
+
+def _service_links() -> re.Pattern[str] | None:
+    """Variables that Kubernetes sets in each container for a Service whose name begins with "moonpool"; None: none.
+
+    A Service `moonpool-kv` has MOONPOOL_KV_SERVICE_HOST, MOONPOOL_KV_SERVICE_PORT, MOONPOOL_KV_PORT and longer names.
+    """
+    suffix = "_SERVICE_HOST"
+    services = [name.removesuffix(suffix) for name in os.environ if name.endswith(suffix)]
+    ours = [re.escape(name) for name in services if f"{name}_".startswith(ENV_PREFIX)]
+    # Not any name of this form: without the Service's host, a mistyped setting must stay an error.
+    return re.compile(rf"({'|'.join(ours)})_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_[A-Z]+\w*)?)") if ours else None
 
 
 def config_class(kind: str) -> type[ServiceConfig]:

@@ -363,6 +363,28 @@ def test_an_unknown_variable_is_refused(variable: str, hint: str, monkeypatch: p
     assert str(error) == f"{variable}: nothing reads this environment variable{hint}"
 
 
+@pytest.mark.parametrize("service", ["MOONPOOL", "MOONPOOL_KV"])
+def test_variables_of_a_service_in_kubernetes_are_not_ours(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each container of a namespace gets them, for each Service there; other unknown names stay errors."""
+    links = {
+        "SERVICE_HOST": "10.0.0.7", "SERVICE_PORT": "50051", "SERVICE_PORT_GRPC": "50051",
+        "PORT": "tcp://10.0.0.7:50051", "PORT_50051_TCP": "tcp://10.0.0.7:50051", "PORT_50051_TCP_PROTO": "tcp",
+        "PORT_50051_TCP_PORT": "50051", "PORT_50051_TCP_ADDR": "10.0.0.7",
+    }  # fmt: skip
+    for name, value in links.items():
+        monkeypatch.setenv(f"{service}_{name}", value)
+    refuse_unknown_variables()
+    monkeypatch.setenv(f"{service}_SERVICE", "1")
+    with pytest.raises(ConfigError, match=f"{service}_SERVICE: nothing reads"):
+        refuse_unknown_variables()
+
+
+def test_a_port_without_a_service_is_an_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KV_PORT", "tcp://10.0.0.7:50051")
+    with pytest.raises(ConfigError, match="MOONPOOL_KV_PORT: nothing reads"):
+        refuse_unknown_variables()
+
+
 def test_every_variable_of_this_repository_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [
         *ROOT.glob("*.yaml"),
