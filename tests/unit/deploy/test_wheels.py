@@ -20,7 +20,6 @@ DISTRIBUTIONS = {"moonpool": ".", "moonpool-base": "packages/moonpool-base", "mo
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each distribution's wheel, built by the backend itself: no network, no environment of its own."""
-    pytest.importorskip("hatchling")
     built = {}
     for name, folder in DISTRIBUTIONS.items():
         out = tmp_path_factory.mktemp(name)
