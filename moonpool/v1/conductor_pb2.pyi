@@ -1298,6 +1298,8 @@ class JoinHello(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
     ARRIVAL_ORDER_FIELD_NUMBER: _builtins.int
+    COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
+    IN_PLACE_ROLE_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1320,6 +1322,14 @@ class JoinHello(_message.Message):
     """HOST:PORT at which an engine of another make serves OpenAI's interface, for proxies that pick engines. Empty = none."""
     arrival_order: _builtins.bool
     """Prompts are computed in the order of their arrival: neither delays nor tenants' shares count there (prefill)."""
+    computes_prompts: _builtins.bool
+    """A decode instance in the role both: whole prompts are placed there as at a prefill instance, and stay for their answers.
+    `stages` and `max_num_batched_tokens` are told, too. A conductor that does not know the field uses it as decode.
+    """
+    in_place_role: _builtins.bool
+    """An engine that obeys a `RoleOrder` without ending: it drains, leaves, and joins again in the other role with its weights
+    and its pool.
+    """
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1359,10 +1369,12 @@ class JoinHello(_message.Message):
         http_address: _builtins.str = ...,
         loras: _abc.Iterable[_builtins.bytes] | None = ...,
         arrival_order: _builtins.bool = ...,
+        computes_prompts: _builtins.bool = ...,
+        in_place_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "http_address", b"http_address", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_order", b"arrival_order", "capacity_bytes", b"capacity_bytes", "computes_prompts", b"computes_prompts", "either_role", b"either_role", "http_address", b"http_address", "in_place_role", b"in_place_role", "instance", b"instance", "kv_domain", b"kv_domain", "loras", b"loras", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

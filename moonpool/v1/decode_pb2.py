@@ -23,59 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
+from moonpool.v1 import prefill_pb2 as moonpool_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonpool/v1/decode.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\"\x9c\x02\n\x0eReserveRequest\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.moonpool.v1.SequenceSpec\x12\x16\n\ttbt_slo_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12)\n\nwrite_back\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\'\n\x08replicas\x18\x04 \x03(\x0b\x32\x15.moonpool.v1.Instance\x12(\n\tconductor\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x15\n\rresume_secret\x18\x06 \x01(\x0c\x12\r\n\x05\x66\x65nce\x18\x07 \x01(\r\x12\x13\n\x0bstarts_in_s\x18\x08 \x01(\x01\x42\x0c\n\n_tbt_slo_s\"x\n\x0fReserveResponse\x12+\n\x06target\x18\x01 \x01(\x0b\x32\x1b.moonpool.v1.TransferTarget\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x03 \x01(\x01\x12\x0e\n\x06number\x18\x04 \x01(\x04\"\xdc\x01\n\x10ReceiveKVRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.moonpool.v1.TransferOpenH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.moonpool.v1.TransferCloseH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"`\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x03 \x01(\x04\x12\x11\n\tforgotten\x18\x04 \x03(\t\"I\n\rTransferClose\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x03 \x01(\x08\"\xa5\x01\n\x0fTransferVerdict\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12+\n\x06status\x18\x03 \x01(\x0e\x32\x1b.moonpool.v1.TransferStatus\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1a\n\rdamaged_block\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_damaged_block\"\xa5\x01\n\x11ReceiveKVResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12/\n\x07verdict\x18\x03 \x01(\x0b\x32\x1c.moonpool.v1.TransferVerdictH\x00\x42\t\n\x07message\"\xce\x01\n\x0cStepsRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.moonpool.v1.StepsHelloH\x00\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1a.moonpool.v1.StartSequenceH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.moonpool.v1.CancelSequenceH\x00\x12-\n\x06resume\x18\x04 \x01(\x0b\x32\x1b.moonpool.v1.ResumeSequenceH\x00\x42\t\n\x07message\"6\n\nStepsHello\x12(\n\tconductor\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\"\xb5\x02\n\rStartSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\x05\x12\x19\n\x11\x66urther_token_ids\x18\x05 \x03(\x05\x12\x19\n\x11log_probabilities\x18\x06 \x03(\x02\x12\x16\n\x0e\x63ompute_prompt\x18\x07 \x01(\x08\x12\'\n\x08logprobs\x18\x08 \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12\x17\n\x0fknown_token_ids\x18\t \x03(\x05\x12\x0e\n\x06gather\x18\n \x01(\x08\x12/\n\rfurther_known\x18\x0b \x03(\x0b\x32\x18.moonpool.v1.KnownTokens\" \n\x0bKnownTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"m\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x13\n\x06\x63hoice\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\xc0\x01\n\x0eResumeSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfrom_position\x18\x02 \x01(\r\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\r\n\x05\x66\x65nce\x18\x05 \x01(\r\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\x12+\n\x07\x66urther\x18\x08 \x03(\x0b\x32\x1a.moonpool.v1.ResumedAnswer\"6\n\rResumedAnswer\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xd2\x01\n\x0eSequenceTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.moonpool.v1.FinishReason\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x08logprobs\x18\x07 \x01(\x0b\x32\x15.moonpool.v1.LogprobsB\x08\n\x06_score\"F\n\x0eSequenceFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08transfer\x18\x03 \x01(\x08\"T\n\x11SequenceCancelled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.moonpool.v1.CancelOutcome\"$\n\x0eSequenceFenced\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc9\x01\n\rStepsResponse\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.moonpool.v1.SequenceTokens\x12+\n\x06\x66\x61iled\x18\x02 \x03(\x0b\x32\x1b.moonpool.v1.SequenceFailed\x12\x31\n\tcancelled\x18\x03 \x03(\x0b\x32\x1e.moonpool.v1.SequenceCancelled\x12+\n\x06\x66\x65nced\x18\x04 \x03(\x0b\x32\x1b.moonpool.v1.SequenceFenced\"\x14\n\x12\x44\x65\x63odeStatsRequest\"b\n\x13\x44\x65\x63odeStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge*k\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18TRANSFER_STATUS_COMPLETE\x10\x01\x12\x1a\n\x16TRANSFER_STATUS_FAILED\x10\x02\x32\xdd\x04\n\rDecodeService\x12\x44\n\x07Reserve\x12\x1b.moonpool.v1.ReserveRequest\x1a\x1c.moonpool.v1.ReserveResponse\x12N\n\tReceiveKV\x12\x1d.moonpool.v1.ReceiveKVRequest\x1a\x1e.moonpool.v1.ReceiveKVResponse(\x01\x30\x01\x12\x45\n\x06ReadKV\x12\x1a.moonpool.v1.ReadKVRequest\x1a\x1b.moonpool.v1.ReadKVResponse(\x01\x30\x01\x12\x42\n\x05Steps\x12\x19.moonpool.v1.StepsRequest\x1a\x1a.moonpool.v1.StepsResponse(\x01\x30\x01\x12\x41\n\x06\x46orget\x12\x1a.moonpool.v1.ForgetRequest\x1a\x1b.moonpool.v1.ForgetResponse\x12G\n\x08LoadLora\x12\x1c.moonpool.v1.LoadLoraRequest\x1a\x1d.moonpool.v1.LoadLoraResponse\x12M\n\nUnloadLora\x12\x1e.moonpool.v1.UnloadLoraRequest\x1a\x1f.moonpool.v1.UnloadLoraResponse\x12P\n\x0b\x44\x65\x63odeStats\x12\x1f.moonpool.v1.DecodeStatsRequest\x1a .moonpool.v1.DecodeStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonpool/v1/decode.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\x1a\x19moonpool/v1/prefill.proto\"\xdf\x02\n\x0eReserveRequest\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.moonpool.v1.SequenceSpec\x12\x16\n\ttbt_slo_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12)\n\nwrite_back\x18\x03 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\'\n\x08replicas\x18\x04 \x03(\x0b\x32\x15.moonpool.v1.Instance\x12(\n\tconductor\x18\x05 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x15\n\rresume_secret\x18\x06 \x01(\x0c\x12\r\n\x05\x66\x65nce\x18\x07 \x01(\r\x12\x13\n\x0bstarts_in_s\x18\x08 \x01(\x01\x12\x17\n\x0f\x63omputes_prompt\x18\t \x01(\x08\x12\x18\n\x0bmax_queue_s\x18\n \x01(\x01H\x01\x88\x01\x01\x42\x0c\n\n_tbt_slo_sB\x0e\n\x0c_max_queue_s\"x\n\x0fReserveResponse\x12+\n\x06target\x18\x01 \x01(\x0b\x32\x1b.moonpool.v1.TransferTarget\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x03 \x01(\x01\x12\x0e\n\x06number\x18\x04 \x01(\x04\"\xdc\x01\n\x10ReceiveKVRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.moonpool.v1.StreamHelloH\x00\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.moonpool.v1.TransferOpenH\x00\x12)\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x18.moonpool.v1.FrameHeaderH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.moonpool.v1.TransferCloseH\x00\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07message\"`\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x03 \x01(\x04\x12\x11\n\tforgotten\x18\x04 \x03(\t\"I\n\rTransferClose\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x62orted\x18\x03 \x01(\x08\"\xa5\x01\n\x0fTransferVerdict\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12+\n\x06status\x18\x03 \x01(\x0e\x32\x1b.moonpool.v1.TransferStatus\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1a\n\rdamaged_block\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_damaged_block\"\xa5\x01\n\x11ReceiveKVResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.moonpool.v1.StreamWelcomeH\x00\x12%\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.moonpool.v1.CreditH\x00\x12/\n\x07verdict\x18\x03 \x01(\x0b\x32\x1c.moonpool.v1.TransferVerdictH\x00\x42\t\n\x07message\"\xce\x01\n\x0cStepsRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.moonpool.v1.StepsHelloH\x00\x12+\n\x05start\x18\x02 \x01(\x0b\x32\x1a.moonpool.v1.StartSequenceH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.moonpool.v1.CancelSequenceH\x00\x12-\n\x06resume\x18\x04 \x01(\x0b\x32\x1b.moonpool.v1.ResumeSequenceH\x00\x42\t\n\x07message\"6\n\nStepsHello\x12(\n\tconductor\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\"\x87\x03\n\rStartSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x04 \x01(\x05\x12\x19\n\x11\x66urther_token_ids\x18\x05 \x03(\x05\x12\x19\n\x11log_probabilities\x18\x06 \x03(\x02\x12\x16\n\x0e\x63ompute_prompt\x18\x07 \x01(\x08\x12\'\n\x08logprobs\x18\x08 \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12\x17\n\x0fknown_token_ids\x18\t \x03(\x05\x12\x0e\n\x06gather\x18\n \x01(\x08\x12/\n\rfurther_known\x18\x0b \x03(\x0b\x32\x18.moonpool.v1.KnownTokens\x12*\n\x07sources\x18\x0c \x03(\x0b\x32\x19.moonpool.v1.PrefixSource\x12\x13\n\x0bheld_blocks\x18\r \x03(\r\x12\x0f\n\x07\x64\x65lay_s\x18\x0e \x01(\x01\" \n\x0bKnownTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"m\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\r\x12\x13\n\x06\x63hoice\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\xc0\x01\n\x0eResumeSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfrom_position\x18\x02 \x01(\r\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\r\n\x05\x66\x65nce\x18\x05 \x01(\r\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\x12+\n\x07\x66urther\x18\x08 \x03(\x0b\x32\x1a.moonpool.v1.ResumedAnswer\"6\n\rResumedAnswer\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xfb\x01\n\x0eSequenceTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.moonpool.v1.FinishReason\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x08logprobs\x18\x07 \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12\'\n\x06prompt\x18\x08 \x01(\x0b\x32\x17.moonpool.v1.FirstTokenB\x08\n\x06_score\"F\n\x0eSequenceFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08transfer\x18\x03 \x01(\x08\"T\n\x11SequenceCancelled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.moonpool.v1.CancelOutcome\"$\n\x0eSequenceFenced\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc9\x01\n\rStepsResponse\x12+\n\x06tokens\x18\x01 \x03(\x0b\x32\x1b.moonpool.v1.SequenceTokens\x12+\n\x06\x66\x61iled\x18\x02 \x03(\x0b\x32\x1b.moonpool.v1.SequenceFailed\x12\x31\n\tcancelled\x18\x03 \x03(\x0b\x32\x1e.moonpool.v1.SequenceCancelled\x12+\n\x06\x66\x65nced\x18\x04 \x03(\x0b\x32\x1b.moonpool.v1.SequenceFenced\"\x14\n\x12\x44\x65\x63odeStatsRequest\"b\n\x13\x44\x65\x63odeStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge*k\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18TRANSFER_STATUS_COMPLETE\x10\x01\x12\x1a\n\x16TRANSFER_STATUS_FAILED\x10\x02\x32\xdd\x04\n\rDecodeService\x12\x44\n\x07Reserve\x12\x1b.moonpool.v1.ReserveRequest\x1a\x1c.moonpool.v1.ReserveResponse\x12N\n\tReceiveKV\x12\x1d.moonpool.v1.ReceiveKVRequest\x1a\x1e.moonpool.v1.ReceiveKVResponse(\x01\x30\x01\x12\x45\n\x06ReadKV\x12\x1a.moonpool.v1.ReadKVRequest\x1a\x1b.moonpool.v1.ReadKVResponse(\x01\x30\x01\x12\x42\n\x05Steps\x12\x19.moonpool.v1.StepsRequest\x1a\x1a.moonpool.v1.StepsResponse(\x01\x30\x01\x12\x41\n\x06\x46orget\x12\x1a.moonpool.v1.ForgetRequest\x1a\x1b.moonpool.v1.ForgetResponse\x12G\n\x08LoadLora\x12\x1c.moonpool.v1.LoadLoraRequest\x1a\x1d.moonpool.v1.LoadLoraResponse\x12M\n\nUnloadLora\x12\x1e.moonpool.v1.UnloadLoraRequest\x1a\x1f.moonpool.v1.UnloadLoraResponse\x12P\n\x0b\x44\x65\x63odeStats\x12\x1f.moonpool.v1.DecodeStatsRequest\x1a .moonpool.v1.DecodeStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERSTATUS']._serialized_start=2912
-  _globals['_TRANSFERSTATUS']._serialized_end=3019
-  _globals['_RESERVEREQUEST']._serialized_start=64
-  _globals['_RESERVEREQUEST']._serialized_end=348
-  _globals['_RESERVERESPONSE']._serialized_start=350
-  _globals['_RESERVERESPONSE']._serialized_end=470
-  _globals['_RECEIVEKVREQUEST']._serialized_start=473
-  _globals['_RECEIVEKVREQUEST']._serialized_end=693
-  _globals['_TRANSFEROPEN']._serialized_start=695
-  _globals['_TRANSFEROPEN']._serialized_end=791
-  _globals['_TRANSFERCLOSE']._serialized_start=793
-  _globals['_TRANSFERCLOSE']._serialized_end=866
-  _globals['_TRANSFERVERDICT']._serialized_start=869
-  _globals['_TRANSFERVERDICT']._serialized_end=1034
-  _globals['_RECEIVEKVRESPONSE']._serialized_start=1037
-  _globals['_RECEIVEKVRESPONSE']._serialized_end=1202
-  _globals['_STEPSREQUEST']._serialized_start=1205
-  _globals['_STEPSREQUEST']._serialized_end=1411
-  _globals['_STEPSHELLO']._serialized_start=1413
-  _globals['_STEPSHELLO']._serialized_end=1467
-  _globals['_STARTSEQUENCE']._serialized_start=1470
-  _globals['_STARTSEQUENCE']._serialized_end=1779
-  _globals['_KNOWNTOKENS']._serialized_start=1781
-  _globals['_KNOWNTOKENS']._serialized_end=1813
-  _globals['_CANCELSEQUENCE']._serialized_start=1815
-  _globals['_CANCELSEQUENCE']._serialized_end=1924
-  _globals['_RESUMESEQUENCE']._serialized_start=1927
-  _globals['_RESUMESEQUENCE']._serialized_end=2119
-  _globals['_RESUMEDANSWER']._serialized_start=2121
-  _globals['_RESUMEDANSWER']._serialized_end=2175
-  _globals['_SEQUENCETOKENS']._serialized_start=2178
-  _globals['_SEQUENCETOKENS']._serialized_end=2388
-  _globals['_SEQUENCEFAILED']._serialized_start=2390
-  _globals['_SEQUENCEFAILED']._serialized_end=2460
-  _globals['_SEQUENCECANCELLED']._serialized_start=2462
-  _globals['_SEQUENCECANCELLED']._serialized_end=2546
-  _globals['_SEQUENCEFENCED']._serialized_start=2548
-  _globals['_SEQUENCEFENCED']._serialized_end=2584
-  _globals['_STEPSRESPONSE']._serialized_start=2587
-  _globals['_STEPSRESPONSE']._serialized_end=2788
-  _globals['_DECODESTATSREQUEST']._serialized_start=2790
-  _globals['_DECODESTATSREQUEST']._serialized_end=2810
-  _globals['_DECODESTATSRESPONSE']._serialized_start=2812
-  _globals['_DECODESTATSRESPONSE']._serialized_end=2910
-  _globals['_DECODESERVICE']._serialized_start=3022
-  _globals['_DECODESERVICE']._serialized_end=3627
+  _globals['_TRANSFERSTATUS']._serialized_start=3129
+  _globals['_TRANSFERSTATUS']._serialized_end=3236
+  _globals['_RESERVEREQUEST']._serialized_start=91
+  _globals['_RESERVEREQUEST']._serialized_end=442
+  _globals['_RESERVERESPONSE']._serialized_start=444
+  _globals['_RESERVERESPONSE']._serialized_end=564
+  _globals['_RECEIVEKVREQUEST']._serialized_start=567
+  _globals['_RECEIVEKVREQUEST']._serialized_end=787
+  _globals['_TRANSFEROPEN']._serialized_start=789
+  _globals['_TRANSFEROPEN']._serialized_end=885
+  _globals['_TRANSFERCLOSE']._serialized_start=887
+  _globals['_TRANSFERCLOSE']._serialized_end=960
+  _globals['_TRANSFERVERDICT']._serialized_start=963
+  _globals['_TRANSFERVERDICT']._serialized_end=1128
+  _globals['_RECEIVEKVRESPONSE']._serialized_start=1131
+  _globals['_RECEIVEKVRESPONSE']._serialized_end=1296
+  _globals['_STEPSREQUEST']._serialized_start=1299
+  _globals['_STEPSREQUEST']._serialized_end=1505
+  _globals['_STEPSHELLO']._serialized_start=1507
+  _globals['_STEPSHELLO']._serialized_end=1561
+  _globals['_STARTSEQUENCE']._serialized_start=1564
+  _globals['_STARTSEQUENCE']._serialized_end=1955
+  _globals['_KNOWNTOKENS']._serialized_start=1957
+  _globals['_KNOWNTOKENS']._serialized_end=1989
+  _globals['_CANCELSEQUENCE']._serialized_start=1991
+  _globals['_CANCELSEQUENCE']._serialized_end=2100
+  _globals['_RESUMESEQUENCE']._serialized_start=2103
+  _globals['_RESUMESEQUENCE']._serialized_end=2295
+  _globals['_RESUMEDANSWER']._serialized_start=2297
+  _globals['_RESUMEDANSWER']._serialized_end=2351
+  _globals['_SEQUENCETOKENS']._serialized_start=2354
+  _globals['_SEQUENCETOKENS']._serialized_end=2605
+  _globals['_SEQUENCEFAILED']._serialized_start=2607
+  _globals['_SEQUENCEFAILED']._serialized_end=2677
+  _globals['_SEQUENCECANCELLED']._serialized_start=2679
+  _globals['_SEQUENCECANCELLED']._serialized_end=2763
+  _globals['_SEQUENCEFENCED']._serialized_start=2765
+  _globals['_SEQUENCEFENCED']._serialized_end=2801
+  _globals['_STEPSRESPONSE']._serialized_start=2804
+  _globals['_STEPSRESPONSE']._serialized_end=3005
+  _globals['_DECODESTATSREQUEST']._serialized_start=3007
+  _globals['_DECODESTATSREQUEST']._serialized_end=3027
+  _globals['_DECODESTATSRESPONSE']._serialized_start=3029
+  _globals['_DECODESTATSRESPONSE']._serialized_end=3127
+  _globals['_DECODESERVICE']._serialized_start=3239
+  _globals['_DECODESERVICE']._serialized_end=3844
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from moonpool.v1 import kv_pb2 as _kv_pb2
+from moonpool.v1 import prefill_pb2 as _prefill_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -56,6 +57,8 @@ class ReserveRequest(_message.Message):
     RESUME_SECRET_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     STARTS_IN_S_FIELD_NUMBER: _builtins.int
+    COMPUTES_PROMPT_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_S_FIELD_NUMBER: _builtins.int
     tbt_slo_s: _builtins.float
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     resume_secret: _builtins.bytes
@@ -66,6 +69,10 @@ class ReserveRequest(_message.Message):
     """How often the request's client has resumed its stream."""
     starts_in_s: _builtins.float
     """Predicted seconds until the sequence's first token: its time between tokens is wanted from then on. 0 = from now on."""
+    computes_prompt: _builtins.bool
+    """The prompt is computed here (`StartSequence.compute_prompt`): room is kept for its blocks and among the prompts that wait."""
+    max_queue_s: _builtins.float
+    """With `computes_prompt`: as `PrefillRequest.max_queue_s`, and the refusal is RESOURCE_EXHAUSTED."""
     @_builtins.property
     def sequence(self) -> _kv_pb2.SequenceSpec:
         """The sequence that will come."""
@@ -93,13 +100,20 @@ class ReserveRequest(_message.Message):
         resume_secret: _builtins.bytes = ...,
         fence: _builtins.int = ...,
         starts_in_s: _builtins.float = ...,
+        computes_prompt: _builtins.bool = ...,
+        max_queue_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "max_queue_s", b"max_queue_s", "sequence", b"sequence", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s", "conductor", b"conductor", "fence", b"fence", "replicas", b"replicas", "resume_secret", b"resume_secret", "sequence", b"sequence", "starts_in_s", b"starts_in_s", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_tbt_slo_s", b"_tbt_slo_s", "computes_prompt", b"computes_prompt", "conductor", b"conductor", "fence", b"fence", "max_queue_s", b"max_queue_s", "replicas", b"replicas", "resume_secret", b"resume_secret", "sequence", b"sequence", "starts_in_s", b"starts_in_s", "tbt_slo_s", b"tbt_slo_s", "write_back", b"write_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_queue_s: _TypeAlias = _typing.Literal["max_queue_s"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_s: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s"]  # noqa: Y015
     _WhichOneofReturnType__tbt_slo_s: _TypeAlias = _typing.Literal["tbt_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tbt_slo_s: _TypeAlias = _typing.Literal["_tbt_slo_s", b"_tbt_slo_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_s) -> _WhichOneofReturnType__max_queue_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_slo_s) -> _WhichOneofReturnType__tbt_slo_s | None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
@@ -397,6 +411,9 @@ class StartSequence(_message.Message):
     KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
     FURTHER_KNOWN_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    DELAY_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -411,6 +428,8 @@ class StartSequence(_message.Message):
     """
     gather: _builtins.bool
     """Nobody waits for single tokens: some may be told together, the last ones with the end."""
+    delay_s: _builtins.float
+    """With `compute_prompt`: as `PrefillRequest.delay_s`."""
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those of the further answers when several are wanted (`Sampling.n`).
@@ -437,6 +456,16 @@ class StartSequence(_message.Message):
     def further_known(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownTokens]:
         """As `known_token_ids`, of the further answers: none, or one for each."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.PrefixSource]:
+        """With `compute_prompt`: where a prefix may be loaded from, the best first; none for nowhere."""
+
+    @_builtins.property
+    def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `compute_prompt`: leading blocks that each kvstore of the reservation is believed to hold, `write_back` first: those
+        behind them go there. Fewer numbers than kvstores = not known: blocks computed here go there.
+        """
+
     def __init__(
         self,
         *,
@@ -451,10 +480,13 @@ class StartSequence(_message.Message):
         known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         gather: _builtins.bool = ...,
         further_known: _abc.Iterable[Global___KnownTokens] | None = ...,
+        sources: _abc.Iterable[_prefill_pb2.PrefixSource] | None = ...,
+        held_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        delay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_known", b"further_known", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "delay_s", b"delay_s", "first_token_id", b"first_token_id", "further_known", b"further_known", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "held_blocks", b"held_blocks", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "sources", b"sources", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -616,6 +648,7 @@ class SequenceTokens(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     position: _builtins.int
@@ -634,6 +667,10 @@ class SequenceTokens(_message.Message):
     def logprobs(self) -> _kv_pb2.Logprobs:
         """Of the tokens, where `Sampling.logprobs` wants them."""
 
+    @_builtins.property
+    def prompt(self) -> _prefill_pb2.FirstToken:
+        """With the first answer's first token, where the prompt was computed here: how. Its tokens mean nothing."""
+
     def __init__(
         self,
         *,
@@ -644,10 +681,11 @@ class SequenceTokens(_message.Message):
         choice: _builtins.int = ...,
         score: _builtins.float | None = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
+        prompt: _prefill_pb2.FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "logprobs", b"logprobs", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "logprobs", b"logprobs", "prompt", b"prompt", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "position", b"position", "prompt", b"prompt", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
