@@ -192,6 +192,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         return STEP_TOKENS
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether a decode instance computes whole prompts."""
+        return False
+
+    @property
     def most_decoded(self) -> int:
         """Sequences of the largest decode step; 0 where there are no such steps."""
         return 0

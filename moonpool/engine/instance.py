@@ -226,6 +226,7 @@ async def run_instance(
                 speed=speeds_to_proto(engine.speeds),
                 stages=stages,
                 max_num_batched_tokens=max_num_batched_tokens(engine),
+                computes_prompts=config.whole_prompts,
                 either_role=config.either_role,
                 process=world.this_process(),
                 unsupported=[] if setup.spec.max_loras else [LORA],

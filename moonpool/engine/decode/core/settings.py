@@ -27,6 +27,7 @@ class DecodeSettings:
     """One decode instance's settings.
 
     Attributes:
+        max_num_batched_tokens: most tokens in a step without answers.
         num_blocks: blocks in the pool.
         block_size: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
@@ -61,7 +62,22 @@ class DecodeSettings:
     )
     watermark_blocks: int = 0
     chunked_prefill_size: int = setting(
-        256, "most tokens of preempted sequences and of prompt suffixes computed in one step", ge=1
+        256,
+        "most tokens of preempted sequences and of prompts computed in one step beside answers; with "
+        "--computes-prompts the default is 64 on a CPU and 512 on a GPU",
+        ge=1,
+    )
+    computes_prompts: bool = setting(
+        False,
+        "role both: also compute whole prompts, beside the answers; the conductor places prompts here that stay for "
+        "their answers",
+    )
+    max_num_batched_tokens: int = 512
+    num_continuous_decode_steps: int = setting(
+        2,
+        "with --computes-prompts: steps of answers between two steps that compute prompts beside answers; where a time "
+        "between tokens was promised, the promise limits the prompts' part of each step instead",
+        ge=0,
     )
     swap_blocks: int = 0
     assumed_answer_tokens: int = setting(
