@@ -45,6 +45,7 @@ from moonpool.engine.decode.core.events import (
     ComputePrompt,
     EngineDied,
     Event,
+    QueuePrompt,
     ReserveBlocks,
     StartDecoding,
     StreamClosed,
@@ -288,8 +289,10 @@ class DecodeExecutor:
             live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
                 live.compute(message, self._clock())
-                held = tuple(message.held_blocks)
-                self._order(ComputePrompt(live.id, stream, live.gather, message.delay_s, held))
+                order: Event = ComputePrompt(live.id, stream, live.gather)
+                if live.prompt is not None:
+                    order = QueuePrompt(live.id, stream, live.gather, message.delay_s, tuple(message.held_blocks))
+                self._order(order)
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
             self._order(

@@ -21,9 +21,9 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
             cost = request.spec.token_cost if request.lacks_first_token else 1
             most = tokens // cost or (0 if found else min(tokens, state.settings.block_size))
             count = min(most, left)
-            if count > 0 and _may_recompute(request, sequence):
+            if count > 0 and may_recompute(request, sequence):
                 count = count if full_hit else _give_chunk_window_blocks(state, request, sequence, count)
-            if count > 0 and _may_recompute(request, sequence):
+            if count > 0 and may_recompute(request, sequence):
                 tokens = max(0, tokens - count * cost)
                 sample = sequence.computed + count == sequence.tokens
                 found.append(Chunk(sequence.id, sequence.computed, count, sample, full_hit))
@@ -58,7 +58,7 @@ def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequen
     return end - start
 
 
-def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
+def may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
     """Return whether the tokens shared with earlier sequences have been computed."""
     before = request.sequences[: request.sequences.index(sequence)]
     return all(other.computed >= min(recompute_goal(request, other), sequence.shared) for other in before)

@@ -41,7 +41,7 @@ class ReserveBlocks:
         resumable: another conductor may take the request over (`AdoptRequest`): the request outlives the conductor, and
             the output is kept for a while after the end.
         fence: how often the client has resumed the request.
-        computes_prompt: the whole prompt is computed here (`ComputePrompt`); the request waits for its turn.
+        computes_prompt: the whole prompt is computed here (`QueuePrompt`); the request waits for its turn.
         reuse: cached blocks of the prompt may be used; otherwise every token is computed.
         max_queue_s: with `computes_prompt`, refuse if the prompts here take longer than this, seconds; None = any time.
     """
@@ -113,7 +113,21 @@ class StartDecoding:
 
 @frozen
 class ComputePrompt:
-    """No KV arrives: decode computes the prompt's uncached part and the first tokens.
+    """No KV arrives: decode computes the prompt's uncached part and the first token.
+
+    Attributes:
+        stream: the conductor's stream.
+        patient: no client waits for single tokens.
+    """
+
+    id: int
+    stream: int
+    patient: bool = False
+
+
+@frozen
+class QueuePrompt:
+    """No KV arrives: the whole prompt waits for its turn to be computed here (`ReserveBlocks.computes_prompt`).
 
     Attributes:
         stream: the conductor's stream.
@@ -299,6 +313,7 @@ Event = (
     | TransferComplete
     | StartDecoding
     | ComputePrompt
+    | QueuePrompt
     | AbortRequest
     | AdoptRequest
     | StreamOpened

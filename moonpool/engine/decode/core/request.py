@@ -181,7 +181,7 @@ class DecodeRequest:
         prompt_here: the prompt, or known tokens behind the prompt, are computed here; no other instance writes these to
             the kvstores.
         search: chooses which sequences fork; None = each sequence continues alone.
-        held_by_stores: see `ComputePrompt.held`.
+        held_by_stores: see `QueuePrompt.held`.
         turn: place among the whole prompts computed here, until the first token; None = no such prompt.
         takeover: what another conductor needs for a takeover.
         preemption: how the request was preempted.
@@ -346,7 +346,7 @@ class DecodeRequest:
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
             assert sequence.past <= len(sequence.table)
-        assert (self.promised > 0) <= (self.status is RequestStatus.PROMISED)
+        assert not self.promised or self.status in (RequestStatus.PROMISED, RequestStatus.QUEUED)
         assert leased == (self.status in TRANSFERRING)
         self._check_search()
 

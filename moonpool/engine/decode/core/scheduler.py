@@ -31,6 +31,7 @@ from moonpool.engine.decode.core.events import (
     Event,
     FirstTokens,
     IoEnd,
+    QueuePrompt,
     ReserveBlocks,
     RunDone,
     RunProgress,
@@ -58,7 +59,8 @@ from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
 
 NO_PLACE = "the prompt cannot be computed here now"
-_RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
+_Transfer = TransferOpened | TransferProgress | TransferComplete
+_RequestEvent = _Transfer | StartDecoding | ComputePrompt | QueuePrompt | AbortRequest
 _PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
 
 
@@ -204,6 +206,8 @@ class DecodeScheduler:
                 self._start(request, event)
             case ComputePrompt() if not request.is_started:
                 self._compute_prompt(request, event)
+            case QueuePrompt() if request.status is RequestStatus.PROMISED:
+                self._queue_prompt(request, event)
             case AbortRequest():
                 if request.status is RequestStatus.RECEIVING:
                     self.budget.register_leading(request, event.leading)
@@ -225,13 +229,6 @@ class DecodeScheduler:
 
     def _compute_prompt(self, request: DecodeRequest, event: ComputePrompt) -> None:
         nothing_came = request.status is RequestStatus.PROMISED
-        if nothing_came and event.stream in self._streams and request.asked.computes_prompt:
-            request.stream = event.stream
-            request.patient = event.patient and not request.tbt_slo_s
-            request.held_by_stores = event.held
-            self._leases.clear(request.id)
-            self.planner.prompts.add(request, event.delay_s)
-            return
         if nothing_came and event.stream in self._streams and self.planner.compute_prompt(request):
             request.stream = event.stream
             request.patient = event.patient and not request.tbt_slo_s
@@ -240,6 +237,15 @@ class DecodeScheduler:
         else:
             began = "its KV has begun to come: the prompt is not computed here"
             self._abort([request], NO_PLACE if nothing_came else began)
+
+    def _queue_prompt(self, request: DecodeRequest, event: QueuePrompt) -> None:
+        if event.stream not in self._streams:
+            self._abort([request], "the conductor's stream ended")
+            return
+        request.stream, request.held_by_stores = event.stream, event.held
+        request.patient = event.patient and not request.tbt_slo_s
+        self._leases.clear(request.id)
+        self.planner.prompts.add(request, event.delay_s)
 
     def _join(self, request: DecodeRequest) -> None:
         """Let a request wait for the first step once both the KV and the first token are there."""
