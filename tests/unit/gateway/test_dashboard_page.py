@@ -63,7 +63,7 @@ def test_parts_that_scripts_use_are_in_the_page() -> None:
     assert named >= {
         "conversations",
         "new",
-        "delete",
+        "search",
         "cancel",
         "stop",
         "system",
