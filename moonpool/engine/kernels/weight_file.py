@@ -8,10 +8,13 @@ open make room, the least recently used first.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
+import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,8 @@ POLL_S = 0.2
 #: Seconds without use after which a file is removed.
 KEPT_S = 30 * 86400.0
 _SUFFIX = ".weights"
+#: Of a file by which `gives_large_pages` asks the system: it holds a whole large page of x86-64 and AArch64.
+_PROBE_BYTES = 4 << 20
 
 
 class WeightFile:
@@ -129,6 +134,57 @@ class WeightFile:
                 if before is None:
                     break
         return removed
+
+
+def in_use(folder: Path, name: str) -> bool:
+    """Tell whether a process of this machine has a whole file mapped whose name begins with `name`."""
+    for note in folder.glob(f"{name}-*.json"):
+        with contextlib.suppress(OSError):
+            file = os.open(note.with_suffix(_SUFFIX), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _locked(file, fcntl.LOCK_EX):
+                    return True
+            finally:
+                os.close(file)
+    return False
+
+
+def gives_large_pages(folder: Path) -> bool:
+    """Tell whether the system maps files of this folder, which is made if need be, on large pages.
+
+    Weights on small pages cost a decode step up to a tenth of its time (`moonpool.engine.kernels.memory`). Kernel and
+    file system decide; the answer is found out with a small file that is gone afterwards.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        with mmap.mmap(file.fileno(), _PROBE_BYTES) as memory:
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory[:: mmap.PAGESIZE] = bytes(_PROBE_BYTES // mmap.PAGESIZE)
+            first = ctypes.c_char.from_buffer(memory)
+            address = ctypes.addressof(first)
+            del first  # else the memory cannot be given back
+            return _large_bytes(address) > 0
+
+
+def _large_bytes(address: int) -> int:
+    """Return the bytes on large pages of the file that this process has mapped at an address; 0 if not told."""
+    found = False
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                begin, _, end = name.partition("-")
+                found = int(begin, 16) <= address < int(end, 16)
+            elif found and name == "FilePmdMapped:":
+                return int(rest.split()[0]) << 10
+    return 0
 
 
 def _used_at(path: Path) -> float:
