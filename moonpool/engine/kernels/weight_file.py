@@ -185,14 +185,11 @@ def gives_large_pages(folder: Path) -> bool:
     Raises:
         OSError: the folder cannot be used.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return False
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
         with mmap.mmap(file.fileno(), _PROBE_BYTES) as memory:
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            advise_large_pages(memory)
             memory[:: mmap.PAGESIZE] = bytes(_PROBE_BYTES // mmap.PAGESIZE)
             first = ctypes.c_char.from_buffer(memory)
             address = ctypes.addressof(first)
@@ -212,7 +209,15 @@ def _large_bytes(address: int) -> int:
             elif found and name == "FilePmdMapped:":
                 return int(rest.split()[0]) << 10
     return 0
-=======
+
+
+def advise_large_pages(memory: mmap.mmap) -> None:
+    """Ask for large pages in memory that nothing has read or written yet."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield first byte and bytes of pieces over the ranges, which come in order; holes between them are left out."""
     start = end = 0
@@ -232,6 +237,7 @@ def _checksums(file: int, places: list[tuple[int, int]]) -> list[Piece]:
         memoryview(data) as view,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
     ):
+        advise_large_pages(data)  # who reads the file first decides how the system holds it
 
         def checksum(place: tuple[int, int]) -> Piece:
             begin, nbytes = place
