@@ -29,7 +29,7 @@ def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
     """
     if load.layers > 1:
         return (load.progressed_at - load.first_at) / (load.layers - 1)
-    nbytes = state.settings.read_bytes(load.end - load.first) // state.settings.layers
+    nbytes = state.settings.moved_bytes(load.end - load.first) // state.settings.layers
     return load_seconds(state.tracker.speeds, nbytes)
 
 

@@ -248,7 +248,7 @@ class PrefixLoads:
         state = self._state
         assert request.table is not None
         assert first < end <= state.reusable_blocks(request)
-        index, nbytes = request.prefix.next_source, state.settings.read_bytes(end - first)
+        index, nbytes = request.prefix.next_source, state.settings.moved_bytes(end - first)
         source = request.sources[index]
         flight = LoadFlight(request.id, source, nbytes, end - first, (request.table,))
         io = state.begin(flight)
@@ -270,7 +270,7 @@ class PrefixLoads:
         tokens = request.spec.tokens
         local = prompt_work(tokens, request.prefix.cached, settings.max_num_batched_tokens)
         rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.max_num_batched_tokens)
-        nbytes = settings.read_bytes(lacking)
+        nbytes = settings.moved_bytes(lacking)
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
     def expected_seconds(self, request: PrefillRequest, held: int) -> float:
@@ -279,7 +279,7 @@ class PrefixLoads:
         blocks = min(source.blocks, self._state.reusable_blocks(request)) - held if source is not None else 0
         if source is None or blocks <= 0:
             return 0.0
-        return load_seconds(self._speeds(source), self._state.settings.read_bytes(blocks))
+        return load_seconds(self._speeds(source), self._state.settings.moved_bytes(blocks))
 
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
         """Return longest time for reading `nbytes`, seconds."""

@@ -70,7 +70,7 @@ class Replication:
         manager.acquire(held, len(held))
         blocks = (*held, *manager.allocate(missing))
         manager.give_slots(blocks[len(blocks) - windows :])
-        nbytes, owner = state.settings.read_bytes(missing), KVOwner(event.tenant)
+        nbytes, owner = state.settings.moved_bytes(missing), KVOwner(event.tenant)
         state.replica = ReplicaFlight(
             event.number, event.keys, owner, blocks, len(held), event.source, nbytes, state.now
         )

@@ -207,7 +207,7 @@ class PrefillScheduler:
             return RefusalReason.STOPPED
         if self._draining:
             return RefusalReason.DRAINING
-        if self.state.settings.blocks_for(event.request.tokens) > self.state.settings.blocks:
+        if self.state.settings.blocks_for(event.request.tokens) > self.state.settings.num_blocks:
             return RefusalReason.TOO_LONG
         return None if self._may_enter(event) else RefusalReason.QUEUE_FULL
 

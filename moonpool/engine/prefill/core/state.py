@@ -34,7 +34,7 @@ class PrefillState:
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
         self.settings = settings
-        self.manager = BlockManager(settings.blocks, settings.window_blocks, settings.window_slots)
+        self.manager = BlockManager(settings.num_blocks, settings.window_blocks, settings.window_slots)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.core_share = 1.0
@@ -93,7 +93,7 @@ class PrefillState:
 
     def reusable_blocks(self, request: PrefillRequest) -> int:
         """Return how many full blocks may be cached or loaded; with recurrent states, only before the last token."""
-        return (request.spec.tokens - self.settings.recurrent) // self.settings.block_size if request.reuse else 0
+        return self.settings.reusable_blocks(request.spec.tokens) if request.reuse else 0
 
     def hold_prefix(self, request: PrefillRequest, held: list[int], more: list[int]) -> None:
         """Take cached leading blocks for a request without steps: `held` were taken before; acquire `more`."""
