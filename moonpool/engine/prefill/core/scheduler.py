@@ -299,7 +299,7 @@ class PrefillScheduler:
                 assert isinstance(result, IoDone | IoFailed)
                 self._transfer_ended(flight, result)
             case WriteBackFlight():
-                self.state.manager.release(flight.blocks, flight.past)
+                self.state.writes.ended(flight.table)
 
     def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
         news = self.steps.ended(io, flight, result)
