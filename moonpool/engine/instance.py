@@ -216,6 +216,7 @@ async def run_instance(
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         await stack.enter_async_context(listener.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
+        metrics.ready = server.lacking
         instance.address = config.advertised(server.port)
         report = InstanceReport(
             conductor_pb2.JoinHello(

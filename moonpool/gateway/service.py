@@ -100,6 +100,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
         http_serving(app, config) as (server, port),
     ):
         metrics.watch(watched.add(SERVER_METRICS, server))
+        metrics.ready = lambda: ""
         async with metrics.served(config.metrics_listen):
             yield config.advertised(port)
 

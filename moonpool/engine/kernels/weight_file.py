@@ -1,8 +1,9 @@
 """A file of arranged weights that the processes of one machine share, and later starts use again.
 
 The first process writes the file while the others wait; then all map it, so that the system holds each page once. A
-second file, written last, says that the first is whole, and what lies in it. On a full disk, files that no process has
-open make room, the least recently used first.
+second file, written last, says that the first is whole, what lies in it, and a checksum of each piece. Who opens a file
+that no other process has open compares the checksums: a damaged file would give wrong tokens without a word, and is
+written anew. On a full disk, files that no process has open make room, the least recently used first.
 """
 
 from __future__ import annotations
@@ -11,17 +12,28 @@ import contextlib
 import errno
 import fcntl
 import json
+import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from moonpool.base.telemetry.logs import get_logger
 
 #: Seconds between two looks at a file that another process writes.
 POLL_S = 0.2
 #: Seconds without use after which a file is removed.
 KEPT_S = 30 * 86400.0
+#: Bytes behind one checksum: several threads share a large file.
+PIECE_BYTES = 64 << 20
 _SUFFIX = ".weights"
+Piece = tuple[int, int, str]
+"""First byte, bytes, and checksum."""
+log = get_logger(__name__)
 
 
 class WeightFile:
@@ -33,12 +45,16 @@ class WeightFile:
     """
 
     def __init__(self, folder: Path, name: str, waiting: Callable[[], None] = lambda: None) -> None:
-        """Open the file; waits for a process that writes it, and calls `waiting` meanwhile.
+        """Open the file; waits for a process that writes or checks it, and calls `waiting` meanwhile.
 
         Raises:
-            OSError: the folder or the file cannot be used.
+            OSError: the folder or the file cannot be used, or is another user's.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "the folder of arranged weights is another user's", str(folder))
+        folder.chmod(0o700)  # whoever may write there decides what the model says
+        self._allocated: list[tuple[int, int]] = []
         self._folder, self._path = folder, folder / f"{name}{_SUFFIX}"
         self._whole = self._path.with_suffix(".json")
         self.descriptor, self.notes = self._open(waiting)
@@ -50,16 +66,18 @@ class WeightFile:
 
     def _open(self, waiting: Callable[[], None]) -> tuple[int, Any]:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            alone = True
             try:
                 while not _locked(file, fcntl.LOCK_EX):
                     # Another process writes, or uses a whole file.
                     if _locked(file, fcntl.LOCK_SH):
+                        alone = False  # the first of them has compared the checksums
                         break
                     waiting()
                     time.sleep(POLL_S)
                 if os.fstat(file).st_nlink:  # else it was removed before we had it
-                    notes = self._read_notes(os.fstat(file).st_size)
+                    notes = self._read_notes(file, alone=alone)
                     if notes is not None:
                         fcntl.flock(file, fcntl.LOCK_SH)
                         os.utime(file)
@@ -82,10 +100,16 @@ class WeightFile:
             if os.fstat(file).st_ino == self._path.stat().st_ino:
                 self._path.unlink()
 
-    def _read_notes(self, size: int) -> Any:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+    def _read_notes(self, file: int, *, alone: bool) -> Any:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(self._whole.read_text())
-            return found["notes"] if found["bytes"] == size else None
+            pieces = [(int(begin), int(nbytes), str(checksum)) for begin, nbytes, checksum in found["pieces"]]
+            if found["bytes"] != os.fstat(file).st_size:
+                return None
+            if alone and not _match(file, pieces):
+                log.warning("arranged weights are damaged: they are made anew", path=str(self._path))
+                return None
+            return found["notes"]
         return None
 
     def allocate(self, begin: int, nbytes: int) -> None:
@@ -97,6 +121,7 @@ class WeightFile:
         while True:
             try:
                 os.posix_fallocate(self.descriptor, begin, nbytes)  # told here, not where the memory is written to
+                self._allocated.append((begin, nbytes))
                 return
             except OSError as error:
                 if error.errno != errno.ENOSPC or not self._remove_unused(None):
@@ -106,7 +131,10 @@ class WeightFile:
         """The file is whole; `notes`, for JSON, are told to its later users."""
         os.fsync(self.descriptor)
         made = self._whole.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "notes": notes}))
+        pieces = _checksums(self.descriptor, list(_joined(self._allocated)))
+        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "pieces": pieces, "notes": notes}))
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
         made.replace(self._whole)
         fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
@@ -129,6 +157,40 @@ class WeightFile:
                 if before is None:
                     break
         return removed
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield first byte and bytes of pieces over the ranges, which come in order; holes between them are left out."""
+    start = end = 0
+    for begin, nbytes in [*ranges, (-1, 0)]:
+        if begin != end:
+            yield from ((at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES))
+            start = begin
+        end = begin + nbytes
+
+
+def _checksums(file: int, places: list[tuple[int, int]]) -> list[Piece]:
+    """Return the pieces at these places of a file; cores share the work."""
+    if not places:
+        return []
+    with (
+        mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data) as view,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
+    ):
+
+        def checksum(place: tuple[int, int]) -> Piece:
+            begin, nbytes = place
+            with view[begin : begin + nbytes] as piece:
+                if len(piece) != nbytes:
+                    raise ValueError("a piece ends behind the file")
+                return begin, nbytes, xxhash.xxh3_128_hexdigest(piece)
+
+        return list(threads.map(checksum, places))
+
+
+def _match(file: int, pieces: list[Piece]) -> bool:
+    return _checksums(file, [(begin, nbytes) for begin, nbytes, _ in pieces]) == pieces
 
 
 def _used_at(path: Path) -> float:
