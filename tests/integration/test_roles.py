@@ -23,6 +23,7 @@ GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
 FORTY, SHORT = (dataclasses.replace(GREEDY, max_tokens=count) for count in (40, 12))
 OTHER = {"prefill": "decode", "decode": "prefill"}
 LOOK_S = 0.02
+POOL = "memfd:moonpool-kv"
 CHANGES = 6
 """Changes of a storm."""
 
@@ -54,8 +55,16 @@ def processes(stack: CheckedStack, instance: str) -> tuple[int, list[str], set[s
     """Process, engine processes, and the pool's memory of an instance."""
     pid = stack.services[instance].pid
     workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:" in line]
-    return pid, workers, {f"{part[4]} {part[5]}" for part in maps}
+    return pid, workers, {line.split()[4] for line in lines_of(pid) if POOL in line} & _of_engine(workers)
+
+
+def _of_engine(workers: list[str]) -> set[str]:
+    return {line.split()[4] for worker in workers for line in lines_of(worker) if POOL in line}
+
+
+def lines_of(pid: int | str) -> list[str]:
+    """What a process has mapped; the fifth word is the file's number."""
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 @pytest.mark.slow
