@@ -202,7 +202,7 @@ async def test_two_tabs_keep_both_turns() -> None:
 
         await other.close()
 
-        # Both speak at once: the other tab's turn is there before this one hears of it. Storage events come to others only.
+        # Both speak at once: storage events come to other tabs only, so this one does not hear of the turn.
         await page.evaluate(
             """() => {
               const [key] = Object.keys(localStorage);
