@@ -25,7 +25,7 @@ _SERVER_TOOLS = (
     "web_search",
 )
 """Tools that a vendor's servers run and that clients offer unasked, without the versions behind their names. Tools that
-search or run what the client gave them (`file_search`, `code_interpreter`) are asked for, and refused."""
+work on what a client gave the vendor, such as files, are asked for, and refused."""
 _SERVER_PARTS = frozenset(
     (
         "advisor_tool_result",
