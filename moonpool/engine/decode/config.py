@@ -61,28 +61,28 @@ class DecodeConfig(EngineConfig):
     @property
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        least = self.max_num_seqs + self.chunked_prefill_size
-        if not self.computes_prompts:
-            return least
-        if self._chunk_is_given or self.max_num_batched_tokens:
-            return max(self.max_num_batched_tokens, least if self._chunk_is_given else self.max_num_seqs + 1)
+        given = self.max_num_batched_tokens
+        if not self.computes_prompts or given:
+            return max(given * self.computes_prompts, self.least_step_tokens)
         return 0
 
     @property
-    def whole_prompts(self) -> bool:
+    def least_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        return self.computes_prompts
+        chunk = CHUNK_ON_CPU if self._chunk_suits_device else self.chunked_prefill_size
+        return self.max_num_seqs + chunk
 
     @property
-    def _chunk_is_given(self) -> bool:
-        return "chunked_prefill_size" in self.model_fields_set
+    def _chunk_suits_device(self) -> bool:
+        """Whether the device decides how many tokens of prompts are computed beside answers."""
+        return self.computes_prompts and "chunked_prefill_size" not in self.model_fields_set
 
     def chunk_tokens(self, step_tokens: int) -> int:
         """Return `chunked_prefill_size`, with a default for whole prompts; steps have at most `step_tokens` tokens."""
-        if self._chunk_is_given or not self.computes_prompts:
+        if not self._chunk_suits_device:
             return self.chunked_prefill_size
         suits = CHUNK_ON_CPU if self.device.startswith("cpu") and self.engine == "real" else CHUNK_ON_GPU
-        return max(1, min(suits, step_tokens - self.max_num_seqs))
+        return min(suits, step_tokens - self.max_num_seqs)
 
     def told_step_tokens(self, engine: Engine) -> int:
         """Return the most tokens in a step with prompts, for the conductor; 0 where no whole prompts are computed."""

@@ -72,8 +72,7 @@ class PromptQueue:
 
     def reusable_blocks(self, request: DecodeRequest) -> int:
         """Return blocks of a prompt that need not be computed at most: not a recurrent state behind the last token."""
-        tokens = request.spec.tokens - self._settings.recurrent
-        return tokens // self._settings.block_size if request.asked.reuse else 0
+        return self._settings.reusable_blocks(request.spec.tokens) if request.asked.reuse else 0
 
     def in_order(self, recomputing: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Return requests in the order of their chunks: what was running before, then prompts in fair order."""
