@@ -22,11 +22,16 @@ from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.base.rpc.tls import Tls
+from moonpool.cli.options import Engines
 from moonpool.client import Client
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 
 GATEWAY_ID = "gateway-0"
+ENGINE_NAME = "engine"
+"""Beginning of the id of an engine in both roles."""
+BOTH_ROLES = "computes_prompts=true"
+"""The setting of a decode instance that computes whole prompts."""
 SHARE_SETTING = "gpu_memory_utilization"
 """Engine setting: each engine's share of a GPU."""
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
@@ -61,6 +66,8 @@ class StackPlan:
         dtype: "auto", "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto", "int8" or "fp8".
         prefill, decode, kvstore: number of instances, by kind.
+        engines: "split" = as many prefill and decode instances; "one" = a single decode instance that computes prompts,
+            too; "auto" = `moonpool.cli.engine_plan` decides, and a stack that nobody has decided on is split.
         conductors: number of conductors side by side; all instances join all conductors.
         kvstore_replicas: number of kvstores that hold a copy of each prefix.
         pipeline_parallel_size: pipeline stages in each prefill instance.
@@ -88,6 +95,7 @@ class StackPlan:
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
+    engines: Engines = "split"
     conductors: int = 1
     kvstore_replicas: int = 1
     pipeline_parallel_size: int = 1
@@ -106,6 +114,11 @@ class StackPlan:
     swap_roles: bool = False
     tls: Tls | None = None
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def engine_counts(self) -> Mapping[str, int]:
+        """Number of engine instances, by service kind."""
+        return {"decode": 1} if self.engines == "one" else {"prefill": self.prefill, "decode": self.decode}
 
 
 class ServiceProcess:
@@ -319,7 +332,8 @@ class LocalStack:
         waiting = self._spawn_members("kvstore", self.plan.kvstore)
         if self.plan.http_port is not None:
             waiting.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
-        waiting += self._spawn_members("prefill", self.plan.prefill) + self._spawn_members("decode", self.plan.decode)
+        for kind, count in self.plan.engine_counts.items():
+            waiting += self._spawn_members(kind, count)
         while waiting:
             for service in list(waiting):
                 if service.is_ready(silence_s, WAIT_S / len(waiting)):
@@ -335,7 +349,8 @@ class LocalStack:
         return not self.plan.engine.startswith(SCHEME)
 
     def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
-        names = [f"{kind}-{number}" for number in range(count)]
+        name = kind if kind == "kvstore" or self.plan.engines != "one" else ENGINE_NAME
+        names = [f"{name}-{number}" for number in range(count)]
         return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
@@ -457,6 +472,7 @@ class LocalStack:
             ]
             arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
             arguments += ["--set", f"time_scale={plan.time_scale:g}"]
+            arguments += ["--set", BOTH_ROLES] if plan.engines == "one" else []
             arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
             share = memory_share(plan, kind)
             arguments += [] if share is None else ["--set", f"{SHARE_SETTING}={share:.3g}"]
@@ -493,8 +509,8 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
     if any(part.startswith(f"{SHARE_SETTING}=") for part in given) or ENV_PREFIX + SHARE_SETTING.upper() in os.environ:
         return None
     own = _engine_devices(plan, kind)
-    counts = {"prefill": plan.prefill, "decode": plan.decode}
-    return MEMORY_SHARE / max(1, sum(count for other, count in counts.items() if own & _engine_devices(plan, other)))
+    sharing = sum(count for other, count in plan.engine_counts.items() if own & _engine_devices(plan, other))
+    return MEMORY_SHARE / max(1, sharing)
 
 
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:

@@ -276,6 +276,7 @@ async def run_instance(
         servicers = [_RoleServicer(config.id, role) for role in roles]
         services = [(servicer.role.service, servicer) for servicer in servicers]
         server = await stack.enter_async_context(serving(config.listen, services, security=security))
+        metrics.ready = server.lacking
         instance = _Instance(context, config, setup, engine, channels, beside, metrics, servicers, server)
         await instance.run()
 

@@ -33,6 +33,7 @@ from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
+from moonpool.engine.kernels.weight_file import in_use
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
@@ -147,8 +148,9 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if model != declared:
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
     fingerprint = _compute_fingerprint(fingerprint, spec)
-    if devices[0].platform.in_host_pool and _in_file(config, folder, spec):
-        spec = dataclasses.replace(spec, weights_file=str(weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]))
+    weights_file = weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]
+    if devices[0].platform.in_host_pool and _in_file(config, folder, spec, weights_file):
+        spec = dataclasses.replace(spec, weights_file=str(weights_file))
     return _instance_setup(config, declared, spec, fingerprint)
 
 
@@ -157,10 +159,12 @@ def weights_folder() -> Path:
     return cache_folder().parent / "weights"
 
 
-def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec) -> bool:
-    """Tell whether the weights lie in a file that is mapped."""
+def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec, file: Path) -> bool:
+    """Tell whether the weights lie in a `file` that is mapped: others use the file, or memory is too short."""
     if config.mmap_weights != "auto":
         return config.mmap_weights == "on"
+    if in_use(file.parent, file.name):
+        return True
     how: Any = {"quantization": spec.quantization, "model_impl": spec.model_impl}
     held = estimated_memory(inspect_checkpoint(folder, spec.dtype, **how), spec)
     return not held.fits(available_bytes())

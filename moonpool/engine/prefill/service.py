@@ -217,10 +217,10 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
 def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> PrefillSettings:
     layout = context.setup.layout
     return PrefillSettings(
-        blocks=context.engine.blocks,
+        num_blocks=context.engine.blocks,
         block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
         layers=layout.layers,
-        slice_bytes=layout.mean_slice_bytes,
         max_num_batched_tokens=config.max_num_batched_tokens or context.engine.max_num_batched_tokens,
         stages=context.engine.stages,
         windowed_layers=layout.windowed_layers,
