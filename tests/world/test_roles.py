@@ -1,4 +1,4 @@
-"""Instances change their roles while clients ask, on virtual time: no token is lost or doubled, and nothing stays held."""
+"""Instances change roles while clients ask, on virtual time: no token is lost or doubled, and nothing stays held."""
 
 import asyncio
 import random
