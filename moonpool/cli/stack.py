@@ -486,7 +486,9 @@ class LocalStack:
 def _either_role(plan: StackPlan, kind: str) -> bool:
     """Whether this kind's engines may have either role: as the user says, else where one may leave its pool."""
     stages = setting_of(plan, "prefill", "pipeline_parallel_size", str(plan.pipeline_parallel_size))
+    # A certificate for one role is refused in the other one: whoever has such for both says so.
     default = sum(plan.engine_counts.values()) > len(OTHER_ROLE) and stages == "1"
+    default = default and not setting_of(plan, kind, "tls_cert", "")
     return setting_of(plan, kind, "either_role", str(default)).lower() == "true"
 
 

@@ -110,6 +110,7 @@ def test_a_service_ends_whose_parent_ended_while_it_started(tmp_path: Path, monk
 
 
 GPU = ["--device", "cuda:0"]
+TLS = [part for name in ("cert", "key", "ca") for part in ("--set", f"tls_{name}={name}.pem")]
 PROCESSES: dict[str, type[EngineProcessConfig]] = {"prefill": PrefillProcessConfig, "decode": DecodeProcessConfig}
 
 
@@ -137,13 +138,14 @@ def test_engines_on_one_gpu_share_it(
         ({"prefill": 2, "pipeline_parallel_size": 2}, (False, False)),
         ({"prefill": 2, "extra": {"prefill": ["--set", "pipeline_parallel_size=2"]}}, (False, False)),
         ({"prefill": 2, "extra": {"decode": ["--set", "either_role=false"]}}, (True, False)),
+        ({"prefill": 2, "extra": {"prefill": TLS, "decode": [*TLS, "--set", "either_role=true"]}}, (False, True)),
         ({"extra": {"prefill": ["--set", "either_role=true"]}}, (True, False)),
     ],
 )
 def test_engines_may_change_roles_where_one_may_leave_its_pool(
     tmp_path: Path, plan: dict[str, Any], either: tuple[bool, bool]
 ) -> None:
-    """The last one of a kind stays; pipeline stages are of prefill alone."""
+    """The last one of a kind stays; pipeline stages are of prefill alone; a certificate may be of one role."""
     stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, **plan))
     stack.addresses = ["127.0.0.1:1"]
     loaded = [PROCESSES[kind].load(stack._member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
