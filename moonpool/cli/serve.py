@@ -21,7 +21,6 @@ from moonpool.base.config import check_free
 from moonpool.base.errors import Unavailable
 from moonpool.base.kv import native_library
 from moonpool.base.native.build import BuildError, build
-from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.engine_plan import decide_engines, tell_memory
@@ -87,7 +86,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
                 sys.stdout.flush()
             lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
             statuses = stack.stop()
-    bad = {name: status for name, status in statuses.items() if status not in (0, EXIT_ROLE)}
+    bad = {name: status for name, status in statuses.items() if status}
     if lost:
         typer.echo(lost, err=True)
     if bad:
@@ -172,8 +171,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
-        why = "has drained for a change of role" if status == EXIT_ROLE else f"ended with status {status}"
-        say(event, f"{name} {why}; restarting it in {pause_s:g} s")
+        say(event, f"{name} ended with status {status}; restarting it in {pause_s:g} s")
 
     def on_ready(name: str) -> None:
         service = stack.services[name]
@@ -190,15 +188,10 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
 
 def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
-    """Wait for a signal or a service's end; return which service ended, or "".
-
-    A service that ended to change roles is started anew.
-    """
+    """Wait for a signal or a service's end; return which service ended, or ""."""
     while not stopping.wait(SUPERVISE_INTERVAL_S):
         for service in list(stack.services.values()):
-            if service.returncode == EXIT_ROLE:
-                stack.spawn_again(service.id)
-            elif service.returncode is not None:
+            if service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
     return ""
 

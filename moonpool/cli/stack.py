@@ -17,11 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
-from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES
+from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES, config_class
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.base.rpc.tls import Tls
 from moonpool.cli.options import Engines
 from moonpool.client import Client
@@ -84,6 +83,7 @@ class StackPlan:
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
         swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
+            Engines may have either role where the stack has more than one of a kind, and one pipeline stage.
         tls: with which the stack asks the conductors; None = as the environment says. Services take theirs by `extra`.
         extra: further flags by service kind, for example {"prefill": ["--set", "max_queue=9"]}.
     """
@@ -404,11 +404,8 @@ class LocalStack:
         self.wait_joined(timeout_s)
 
     def spawn_again(self, service_id: str) -> ServiceProcess:
-        """Start a service that has ended, without waiting: with the same arguments, or in the other role."""
+        """Start a service that has ended, without waiting, with the same arguments: an engine in its first role."""
         old = self.services[service_id]
-        if old.returncode == EXIT_ROLE:
-            kind = OTHER_ROLE[old.kind]
-            return self.spawn(kind, service_id, self._member_arguments(kind, service_id))
         # Others look for conductors and the gateway where they were, also if their port was any free one.
         listen = ("--listen", old.address) if old.kind in KINDS_WITHOUT_JOIN and old.address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
@@ -475,13 +472,32 @@ class LocalStack:
             ]
             arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
             arguments += ["--set", f"time_scale={plan.time_scale:g}"]
-            arguments += ["--set", "either_role=true" if plan.engines != "one" else BOTH_ROLES]
+            arguments += ["--set", BOTH_ROLES] if plan.engines == "one" else []
             arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
             share = memory_share(plan, kind)
             arguments += [] if share is None else ["--set", f"{SHARE_SETTING}={share:.3g}"]
         if kind == "prefill":
             arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
+        if kind in OTHER_ROLE and _may_change(plan):
+            arguments += ["--set", "either_role=true", *_settings_of_role(plan, OTHER_ROLE[kind])]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
+
+
+def _may_change(plan: StackPlan) -> bool:
+    """Whether engines may have either role: the last one of a kind stays, and so does one with several stages."""
+    return plan.prefill + plan.decode > 2 and plan.pipeline_parallel_size == 1
+
+
+def _settings_of_role(plan: StackPlan, kind: str) -> list[str]:
+    """The plan's settings that only engines of this kind have, as flags, for engines that may become one."""
+    shared = config_class(OTHER_ROLE[kind]).model_fields
+    own = config_class(kind).model_fields.keys() - shared.keys()
+    found: list[str] = []
+    for flag, value in pairwise(plan.extra.get(kind, ())):
+        name = value.partition("=")[0] if flag == "--set" else flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in own:
+            found += [flag, value]
+    return found
 
 
 def memory_share(plan: StackPlan, kind: str) -> float | None:
@@ -544,7 +560,7 @@ class Supervisor:
 
     Args:
         services: the stack's services by id, as they are now.
-        restart: starts a service anew, without waiting; in the other role if the service ended for that.
+        restart: starts a service anew, without waiting.
         on_end: called with a service's id, exit status and the seconds until the restart.
         on_ready: called with a service that is ready again.
         clock: seconds.
@@ -583,10 +599,6 @@ class Supervisor:
 
     def _ended(self, name: str, service: SupervisedProcess, status: int, history: _RestartHistory) -> None:
         now = self._clock()
-        if status == EXIT_ROLE:  # ordered to: no failure
-            history.due_at = now
-            self._on_end(name, status, 0.0)
-            return
         history.failures = 1 if now - history.started_at >= STABLE_S else history.failures + 1
         if history.failures >= MAX_FAILURES:
             raise Unavailable(

@@ -158,7 +158,6 @@ def test_a_stack_of_one_engine_has_no_prefill_instance(plan: StackPlan, monkeypa
         assert started == wanted
         settings = stack._member_arguments("decode", "x")
         assert (BOTH_ROLES in settings) == (engines == "one")
-        assert ("either_role=true" in settings) == (engines != "one")
 
 
 @pytest.mark.parametrize(

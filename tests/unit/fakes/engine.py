@@ -156,6 +156,9 @@ class FakeEngine:
         self._in_flight = 0
         self._last_id = 0
 
+    async def idle(self) -> None:
+        """A cancelled step has ended already."""
+
     def fail(self, reason: str) -> None:
         """The engine's process dies."""
         if not self.failed.done():

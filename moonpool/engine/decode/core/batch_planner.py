@@ -536,8 +536,7 @@ class BatchPlanner:
         if request.is_group or self._preempted.queue or not self.slots.has_room_for_prompt(request):
             return False
         settings = self._settings
-        # With a recurrent state, the last token cannot be computed behind its own state.
-        most = (request.spec.tokens - settings.recurrent) // settings.block_size
+        most = settings.reusable_blocks(request.spec.tokens)
         if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)

@@ -120,7 +120,7 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
-        sequence.computed = min(blocks * settings.block_size, sequence.tokens - 1)
+        sequence.computed = settings.reused_tokens(sequence.tokens, blocks)
         sequence.shared = sequence.computed
         done.update(table)
 

@@ -191,7 +191,7 @@ def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: boo
     )
     engine: Any = SimpleNamespace(blocks=9, speeds=Speeds(), run_steps=1, pool=SimpleNamespace(slots=0))
     setup: Any = SimpleNamespace(layout=layout, spec=SimpleNamespace(emulated=emulated))
-    context: Any = SimpleNamespace(setup=setup, engine=engine)
+    context: Any = SimpleNamespace(setup=setup, engine=engine, speeds=engine.speeds)
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", speculative="ngram")
     with pytest.raises(ConfigError) as refused:
         core_settings(context, config)
