@@ -43,7 +43,7 @@ class NewTokens:
         reason: with the last tokens, why the choice ends.
         score: a deferred answer's score.
         logprobs: the tokens' log probabilities, if wanted.
-        prompt: with the first answer's first tokens, how the prompt was computed there; None = elsewhere, or told before.
+        prompt: with the first answer's first tokens, how the prompt was computed there; None = elsewhere, or told.
     """
 
     choice: int

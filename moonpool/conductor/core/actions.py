@@ -62,7 +62,7 @@ class StartDecode:
     With `compute`, decode computes the missing part of the prompt, and the first token.
 
     Attributes:
-        plan: the decision, if the instance is in the role both: what to load, what to write back, and the prompt's place.
+        plan: the decision, if the instance is in the role both: what to load and write back, and the prompt's place.
     """
 
     io: int

@@ -96,9 +96,18 @@ class RoleBalancer:
             self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
             self._restart_holds()
+            self._foresee(facts.kind)
             # The need of this pool is proven: a further instance waits for the pressures to settle, not for all of
             # `hold_s`. The way back takes `hold_s`.
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
+
+    def _foresee(self, kind: InstanceKind) -> None:
+        """Set the mean pressures to those with the instance that has come to a pool from the other one."""
+        # The means remember the time before for longer than `SETTLE_S`: a further instance would follow for nothing.
+        takes, gives = len(self._usable(kind)), len(self._usable(OTHER_ROLE[kind]))
+        if takes > 1 and gives:
+            self.pressures[kind].value *= (takes - 1) / takes
+            self.pressures[OTHER_ROLE[kind]].value *= (gives + 1) / gives
 
     def load_reported(self, now: float, out: list[Action]) -> None:
         """An instance has reported: samples the pressures, and orders a change that pays."""
