@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -194,7 +195,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), free=st.integers(0, 8))
     def report(self, name: str, free: int) -> None:
-        load = {"drain_s": 0.1, "queued_tokens": 100} if self.is_both(name) else {}
+        load: dict[str, Any] = {"drain_s": 0.1, "queued_tokens": 100} if self.is_both(name) else {}
         self.world.report(name, free, **load)
 
     @rule(name=st.sampled_from(NAMES), draining=st.booleans())
