@@ -868,7 +868,9 @@ class RequestScheduler:
         """Note why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
-            request.stale_answers += result.reason == STALE
+            if result.reason == STALE:
+                request.stale_answers += 1
+                self._calls.stale_check.answers += 1
             available, total = self._cluster.decodes.available_of(call.instance)
             if result.reason == NO_DECODE_ROOM and total:  # the instance is still a member
                 self.memory_queue.refused(call.instance, available)
