@@ -25,8 +25,6 @@ from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
 
 LEAST_SHARED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share."""
-ONE_ENGINE_WORKS = False
-"""Whether a conductor places whole prompts at decode instances; until then `auto` is split."""
 _ROOM = 1.1
 """Free bytes on the disk, as a multiple of the weights, before they are put into a file unasked."""
 _ENGINE_KINDS = ("prefill", "decode")
@@ -61,8 +59,6 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
 
 
 def _chosen_engines(plan: StackPlan, *, one_client: bool) -> tuple[Engines, str]:
-    if not ONE_ENGINE_WORKS:
-        return "split", "a conductor does not place whole prompts at decode instances yet"
     if plan.engine.startswith(SCHEME):
         return "split", "compute is emulated as a cluster's"
     if plan.prefill != 1 or plan.decode != 1:
