@@ -27,11 +27,8 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.cli.check import GaugeReading, describe
 from moonpool.conductor import service as conductor
 from moonpool.conductor.config import ConductorConfig
-from moonpool.engine.decode import service as decode
-from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine import roles as engines
 from moonpool.engine.emulated.kv import continuation, token_seed
-from moonpool.engine.prefill import service as prefill
-from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.kvstore import service as kvstore
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.v1 import (
@@ -70,8 +67,8 @@ Serve = Callable[..., Awaitable[None]]
 KINDS: dict[str, tuple[Serve, Any]] = {
     "conductor": (conductor.serve, ConductorConfig),
     "kvstore": (kvstore.serve, KVStoreConfig),
-    "prefill": (prefill.serve, PrefillConfig),
-    "decode": (decode.serve, DecodeConfig),
+    "prefill": (engines.serve, engines.PrefillProcessConfig),
+    "decode": (engines.serve, engines.DecodeProcessConfig),
 }
 
 
@@ -149,6 +146,7 @@ class _Process(ProcessContext):
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def announce(self, address: str) -> None:
+        self.announced = True
         self.ready.set_result(address)
 
 

@@ -6,6 +6,7 @@ Names are `moonpool_<service>_<metric>`. The same port answers the probes of orc
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,9 +51,15 @@ class PrometheusMetrics:
         """A histogram; observing costs about a microsecond."""
         return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
 
-    def watch(self, metrics: MetricSet) -> None:
-        """Export `metrics`, which each scrape reads on the event loop that runs now."""
-        self.registry.register(_SetCollector(self._prefix, metrics, asyncio.get_running_loop()))
+    def watch(self, metrics: MetricSet, service: str = "") -> Callable[[], None]:
+        """Export `metrics`, which each scrape reads on the event loop that runs now; returns what ends that.
+
+        `service`: in the names, if not this process's own.
+        """
+        prefix = f"moonpool_{service}_" if service else self._prefix
+        collector = _SetCollector(prefix, metrics, asyncio.get_running_loop())
+        self.registry.register(collector)
+        return partial(self.registry.unregister, collector)
 
     @asynccontextmanager
     async def served(self, listen: str) -> AsyncIterator[str]:

@@ -9,11 +9,13 @@ written anew. On a full disk, files that no process has open make room, the leas
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,8 @@ KEPT_S = 30 * 86400.0
 #: Bytes behind one checksum: several threads share a large file.
 PIECE_BYTES = 64 << 20
 _SUFFIX = ".weights"
+#: Of a file by which `gives_large_pages` asks the system: it holds a whole large page of x86-64 and AArch64.
+_PROBE_BYTES = 4 << 20
 Piece = tuple[int, int, str]
 """First byte, bytes, and checksum."""
 log = get_logger(__name__)
@@ -159,6 +163,61 @@ class WeightFile:
         return removed
 
 
+def in_use(folder: Path, name: str) -> bool:
+    """Tell whether a process of this machine has a whole file mapped whose name begins with `name`."""
+    for note in folder.glob(f"{name}-*.json"):
+        with contextlib.suppress(OSError):
+            file = os.open(note.with_suffix(_SUFFIX), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _locked(file, fcntl.LOCK_EX):
+                    return True
+            finally:
+                os.close(file)
+    return False
+
+
+def gives_large_pages(folder: Path) -> bool:
+    """Tell whether the system maps files of this folder, which is made if need be, on large pages.
+
+    Weights on small pages cost a decode step up to a tenth of its time (`moonpool.engine.kernels.memory`). Kernel and
+    file system decide; the answer is found out with a small file that is gone afterwards.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        with mmap.mmap(file.fileno(), _PROBE_BYTES) as memory:
+            advise_large_pages(memory)
+            memory[:: mmap.PAGESIZE] = bytes(_PROBE_BYTES // mmap.PAGESIZE)
+            first = ctypes.c_char.from_buffer(memory)
+            address = ctypes.addressof(first)
+            del first  # else the memory cannot be given back
+            return _large_bytes(address) > 0
+
+
+def _large_bytes(address: int) -> int:
+    """Return the bytes on large pages of the file that this process has mapped at an address; 0 if not told."""
+    found = False
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                begin, _, end = name.partition("-")
+                found = int(begin, 16) <= address < int(end, 16)
+            elif found and name == "FilePmdMapped:":
+                return int(rest.split()[0]) << 10
+    return 0
+
+
+def advise_large_pages(memory: mmap.mmap) -> None:
+    """Ask for large pages in memory that nothing has read or written yet."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield first byte and bytes of pieces over the ranges, which come in order; holes between them are left out."""
     start = end = 0
@@ -178,6 +237,7 @@ def _checksums(file: int, places: list[tuple[int, int]]) -> list[Piece]:
         memoryview(data) as view,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
     ):
+        advise_large_pages(data)  # who reads the file first decides how the system holds it
 
         def checksum(place: tuple[int, int]) -> Piece:
             begin, nbytes = place

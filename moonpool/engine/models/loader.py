@@ -151,8 +151,8 @@ def load_stage(
             positions=positions,
             final_norm=norm,
             head=head if last else None,
-            int8_head=make_int8_head(head.panels, arena)
-            if kept.int8_head and kept.file is None and last and head is not None and head.panels is not None
+            int8_head=make_int8_head(head.panels, WeightArena() if kept.file else arena)  # not what others share
+            if kept.int8_head and last and head is not None and head.panels is not None
             else None,
             notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
         )

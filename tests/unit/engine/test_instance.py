@@ -14,7 +14,7 @@ from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.errors import Mismatch as MismatchError
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.process import ProcessContext
-from moonpool.base.rpc.server import Service, serving
+from moonpool.base.rpc.server import serving
 from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.telemetry.metrics import Metric, MetricSet
 from moonpool.base.telemetry.spans import Recorder
@@ -23,7 +23,7 @@ from moonpool.engine.config import EngineConfig
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.instance import InstanceContext, run_instance
+from moonpool.engine.instance import EngineRole, Handover, InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.start_listener import StartListener
@@ -196,6 +196,9 @@ class Idle:
     async def drained(self) -> None:
         await self.finish.wait()
 
+    def hand_over(self) -> Handover:
+        raise AssertionError("it has one role")
+
 
 class Life:
     """A running instance."""
@@ -208,9 +211,14 @@ class Life:
         self.context = ProcessContext("x-0", Recorder("x-0", None), self.out)
         self.task: asyncio.Task[None] | None = None
 
-    def build(self, shared: InstanceContext) -> tuple[Idle, Service]:
+    def build(self, shared: InstanceContext) -> tuple[Idle, object]:
         self.service = Idle(shared)
-        return self.service, (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], object())
+        return self.service, object()
+
+    @property
+    def role(self) -> EngineRole:
+        service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+        return EngineRole(kv_pb2.INSTANCE_KIND_DECODE, service, self.build)
 
 
 @asynccontextmanager
@@ -227,9 +235,7 @@ async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     descriptor = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with serving("127.0.0.1:0", [(descriptor, life.conductor)], grace_s=0.1) as server:
         settings = {"blocks": 4, "conductor": server.address, **settings}
-        running = run_instance(
-            life.context, config(folder, **settings), kv_pb2.INSTANCE_KIND_DECODE, life.build, start=start
-        )
+        running = run_instance(life.context, config(folder, **settings), [life.role], start=start)
         life.task = asyncio.ensure_future(running)
         try:
             yield life

@@ -2,6 +2,7 @@
 
 from moonpool.base.kv.keys import BlockKey
 from moonpool.engine.decode.core.actions import StoreBlock
+from moonpool.engine.decode.core.chunks import may_recompute
 from moonpool.engine.decode.core.events import StoreEnd
 from moonpool.engine.decode.core.in_flight import WriteBackFlight
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
@@ -76,6 +77,8 @@ class BlockWriteBack:
         if not request.prompt_here:
             return
         for sequence in request.sequences:
+            if not may_recompute(request, sequence):
+                continue  # blocks that an earlier sequence computes are still without KV
             full = min(sequence.computed // self._settings.block_size, len(sequence.keys))
             for store, there in enumerate(sequence.stored):
                 for index in range(there, full):

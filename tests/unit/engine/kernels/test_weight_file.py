@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.engine.kernels import weight_file
-from moonpool.engine.kernels.weight_file import WeightFile
+from moonpool.engine.kernels.weight_file import WeightFile, gives_large_pages, in_use
 
 
 def write(folder: Path, name: str, nbytes: int = 4096) -> WeightFile:
@@ -152,3 +152,26 @@ def test_a_file_that_was_long_not_used_goes(tmp_path: Path) -> None:
     os.utime(tmp_path / "old.weights", (1e9, 1e9))
     write(tmp_path, "new").close()
     assert files(tmp_path) == ["new.json", "new.weights"]
+
+
+def test_a_file_is_in_use_while_one_has_it_whole(tmp_path: Path) -> None:
+    assert not in_use(tmp_path, "a")
+    begun = WeightFile(tmp_path, "a-0-4")
+    begun.allocate(0, 100)
+    assert not in_use(tmp_path, "a")  # may yet fail
+    begun.finish("")
+    assert in_use(tmp_path, "a")
+    assert not in_use(tmp_path, "b")
+    begun.close()
+    assert not in_use(tmp_path, "a")
+
+
+def test_whether_files_lie_on_large_pages_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays; the answer is what the process's own map says."""
+    folder = tmp_path / "weights"
+    gives_large_pages(folder)
+    assert files(folder) == []
+    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 2 << 20)
+    assert gives_large_pages(folder)
+    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 0)
+    assert not gives_large_pages(folder)

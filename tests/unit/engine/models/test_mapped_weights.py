@@ -80,6 +80,24 @@ def test_weights_are_not_read_again(
     assert torch.equal(logits_of(first), logits_of(again))
 
 
+def test_a_head_in_bytes_is_beside_the_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Engines with one and without one share the file: decode has one, prefill does not."""
+    path, file = checkpoint("tiny-qwen2"), tmp_path / "weights" / "a"
+    config = load_config(path)
+    plain, ours = (
+        load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(int8_head=wanted, file=file))
+        for wanted in (False, True)
+    )
+    held = load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(int8_head=True))
+    assert plain.int8_head is None
+    assert plain.head is not None
+    assert held.head is not None
+    assert (ours.int8_head is None) == (held.int8_head is None)
+    assert torch.equal(plain.head.dense(), held.head.dense())
+    assert ours.mapped_bytes == plain.mapped_bytes
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
 def anonymous_bytes() -> int:
     """Memory of this process that no file holds, without what was freed."""
     gc.collect()
