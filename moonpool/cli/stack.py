@@ -478,14 +478,18 @@ class LocalStack:
             arguments += [] if share is None else ["--set", f"{SHARE_SETTING}={share:.3g}"]
         if kind == "prefill":
             arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
-        if kind in OTHER_ROLE and _may_change(plan):
+        if kind in OTHER_ROLE and _either_role(plan, kind):
             arguments += ["--set", "either_role=true", *_settings_of_role(plan, OTHER_ROLE[kind])]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
 
 
-def _may_change(plan: StackPlan) -> bool:
-    """Whether engines may have either role: the last one of a kind stays, and so does one with several stages."""
-    return plan.prefill + plan.decode > 2 and plan.pipeline_parallel_size == 1
+def _either_role(plan: StackPlan, kind: str) -> bool:
+    """Whether this kind's engines may have either role: as the user says, else where one may leave its pool."""
+    stages = setting_of(plan, "prefill", "pipeline_parallel_size", str(plan.pipeline_parallel_size))
+    # A certificate for one role is refused in the other one: whoever has such for both says so.
+    default = sum(plan.engine_counts.values()) > len(OTHER_ROLE) and stages == "1"
+    default = default and not setting_of(plan, kind, "tls_cert", "")
+    return setting_of(plan, kind, "either_role", str(default)).lower() == "true"
 
 
 def _settings_of_role(plan: StackPlan, kind: str) -> list[str]:
