@@ -351,7 +351,7 @@ class LocalStack:
     def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
         name = kind if kind == "kvstore" or self.plan.engines != "one" else ENGINE_NAME
         names = [f"{name}-{number}" for number in range(count)]
-        return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
+        return [self.spawn(kind, name, self.member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
         """Wait until every instance has joined every conductor that runs.
@@ -456,7 +456,8 @@ class LocalStack:
         arguments = [*self._join_arguments(), "--model", self.plan.model]
         return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, port)]
 
-    def _member_arguments(self, kind: str, service_id: str) -> list[str]:
+    def member_arguments(self, kind: str, service_id: str) -> list[str]:
+        """The command line of a kvstore or an engine."""
         plan = self.plan
         arguments = self._join_arguments()
         if kind == "kvstore":
