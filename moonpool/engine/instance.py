@@ -219,12 +219,14 @@ class EngineRole:
         service: the role's RPC service.
         build: makes the service and the servicer of its RPCs.
         max_num_batched_tokens: most tokens in one prefill step, told to the conductor; 0 = no limit.
+        computes_prompts: decode also computes whole prompts.
     """
 
     kind: kv_pb2.InstanceKind.ValueType
     service: ServiceDescriptor
     build: Callable[[InstanceContext], tuple[EngineService, object]]
     max_num_batched_tokens: Callable[[Engine], int] = lambda engine: 0
+    computes_prompts: bool = False
 
     @property
     def name(self) -> str:
@@ -386,6 +388,7 @@ class _Instance:
                 speed=speeds_to_proto(speeds),
                 stages=self.engine.stages,
                 max_num_batched_tokens=role.max_num_batched_tokens(self.engine),
+                computes_prompts=role.computes_prompts,
                 either_role=either,
                 in_place_role=either,
                 process=world.this_process(),

@@ -53,14 +53,14 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
         if self.roles == ["decode"]:
-            return self.least_step_tokens
+            return super(PrefillConfig, self).most_step_tokens  # as DecodeConfig says
         prefill = self.max_num_batched_tokens
         return max(prefill, self.least_step_tokens) if prefill else 0
 
     @property
     def least_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        return super(PrefillConfig, self).most_step_tokens if "decode" in self.roles else 0  # as DecodeConfig says
+        return super(PrefillConfig, self).least_step_tokens if "decode" in self.roles else 0
 
     @property
     def most_decoded(self) -> int:
@@ -68,7 +68,9 @@ class EngineProcessConfig(PrefillConfig, DecodeConfig):
         return self.max_num_seqs if "decode" in self.roles else 0
 
     @model_validator(mode="after")
-    def _one_stage(self) -> Self:
+    def _check_roles(self) -> Self:
+        if self.either_role and self.computes_prompts:
+            raise ConfigError("computes_prompts", "not with either_role: the instance has both roles at once")
         if self.either_role and self.pipeline_parallel_size > 1:
             raise ConfigError(
                 "either_role",

@@ -121,8 +121,11 @@ class DecodeInstance(RoleService):
     def load(self) -> conductor_pb2.LoadReport:
         """Return the load now."""
         self.loras.sweep()
-        core = self.core
+        core, requests = self.core, list(self.core.requests.values())
+        prompts = core.planner.prompts if core.settings.computes_prompts else None
         return conductor_pb2.LoadReport(
+            queued_tokens=prompts.tokens_left(requests) if prompts is not None else 0,
+            drain_s=prompts.drain_s(requests) if prompts is not None else None,
             running=len(core.planner.batch),
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=self.manager.num_free,
@@ -271,7 +274,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     counter(
         "prompts_computed_total",
         "Prompts with their remainder computed here.",
-        lambda instance: instance.core.planner.prompts,
+        lambda instance: instance.core.planner.prompts_begun,
     ),
     counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda instance: instance.received_bytes),
     counter("stray_frames_total", "Frames that belonged to no transfer.", lambda instance: instance.stray_frames),
@@ -307,7 +310,9 @@ def core_settings(context: InstanceContext, config: DecodeConfig) -> DecodeSetti
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
         draft_tokens=_draft_tokens(context, config),
-        **stated_values(DecodeSettings, config),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        **stated_values(DecodeSettings, config)
+        | {"chunked_prefill_size": config.chunk_tokens(engine.max_num_batched_tokens)},
     )
 
 
@@ -346,6 +351,7 @@ class DecodeServicer(PoolServicer):
         _check_stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
+        _check_prompt(request, instance.core.settings)
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
@@ -401,6 +407,13 @@ def _check_stores(request: decode_pb2.ReserveRequest) -> None:
         raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
     for index, replica in enumerate(request.replicas):
         check_instance(replica, f"replicas[{index}]")
+
+
+def _check_prompt(request: decode_pb2.ReserveRequest, settings: DecodeSettings) -> None:
+    if request.computes_prompt and not settings.computes_prompts:
+        raise InvalidRequest("computes_prompt", "this instance computes no whole prompts (--computes-prompts)")
+    if request.HasField("max_queue_s") and not (request.computes_prompt and request.max_queue_s >= 0):
+        raise InvalidRequest("max_queue_s", "must not be negative, and needs computes_prompt")
 
 
 def _check_secret(request: decode_pb2.ReserveRequest) -> None:
@@ -517,7 +530,8 @@ def decode_role(config: DecodeConfig, draft_model: DraftModel | None = None) -> 
         instance = DecodeInstance(shared, config, draft_model)
         return instance, DecodeServicer(instance, instance.gauges())
 
-    return EngineRole(kv_pb2.INSTANCE_KIND_DECODE, SERVICE, build)
+    told = config.told_step_tokens, config.computes_prompts
+    return EngineRole(kv_pb2.INSTANCE_KIND_DECODE, SERVICE, build, *told)
 
 
 @asynccontextmanager

@@ -44,6 +44,9 @@ DECODE_LEFT_OUT = {
     "preempt_every": "for diagnosis of real engines",
     "patience_steps": "no service sets the number, either",
     "grant_steps": "no service sets the number, either",
+    "computes_prompts": "the core computes what the conductor wants; the service's word to the conductor",
+    "max_num_batched_tokens": "no run varies the step's size where no answer runs",
+    "num_continuous_decode_steps": "no run varies the prompts' share of steps",
     "draft_tokens": "simulated tokens cannot be guessed",
 }
 """Fields of `DecodeSettings` that keep their defaults, and why."""

@@ -27,6 +27,7 @@ class DecodeSettings(PoolSettings):
     """One decode instance's settings.
 
     Attributes:
+        max_num_batched_tokens: most tokens in a step without answers.
         promise_s: seconds for which a promise is renewed at most, while the conductor is connected but no KV comes.
         speeds: the engine's speeds, as measured at the start.
         watermark_blocks: blocks left free by an admission.
@@ -50,7 +51,22 @@ class DecodeSettings(PoolSettings):
     )
     watermark_blocks: int = 0
     chunked_prefill_size: int = setting(
-        256, "most tokens of preempted sequences and of prompt suffixes computed in one step", ge=1
+        256,
+        "most tokens of preempted sequences and of prompts computed in one step beside answers; with "
+        "--computes-prompts the default is 64 on a CPU and 512 on a GPU",
+        ge=1,
+    )
+    computes_prompts: bool = setting(
+        False,
+        "role both: also compute whole prompts, beside the answers; the conductor places prompts here that stay for "
+        "their answers",
+    )
+    max_num_batched_tokens: int = 512
+    num_continuous_decode_steps: int = setting(
+        2,
+        "with --computes-prompts: steps of answers between two steps that compute prompts beside answers; where a time "
+        "between tokens was promised, the promise limits the prompts' part of each step instead",
+        ge=0,
     )
     swap_blocks: int = 0
     assumed_answer_tokens: int = setting(
