@@ -139,13 +139,14 @@ def test_engines_on_one_gpu_share_it(
         ({"prefill": 2, "extra": {"prefill": ["--set", "pipeline_parallel_size=2"]}}, (False, False)),
         ({"prefill": 2, "extra": {"decode": ["--set", "either_role=false"]}}, (True, False)),
         ({"prefill": 2, "extra": {"prefill": TLS, "decode": [*TLS, "--set", "either_role=true"]}}, (False, True)),
+        ({"decode": 2, "extra": {"decode": ["--set", "computes_prompts=true"]}}, (False, False)),
         ({"extra": {"prefill": ["--set", "either_role=true"]}}, (True, False)),
     ],
 )
 def test_engines_may_change_roles_where_one_may_leave_its_pool(
     tmp_path: Path, plan: dict[str, Any], either: tuple[bool, bool]
 ) -> None:
-    """The last one of a kind stays; pipeline stages are of prefill alone; a certificate may be of one role."""
+    """The last one of a kind stays; pipeline stages are of prefill alone; a certificate may be of one role, and `both` is no role that changes."""
     stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, **plan))
     stack.addresses = ["127.0.0.1:1"]
     loaded = [PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
