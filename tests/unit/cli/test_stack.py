@@ -146,7 +146,7 @@ def test_engines_on_one_gpu_share_it(
 def test_engines_may_change_roles_where_one_may_leave_its_pool(
     tmp_path: Path, plan: dict[str, Any], either: tuple[bool, bool]
 ) -> None:
-    """The last one of a kind stays; pipeline stages are of prefill alone; a certificate may be of one role, and `both` is no role that changes."""
+    """Not the last one of a kind, nor with pipeline stages, a certificate of one role, or both roles at once."""
     stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, **plan))
     stack.addresses = ["127.0.0.1:1"]
     loaded = [PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
