@@ -16,7 +16,8 @@ from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar, Thinking, check_grammar
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
-from moonpool.gateway.tool_parsers import TOOL_PARSERS
+from moonpool.base.answer_formats import FORMATS
+from moonpool.gateway.tool_parsers import answer_reader
 from moonpool.gateway.tool_parsers.base import ParsedToolCall
 
 from .test_tool_call_parser import found
@@ -124,7 +125,7 @@ THINKING = Thinking("<think>", "</think>", is_open=False)
 def grammar(
     family: str, special_id: Callable[[str], int | None] = lambda text: None, thinking: Thinking | None = None
 ) -> str:
-    return ToolSet(TOOLS).grammar(TOOL_PARSERS[family], AnswerGrammar(special_id, thinking))
+    return ToolSet(TOOLS).grammar(FORMATS[family], AnswerGrammar(special_id, thinking))
 
 
 def matcher(lark: str, tokenizer: LLTokenizer = BYTES) -> LLMatcher:
@@ -147,7 +148,7 @@ def test_calls_that_follow_their_schemas_are_answers(family: str) -> None:
     texts: list[tuple[str, list[str | ParsedToolCall]]] = [("", []), ("Any <text> {", ["Any <text> {"])]
     for text, parts in [*ACCEPTED[family], *texts]:
         assert is_answer(lark, text), text
-        read = found(TOOL_PARSERS[family].make(ToolSet(TOOLS).parameters), [text])
+        read = found(answer_reader(FORMATS[family], ToolSet(TOOLS).parameters), [text])
         assert read[: len(parts)] == parts
 
 
@@ -165,7 +166,7 @@ def test_whatever_a_model_writes_its_calls_are_valid(family: str) -> None:
     lark, schemas, calls = grammar(family), ToolSet(TOOLS).parameters, 0
     for seed, begun in itertools.product(range(10), BEGUN[family]):
         text = drawn(matcher(lark), begun, random.Random(seed))
-        for part in found(TOOL_PARSERS[family].make(schemas), [text]):
+        for part in found(answer_reader(FORMATS[family], schemas), [text]):
             if isinstance(part, ParsedToolCall):
                 calls += 1
                 jsonschema.validate(json.loads(part.arguments), dict(schemas[part.name]))
@@ -269,13 +270,13 @@ def test_any_words_may_be_outermost(
     family: str, schema: dict[str, Any], followed: list[dict[str, Any]], violated: list[dict[str, Any]]
 ) -> None:
     tools = ToolSet([tool_definition("tools.0", "f", None, schema, strict=True)])
-    lark = tools.grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
+    lark = tools.grammar(FORMATS[family], AnswerGrammar(lambda text: None))
     for arguments in followed:
         if family == "qwen3_coder" and schema is NAMED:
             continue  # an open object: any text
         text = written(family, arguments)
         assert is_answer(lark, text), text
-        (call,) = found(TOOL_PARSERS[family].make(tools.parameters), [text])
+        (call,) = found(answer_reader(FORMATS[family], tools.parameters), [text])
         assert json.loads(call.arguments) == arguments  # type: ignore[union-attr]
     for arguments in violated:
         assert not is_answer(lark, written(family, arguments)), arguments
@@ -301,7 +302,7 @@ def test_any_words_may_be_outermost(
 def test_parameters_that_the_form_cannot_hold_are_refused(family: str, schema: dict[str, Any], message: str) -> None:
     tools = [tool_definition("tools.0", "f", None, schema, strict=True)]
     with pytest.raises(InvalidRequest, match=message) as refused:
-        ToolSet(tools).grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
+        ToolSet(tools).grammar(FORMATS[family], AnswerGrammar(lambda text: None))
     assert refused.value.field == "tools"
 
 
@@ -311,7 +312,7 @@ def test_patterns_of_texts_are_followed() -> None:
     part = {"type": "string", "pattern": "x+", "minLength": 3}
     schema = {**CLOSED, "properties": {"code": code, "part": part}, "required": ["code", "part"]}
     tools = [tool_definition("tools.0", "f", None, schema, strict=True)]
-    lark = ToolSet(tools).grammar(TOOL_PARSERS["qwen3_coder"], AnswerGrammar(lambda text: None))
+    lark = ToolSet(tools).grammar(FORMATS["qwen3_coder"], AnswerGrammar(lambda text: None))
     assert is_answer(lark, coder("f", code="a/12", part="axb"))
     for arguments in ({"code": "a/b", "part": "axb"}, {"code": "a/1", "part": "x"}, {"code": "a/1", "part": "abc"}):
         assert not is_answer(lark, coder("f", **arguments)), arguments
