@@ -300,7 +300,12 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         models="Hermes, Qwen 2.5, Qwen 3, Granite 4, SmolLM3, EXAONE 4, and chat templates without tools",
         example=f"<tool_call>{_JSON_CALL}</tool_call>",
         calls=JsonCalls(("<tool_call>",), "</tool_call>", space="\n", between="\n"),
-        needs=(("<tool_call>", "</tool_call>", '"name"', '"arguments"'),),
+        needs=(
+            ("<tool_call>", "</tool_call>", '"name"', '"arguments"'),
+            ("<tool_call>", "</tool_call>", "['function'] | tojson"),
+            ("<tool_call>", "</tool_call>", "tool_call.function | tojson"),
+            ("<tool_call>", "</tool_call>", "tool_call | tojson"),
+        ),
         lacks=("<function=", "<arg_key>", "<tool_calls>", "<|tool_call|>", "<response>", "<minimax:tool_call>"),
         architectures=(
             *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),

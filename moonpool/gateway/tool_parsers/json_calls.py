@@ -312,8 +312,9 @@ def json_forms(syntax: JsonCalls, answer: AnswerGrammar, tools: ToolParameters, 
     call = answer.form(objects) if objects else ""
     groups, alone = [], named
     if objects and syntax.listed:
-        rest = f' ("," " "? {call}){more}' if more else ""
-        groups = [f'" "? "[" {call}{rest} "]" {end}'.rstrip()]
+        gap = answer.form([r"/[ \n]{0,8}/"])
+        rest = f' ("," {gap} {call}){more}' if more else ""
+        groups = [f'" "? "[" {gap} {call}{rest} {gap} "]" {end}'.rstrip()]
     elif objects:
         alone = [*named, f"{space}{call} {space}{end}".rstrip()]
     opening = ""

@@ -126,6 +126,20 @@ def is_text(schema: Any) -> bool:
     return _kinds(schema, _root(schema), 0) == {"string"}
 
 
+def text_schemas(schema: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
+    """The plain schemas of texts, of which a value of a schema of texts follows one."""
+    definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
+    parts: list[Any] = []
+    if "$ref" in schema:
+        parts = [referenced(schema["$ref"], schema)]
+    for word in ("anyOf", "oneOf"):
+        parts = parts or list(schema.get(word) or ())
+    if not parts or depth > _MAX_DEPTH:
+        return [schema]
+    inner = [{**definitions, **part} for part in parts if isinstance(part, Mapping)]
+    return [found for part in inner for found in text_schemas(part, depth + 1)]
+
+
 def json_value(text: str, schema: Any) -> str:
     """The text of an argument as JSON.
 

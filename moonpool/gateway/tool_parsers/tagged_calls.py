@@ -18,7 +18,14 @@ from moonpool.base.grammar import AnswerGrammar, text_expressions
 from moonpool.gateway.tool_parsers.base import ArgumentsDelta, CallReader, ParserOutput, ToolCallStart, ToolParameters
 from moonpool.gateway.tool_parsers.forms import CallForms, written
 from moonpool.gateway.tool_parsers.marked_text import Openings
-from moonpool.gateway.tool_parsers.schema_forms import ObjectForm, is_text, json_value, member_schemas, object_forms
+from moonpool.gateway.tool_parsers.schema_forms import (
+    ObjectForm,
+    is_text,
+    json_value,
+    member_schemas,
+    object_forms,
+    text_schemas,
+)
 
 _MAX_MARK_CHARS = 600
 """Characters of a mark with a name."""
@@ -376,7 +383,11 @@ def _function(syntax: TaggedCalls, answer: AnswerGrammar, head: str, name: str, 
 
 def _arguments(syntax: TaggedCalls, answer: AnswerGrammar, form: ObjectForm) -> str:
     if form.is_open:
-        return answer.text_until(syntax.function_end)
+        texts = {"{key}": r"/[^<>\n\"]{1,256}/", "{string}": "/true|false/"}
+        parts = [part for part in re.split(r"(\{key\}|\{string\})", syntax.parameter) if part]
+        head = " ".join(texts.get(part) or written(answer, part) for part in parts)
+        end = f"{_pad(syntax)}{syntax.parameter_end}"
+        return f"({head} {answer.text_until(end)})* {written(answer, syntax.function_end)}"
     arguments: list[str] = []
     for member, schema in form.members.items():
         text = syntax.parameter.replace("{key}", member).replace("{string}", "true" if is_text(schema) else "false")
@@ -387,12 +398,21 @@ def _arguments(syntax: TaggedCalls, answer: AnswerGrammar, form: ObjectForm) -> 
 
 def _argument(syntax: TaggedCalls, answer: AnswerGrammar, schema: Mapping[str, Any]) -> str:
     """The form of an argument: text unchanged, anything else as JSON."""
-    pad = "\n" if syntax.padded else ""
+    pad = _pad(syntax)
     end = f"{pad}{syntax.parameter_end}"
     begin = f"{answer.text(pad)} " if pad else ""
-    if schema.get("type") != "string":
+    if not is_text(schema):
         return f"{begin}{answer.json(schema)} {written(answer, end)}"
+    return f"{begin}({' | '.join(_text(answer, each, end) for each in text_schemas(schema))})"
+
+
+def _pad(syntax: TaggedCalls) -> str:
+    return "\n" if syntax.padded else ""
+
+
+def _text(answer: AnswerGrammar, schema: Mapping[str, Any], end: str) -> str:
+    """The form of a text and what stands behind."""
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if choices is not None:
-        return f"{begin}({' | '.join(answer.text(str(choice)) for choice in choices)}) {written(answer, end)}"
-    return f"{begin}{answer.text_until(end, text_expressions(schema))}"
+        return f"({' | '.join(answer.text(str(choice)) for choice in choices)}) {written(answer, end)}"
+    return answer.text_until(end, text_expressions(schema))

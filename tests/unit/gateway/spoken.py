@@ -160,7 +160,8 @@ class Spoken:
 EACH = "{% for c in m.tool_calls %}{% set f = c.function %}"
 THINK = ("<think>", "</think>")
 _OBJECT = '{"name": <function-name>, "arguments": <args-json-object>}'
-_JSON_ITEM = '{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}'
+_MORE = "{% if not loop.last %}, {% endif %}{% endfor %}"
+_JSON_ITEM = '{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}' + _MORE
 _HERMES_HISTORY = (
     EACH + '{% if not loop.first %}\n{% endif %}<tool_call>\n{"name": {{ f.name | tojson }}, "arguments": '
     "{{ f.arguments | tojson }}}\n</tool_call>{% endfor %}"

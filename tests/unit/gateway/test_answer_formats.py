@@ -3,7 +3,7 @@
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -165,11 +165,23 @@ def test_a_call_comes_back_in_the_history(name: str) -> None:
 
 
 MARKED = (
-    "</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>", "<arg_key>x</arg_key>",
-    "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>", "<|tool_call_end|>", "]", "})", "}",
-    '"', "'", "\\", "[TOOL_CALLS]", '<|"|>', "<tool_call|>", "</function_calls>", "<|tool_call_end|>", "<|END_ACTION|>", "\n",
-    "```", "</tool_calls>", "<｜tool▁call▁end｜>", "é", " ", "a",
-)  # fmt: skip
+    *("</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>"),
+    *("<arg_key>x</arg_key>", "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>"),
+    *(
+        "<|tool_call_end|>",
+        "]",
+        "})",
+        "}",
+        '"',
+        "'",
+        "\\",
+        "[TOOL_CALLS]",
+        '<|"|>',
+        "<tool_call|>",
+        "</function_calls>",
+    ),
+    *("<|END_ACTION|>", "\n", "```", "</tool_calls>", "<｜tool▁call▁end｜>", "é", " ", "a"),
+)
 """Pieces of values."""
 
 
@@ -313,33 +325,39 @@ def test_values_of_tags_end_where_the_form_goes_on() -> None:
     assert read_calls(parsed("qwen3_coder", written)) == [("write_file", {"city": QUOTED})]
 
 
+OPEN, SHUT = "<tool_call>", "</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", [("weather", '{"city": "Paris"}')]),
+        (
+            f"<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n{SHUT}",
+            [("weather", '{"city": "Paris"}')],
+        ),
         ("Sure:\n<function=weather>\n</function>\n</tool_call>\nDone", ["Sure:", ("weather", "{}"), "\nDone"]),
         ("Write <function=weather> to call.", ["Write <function=weather> to call."]),
         ("```\n<function=weather>\n</function>\n```", ["```\n<function=weather>\n</function>\n```"]),
         (
-            "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>\n<function=add>\n</function>\n</tool_call>",
+            f"{OPEN}\n<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>\n<function=add>\n</function>\n{SHUT}",
             [("weather", '{"days": 2}'), ("add", "{}")],
         ),
         (
-            "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</parameter>\n</function>\n{SHUT}",
             [("weather", '{"city": "Paris", "days": 2}')],
         ),
         (
-            "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</function>\n</tool_call>",
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nParis\n</function>\n{SHUT}",
             [("weather", '{"city": "Paris"}')],
         ),
         (
-            "<tool_call>\n<function=weather>\n<parameter=city>\nuse <function=x> to\n</parameter>\n</function>\n</tool_call>",
+            f"{OPEN}\n<function=weather>\n<parameter=city>\nuse <function=x> to\n</parameter>\n</function>\n{SHUT}",
             [("weather", '{"city": "use <function=x> to"}')],
         ),
-        ("<tool_call>\n<function=weather>\n<parameter=city>\nPar", [("weather", '{"city": "Par')]),
-        ("<tool_call>\n<function=weather>\n<parameter=city>\nPar\n</param", [("weather", '{"city": "Par')]),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nPar", [("weather", '{"city": "Par')]),
+        (f"{OPEN}\n<function=weather>\n<parameter=city>\nPar\n</param", [("weather", '{"city": "Par')]),
     ],
-)  # fmt: skip
+)
 def test_tags_as_models_write_them(text: str, expected: list[Any]) -> None:
     assert parsed("qwen3_coder", text) == parsed("qwen3_coder", text, list(text)) == expected
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.base.checkpoint.past_calls import call_arguments
 from moonpool.base.answer_formats import FORMATS
+from moonpool.base.checkpoint.past_calls import call_arguments
 from moonpool.gateway.reasoning_parsers.base import ReasoningText
 from moonpool.gateway.tool_parsers import answer_reader
 from moonpool.gateway.tool_parsers.base import (
@@ -124,10 +124,10 @@ CASES: list[tuple[str, str, list[str | ParsedToolCall] | None]] = [
 ]  # fmt: skip
 
 
-def found(finder: ToolParser, pieces: Sequence[str]) -> list[str | ParsedToolCall]:
+def found(finder: ToolParser, pieces: Sequence[str]) -> list[Any]:
     """What is found in a text that comes in pieces, put together as a client does it."""
     parts: list[ParserOutput] = [part for piece in pieces for part in finder.push(piece)]
-    joined: list[str | ParsedToolCall] = []
+    joined: list[Any] = []
     for part in [*parts, *finder.end()]:
         last = joined[-1] if joined else None
         match part:
