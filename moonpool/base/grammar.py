@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from moonpool.base.bundled import model_dir
+from moonpool.base.ecma_regex import from_ecma
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_schema import WHITESPACE, SchemaWordError, explain_fault, inner_schemas, map_schemas, normalise
 from moonpool.base.sampling_params import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
@@ -84,7 +85,7 @@ class Grammar:
             case "json_schema":
                 return _json_grammar(self.text)
             case "regex":
-                return LLMatcher.grammar_from_regex(self.text)
+                return LLMatcher.grammar_from_regex(from_ecma(self.text))
             case "lark":
                 return LLMatcher.grammar_from_lark(_lark(self.text))
         raise ValueError(f"must be one of {', '.join(FORMATS)}, not {self.format!r}")
@@ -112,7 +113,7 @@ def _json_grammar(text: str) -> str:
     built = json.dumps(_built(schema))
     if not whitespace:
         return LLMatcher.grammar_from_json_schema(built, overrides={"whitespace_flexible": False})
-    return LLMatcher.grammar_from_json_schema(built, overrides={"whitespace_pattern": whitespace})
+    return LLMatcher.grammar_from_json_schema(built, overrides={"whitespace_pattern": from_ecma(whitespace)})
 
 
 def _built(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -385,7 +386,7 @@ def text_expressions(schema: Mapping[str, Any]) -> list[str]:
     if "minLength" in schema or "maxLength" in schema:
         found.append(rf"(.|\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}")
     if "pattern" in schema:
-        pattern = str(schema["pattern"])
+        pattern = from_ecma(str(schema["pattern"]))
         begin = "" if pattern.startswith("^") else r"(.|\n)*"
         end = "" if pattern.endswith("$") else r"(.|\n)*"
         found.append(f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}")

@@ -6,8 +6,11 @@ for example "properties.name.items"; "" is the whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from moonpool.base.ecma_regex import from_ecma
 
 WHITESPACE = "x-whitespace-pattern"
 """Word at a schema's top: a regular expression for what may stand between the JSON's parts; "" = no text."""
@@ -166,6 +169,7 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         kept = {word: value for word, value in part.items() if word not in _DROPPED}
         if "format" in kept and kept["format"] not in _FORMATS:
             del kept["format"]
+        _check_numbers(place, kept)
         _drop_trivial(kept)
         _close_unevaluated(kept)
         _list_names(kept, definitions or {})
@@ -176,7 +180,52 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
             raise SchemaWordError(place, "$ref", "refers to another document, which is never fetched")
         return kept
 
-    return map_schemas(schema, change)
+    return map_schemas(map_schemas(schema, change), _write_patterns)
+
+
+def _write_patterns(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the schema with patterns in the notation of the library that follows them."""
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = from_ecma(pattern)
+    if isinstance(patterns := schema.get("patternProperties"), Mapping):
+        schema["patternProperties"] = {from_ecma(name): inner for name, inner in patterns.items()}
+    return schema
+
+
+_EXACT = 1 << 53
+"""Up to here the library that follows schemas, whose numbers are 64-bit floats, tells one integer from the next."""
+_MOST = 1 << 63
+"""The library has 64 bits for the bounds of integers, with a sign."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+def _check_numbers(place: str, schema: Mapping[str, Any]) -> None:
+    """Check that each number of a schema is followed digit by digit.
+
+    Raises:
+        SchemaWordError: the library would follow another number; names the word with the word's place.
+    """
+    for word in _BOUNDS:
+        exact = word in ("minimum", "maximum") and schema.get("type") == "integer"
+        _check_number(place, word, schema.get(word), exact=exact)
+    _check_number(place, "const", schema.get("const"))
+    _check_number(place, "enum", schema.get("enum"))
+
+
+def _check_number(place: str, word: str, value: Any, *, exact: bool = True) -> None:
+    """Check a number, or those within a value. `exact`: the library follows every number that a float holds."""
+    if isinstance(value, list | Mapping):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_number(place, f"{word}.{name}", inner, exact=exact)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SchemaWordError(place, word, "must be a finite number")
+    elif isinstance(value, int | float) and abs(value) > _EXACT and not (exact and _fits_float(value)):
+        raise SchemaWordError(place, word, f"{value} has more digits than can be followed one by one")
+
+
+def _fits_float(value: float) -> bool:
+    """Whether the library reads exactly this number."""
+    return isinstance(value, float) or (abs(value) < _MOST and int(float(value)) == value)
 
 
 def _drop_trivial(schema: dict[str, Any]) -> None:

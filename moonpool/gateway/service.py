@@ -33,6 +33,7 @@ from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
 from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -69,6 +70,7 @@ async def application(
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(world.thread_pool(1, "tokenize"))
         parsing = stack.enter_context(world.thread_pool(1, "bodies"))
+        rendering = stack.enter_context(world.thread_pool(1, "markdown"))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -82,7 +84,7 @@ async def application(
         tell_formats(tokenizer)
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
-        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies)
+        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
         app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
@@ -105,6 +107,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, archit
         http_serving(app, config) as (server, port),
     ):
         metrics.watch(watched.add(SERVER_METRICS, server))
+        metrics.ready = lambda: ""
         async with metrics.served(config.metrics_listen):
             yield config.advertised(port)
 
@@ -171,6 +174,7 @@ def gateway_context(
     metrics: PrometheusMetrics,
     responses: ResponseStore,
     bodies: BodyReader,
+    rendering: Executor,
     keys: ApiKeys | None = None,
 ) -> ResponsesContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -198,7 +202,7 @@ def gateway_context(
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,
-        aside=bodies.threads,
+        markdown=MarkdownRenderer(rendering),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
     )

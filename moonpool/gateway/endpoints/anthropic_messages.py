@@ -31,14 +31,16 @@ from moonpool.gateway.serving.known_fields import (
     ANTHROPIC_REFUSED,
     BLOCK_IGNORED,
 )
-from moonpool.gateway.serving.messages import ContentPart, joined_text, part_text, sdk_tool_call
+from moonpool.gateway.serving.messages import TEXT_PARTS, ContentPart, joined_text, part_text, sdk_tool_call
 from moonpool.gateway.serving.offered_tools import strict_parameters
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.structured_outputs import OutputFormatBody
+from moonpool.gateway.serving.tolerance import DEFERRED, PartOrPassedOver, ToolOrPassedOver, check_content, known
 from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_definition
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds for which a prompt's KV is worth keeping, by the TTL of a breakpoint."""
+_TOOL_REFERENCE = "tool_reference"
 _ERROR_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -52,25 +54,75 @@ _ERROR_TYPES = {
 class CacheControl(Body):
     """A cache breakpoint: the prompt up to here comes again."""
 
+    ignored = ("scope",)
+
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class CacheablePart(ContentPart):
-    """A part that may end with a breakpoint."""
+    """A part that may end with a breakpoint, or the name of a tool that a client's search found."""
+
+    kinds = (*ContentPart.kinds, _TOOL_REFERENCE)
 
     cache_control: CacheControl | None = None
+    tool_name: str | None = None
+
+    def prompt_text(self) -> str | None:
+        return self.tool_name if self.type == _TOOL_REFERENCE else super().prompt_text()
 
     def shown_text(self) -> str:
-        """The text that stands in the prompt."""
-        return self.text or ""
+        """The text that stands in the prompt, "" for none."""
+        return self.prompt_text() or ""
+
+
+class MessagesTool(Body):
+    """A function that the model may call. `strict` closes the objects of the schema."""
+
+    ignored = ("eager_input_streaming", "input_examples", *DEFERRED)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],)}
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def definition(self, field: str) -> dict[str, Any]:
+        """The function as chat templates take functions.
+
+        Raises:
+            InvalidRequest: the name is wrong; names `field`.
+        """
+        parameters = strict_parameters(self.input_schema, self.strict)
+        return tool_definition(field, self.name, self.description, parameters, strict=bool(self.strict))
+
+
+class MessagesToolChange(Body):
+    """The tool of a `tool_addition` or a `tool_removal`: a name, or a whole definition."""
+
+    ignored = ("mcp_server_name", "server_name")
+
+    type: Literal["tool_reference", "tool_definition", "mcp_tool_reference", "mcp_toolset_reference"]
+    name: str | None = None
+    definition: ToolOrPassedOver[MessagesTool] | None = None
 
 
 class MessagesContentBlock(CacheablePart):
     """A message block: text, a tool call or thinking (assistant), or a tool call's result (user)."""
 
-    ignored = (*BLOCK_IGNORED, "signature")
-    kinds = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    ignored = (*BLOCK_IGNORED, "signature", "tool_changes")
+    kinds = (
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "compaction",
+        "tool_addition",
+        "tool_removal",
+    )
 
     id: str | None = None
     name: str | None = None
@@ -78,6 +130,7 @@ class MessagesContentBlock(CacheablePart):
     thinking: str | None = None
     tool_use_id: str | None = None
     content: str | FailFastList[CacheablePart] | None = None
+    tool: MessagesToolChange | None = None
 
     def shown_text(self) -> str:
         if isinstance(self.content, str):
@@ -92,6 +145,25 @@ class MessagesContentBlock(CacheablePart):
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         return iter(()) if self.type == "thinking" else super().ignored_fields(place)
 
+    def change_tools(self, tools: dict[str, tuple[str, MessagesTool]], place: str) -> None:
+        """Add a tool to those that the model sees, or take one away, as the block says.
+
+        Args:
+            tools: by name, each with the place of the definition.
+            place: this block's.
+
+        Raises:
+            InvalidRequest: the block has no tool; names `tool`.
+        """
+        if self.type not in ("tool_addition", "tool_removal"):
+            return
+        if self.tool is None:
+            raise InvalidRequest(f"{place}.tool", "is missing")
+        if self.type == "tool_removal":
+            tools.pop(self.tool.name or "", None)
+        elif isinstance(added := self.tool.definition, MessagesTool):
+            tools[added.name] = f"{place}.tool.definition", added
+
 
 class MessagesMessage(Body):
     """One message."""
@@ -100,7 +172,11 @@ class MessagesMessage(Body):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_config": ({},)}
 
     role: Literal["system", "user", "assistant"]
-    content: str | FailFastList[MessagesContentBlock]
+    content: str | FailFastList[PartOrPassedOver[MessagesContentBlock]] | None = None
+
+    def blocks(self) -> list[tuple[int, MessagesContentBlock]]:
+        """The blocks that the model sees, each with its index."""
+        return known(self.content) if isinstance(self.content, list) else []
 
     def to_messages(self, field: str) -> Iterator[Message]:
         """The message for the SDK. Each tool result becomes a message, before the message with the user's text.
@@ -108,13 +184,14 @@ class MessagesMessage(Body):
         Raises:
             InvalidRequest: the role cannot have a block; names the block.
         """
+        check_content(self.content, self.role, f"{field}.content")
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
         texts: list[str] = []
         calls: list[ToolCall] = []
         thinking: list[str] = []
-        for index, block in enumerate(self.content):
+        for index, block in self.blocks():
             match self.role, block.type:
                 case "user", "tool_result":
                     yield _tool_result(block, f"{field}.content.{index}")
@@ -122,6 +199,10 @@ class MessagesMessage(Body):
                     thinking.append(block.thinking or "")
                 case "assistant", "tool_use":
                     calls.append(_tool_use(block, f"{field}.content.{index}"))
+                case _, "tool_addition" | "tool_removal":
+                    pass  # `MessagesPrompt.tool_set`
+                case "assistant", "compaction":
+                    texts.append(block.content if isinstance(block.content, str) else "")
                 case _:
                     texts.append(part_text(block, f"{field}.content.{index}"))
         message: Message = {"role": self.role, "content": "\n".join(texts)}
@@ -129,22 +210,8 @@ class MessagesMessage(Body):
             message["tool_calls"] = calls
         if any(thinking):
             message["reasoning_content"] = "\n".join(filter(None, thinking))
-        if texts or self.role != "user":
+        if texts or self.role == "assistant" or not self.content:
             yield message
-
-
-class MessagesTool(Body):
-    """A function that the model may call. `strict` closes the objects of the schema."""
-
-    ignored = ("eager_input_streaming", "input_examples")
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
-
-    type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(Body):
@@ -181,7 +248,7 @@ class MessagesPrompt(Body):
     model: str | None = None
     messages: FailFastList[MessagesMessage]
     system: str | FailFastList[CacheablePart] | None = None
-    tools: FailFastList[MessagesTool] | None = None
+    tools: FailFastList[ToolOrPassedOver[MessagesTool]] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: MessagesOutputConfig | None = None
     thinking: MessagesThinking | None = None
@@ -201,7 +268,7 @@ class MessagesPrompt(Body):
 
         Chat templates write the tools into the system prompt: a tool's breakpoint counts as the system prompt's.
         """
-        tools = next((tool.cache_control for tool in reversed(self.tools or ()) if tool.cache_control), None)
+        tools = next((tool.cache_control for _, tool in reversed(known(self.tools)) if tool.cache_control), None)
         system = [CacheablePart(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
         marks = [(part.shown_text(), part.cache_control) for part in system] or [("", None)]
         marks[-1] = marks[-1][0], marks[-1][1] or tools
@@ -209,7 +276,7 @@ class MessagesPrompt(Body):
             if isinstance(message.content, str):
                 marks.append((message.content, None))
             else:
-                marks += [(block.shown_text(), block.breakpoint()) for block in message.content]
+                marks += [(block.shown_text(), block.breakpoint()) for _, block in message.blocks()]
         marks[-1] = marks[-1][0], marks[-1][1] or self.cache_control
         return marks
 
@@ -233,17 +300,16 @@ class MessagesPrompt(Body):
         """
         choice = self.tool_choice or MessagesToolChoice(type="auto")
         forced = {"any": "", "tool": choice.name or "?"}.get(choice.type)
-        tools = [] if choice.type == "none" else self.tools or []
-        definitions = [
-            tool_definition(
-                f"tools.{index}",
-                tool.name,
-                tool.description,
-                strict_parameters(tool.input_schema, tool.strict),
-                strict=bool(tool.strict),
-            )
-            for index, tool in enumerate(tools)
-        ]
+        if choice.type == "none":
+            return checked_tools([], forced, parallel=True)
+        given = [(f"tools.{index}", tool) for index, tool in known(self.tools)]
+        if len({tool.name for _, tool in given}) < len(given):
+            raise InvalidRequest("tools", "two functions have the same name")
+        tools = {tool.name: (place, tool) for place, tool in given}
+        for place, message in enumerate(self.messages):
+            for index, block in message.blocks():
+                block.change_tools(tools, f"messages.{place}.content.{index}")
+        definitions = [tool.definition(place) for place, tool in tools.values()]
         return checked_tools(definitions, forced, parallel=not choice.disable_parallel_tool_use)
 
 
@@ -276,7 +342,7 @@ class CountTokensBody(MessagesPrompt):
 def _tool_result(block: MessagesContentBlock, field: str) -> Message:
     if not block.tool_use_id:
         raise InvalidRequest(f"{field}.tool_use_id", "is missing")
-    content = joined_text(block.content or "", f"{field}.content")
+    content = joined_text(block.content or "", f"{field}.content", (*TEXT_PARTS, _TOOL_REFERENCE))
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 

@@ -21,6 +21,7 @@ from moonpool.gateway.serving.structured_outputs import (
     TextFormatBody,
     only_format,
 )
+from moonpool.gateway.serving.tolerance import ItemOrPassedOver, PassedOver, ToolOrPassedOver, known
 from moonpool.gateway.serving.tool_set import ToolSet
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -63,7 +64,7 @@ class ResponsesBody(PromptCacheBody):
     ignored = RESPONSES_IGNORED
     refused = RESPONSES_REFUSED
 
-    input: str | FailFastList[ResponsesItem]
+    input: str | FailFastList[ItemOrPassedOver[ResponsesItem]]
     instructions: str | None = None
     max_output_tokens: Integer | None = None
     temperature: float | None = None
@@ -84,7 +85,7 @@ class ResponsesBody(PromptCacheBody):
     text: ResponsesText | None = None
     include: FailFastList[str] | None = None
     top_logprobs: Integer | None = None
-    tools: FailFastList[ResponsesTool] | None = None
+    tools: FailFastList[ToolOrPassedOver[ResponsesTool]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -113,15 +114,15 @@ class ResponsesBody(PromptCacheBody):
         named = self.conversation
         return named.id if isinstance(named, ConversationReference) else named or ""
 
-    def items(self) -> list[ResponsesItem]:
+    def items(self) -> list[ResponsesItem | PassedOver]:
         if isinstance(self.input, str):
             return [ResponsesItem(role="user", content=self.input)]
-        return self.input
+        return list(self.input)
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.top_logprobs or INCLUDE_LOGPROBS in (self.include or ()) else None
 
-    def to_messages(self, past: Sequence[ResponsesItem], given: Sequence[ResponsesItem]) -> list[Message]:
+    def to_messages(self, past: Sequence[ResponsesItem], given: Sequence[ResponsesItem | PassedOver]) -> list[Message]:
         """The messages for the SDK, from the items before the request and the request's own.
 
         Raises:
@@ -130,12 +131,12 @@ class ResponsesBody(PromptCacheBody):
         messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in past:
             item.add_to(messages, "previous_response_id")
-        for index, item in enumerate(given):
+        for index, item in known(given):
             item.add_to(messages, f"input.{index}")
         return messages
 
     def tool_set(self) -> ToolSet | None:
-        tools = enumerate(self.tools or ())
+        tools = known(self.tools)
         definitions = [definition for index, tool in tools for definition in tool.definitions(f"tools.{index}")]
         return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 

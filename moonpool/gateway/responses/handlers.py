@@ -22,6 +22,7 @@ from moonpool.gateway.serving.body_reader import CLEANUP
 from moonpool.gateway.serving.generation_response import GenerationResponse
 from moonpool.gateway.serving.json_response import json_response
 from moonpool.gateway.serving.logprobs import LogprobsFormatter
+from moonpool.gateway.serving.tolerance import known
 
 
 async def create_response(
@@ -38,7 +39,7 @@ async def create_response(
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = ResponsesOptions(
         echoed_fields=body.echoed_fields(stored=turn.is_stored),
-        call_kinds=dict(pair for tool in body.tools or () for pair in tool.call_kinds()),
+        call_kinds=dict(pair for _, tool in known(body.tools) for pair in tool.call_kinds()),
         keep=turn.keep,
     )
     if not body.background:

@@ -12,6 +12,7 @@ from moonpool.gateway.responses.store import Item
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.known_fields import ITEM_IGNORED
 from moonpool.gateway.serving.messages import ContentPart, joined_text, sdk_tool_call
+from moonpool.gateway.serving.tolerance import check_content
 
 _ID_PREFIXES = {
     "message": "msg",
@@ -108,9 +109,8 @@ class ResponsesItem(Body):
 
     def _text(self, name: str, field: str) -> str:
         content: str | list[ResponsesContentPart] | None = getattr(self, name)
-        if content is None:
-            raise InvalidRequest(f"{field}.{name}", "is missing")
-        return joined_text(content, f"{field}.{name}", _TEXT_PARTS)
+        check_content(content, "tool" if name == "output" else self.role or "", f"{field}.{name}")
+        return joined_text(content or "", f"{field}.{name}", _TEXT_PARTS)
 
 
 def _thought(message: Message) -> Message:

@@ -9,55 +9,24 @@ from typing import Any, ClassVar, Literal
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.serving.body import Body, FailFastList
 from moonpool.gateway.serving.offered_tools import FunctionBody
+from moonpool.gateway.serving.tolerance import DEFERRED
 from moonpool.gateway.tool_parsers.base import parse_json
 
 _CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class ResponsesTool(Body):
-    """A function, a custom tool with a text as argument, several functions in a namespace, or an OpenAI tool.
+    """A function, a custom tool with a text as argument, or several functions in a namespace."""
 
-    The model does not see OpenAI's own tools, which clients offer unasked.
-    """
+    ignored = ("cache_control", "format", "output_schema", *DEFERRED)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "async": (False,)}
 
-    ignored = (
-        "cache_control",
-        "external_web_access",
-        "filters",
-        "format",
-        "output_schema",
-        "search_content_types",
-        "search_context_size",
-        "user_location",
-    )
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-        "defer_loading": (False,),
-    }
-
-    type: Literal[
-        "function",
-        "custom",
-        "namespace",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    ]
+    type: Literal["function", "custom", "namespace"]
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     tools: FailFastList[ResponsesTool] | None = None
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the model sees the tool."""
-        return self.type in ("function", "custom", "namespace")
-
-    def ignored_fields(self, place: str = "") -> Iterator[str]:
-        return super().ignored_fields(place) if self.is_shown else iter((place.removesuffix("."),))
 
     def definitions(self, field: str) -> Iterator[dict[str, Any]]:
         """The functions as chat templates take functions. A custom tool is a function with one text.
@@ -68,7 +37,7 @@ class ResponsesTool(Body):
         if self.type == "namespace":
             for index, tool in enumerate(self.tools or ()):
                 yield from tool.definitions(f"{field}.tools.{index}")
-        elif self.is_shown:
+        else:
             if self.name is None:
                 raise InvalidRequest(f"{field}.name", "is missing")
             given = _CUSTOM_PARAMETERS if self.type == "custom" else self.parameters

@@ -19,6 +19,7 @@ from moonpool.gateway.responses.response_object import UNDER_WAY
 from moonpool.gateway.responses.store import Item, ResponseStore, StoredRecord
 from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.errors import HttpError
+from moonpool.gateway.serving.tolerance import PassedOver, known
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class ResponsesTurn:
     request_id: str
     body: ResponsesBody
     past: Sequence[ResponsesItem]
-    given: Sequence[ResponsesItem]
+    given: Sequence[ResponsesItem | PassedOver]
     model: str
 
     @classmethod
@@ -71,9 +72,9 @@ class ResponsesTurn:
         except InvalidRequest as error:
             raise InvalidRequest(error.field or kind, error.message) from None
         given = body.items()
-        known = await asyncio.to_thread(lambda: [ResponsesItem.model_validate(item) for item in past])
+        earlier = await asyncio.to_thread(lambda: [ResponsesItem.model_validate(item) for item in past])
         await _resolve(store, tenant, given)
-        return cls(store, gateway.pins, tenant, checked.request_id, body, known, given, model)
+        return cls(store, gateway.pins, tenant, checked.request_id, body, earlier, given, model)
 
     @property
     def is_stored(self) -> bool:
@@ -125,7 +126,7 @@ class ResponsesTurn:
         await self.store.put(self.tenant, record, self._items(), response["output"])
 
     def _items(self) -> list[Item]:
-        return [item.stored(f"{self.request_id}_in_{index}") for index, item in enumerate(self.given)]
+        return [item.stored(f"{self.request_id}_in_{index}") for index, item in known(self.given)]
 
 
 def without_output(response: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,14 +134,14 @@ def without_output(response: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in response.items() if name != "output"}
 
 
-async def _resolve(store: ResponseStore, tenant: str, items: list[ResponsesItem]) -> None:
+async def _resolve(store: ResponseStore, tenant: str, items: list[ResponsesItem | PassedOver]) -> None:
     """Put stored items in the place of references to them.
 
     Raises:
         InvalidRequest: an item is not stored, or the items are too many or too large; names the field.
     """
     places = [place for place, item in enumerate(items) if item.type == "item_reference"]
-    names = [items[place].id or "" for place in places]
+    names = [item.id or "" for _, item in known(items) if item.type == "item_reference"]
     try:
         found = await store.find_items(tenant, names) if names else []
     except InvalidRequest as error:

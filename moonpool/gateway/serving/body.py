@@ -19,11 +19,13 @@ from pydantic import (
     GetCoreSchemaHandler,
     Tag,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import MAX_LOGIT_BIASES
+from moonpool.gateway.serving.tolerance import PassedOver, without_nulls
 
 BodyT = TypeVar("BodyT", bound="Body")
 _MESSAGES = {"model_type": "must be an object", "dict_type": "must be an object", "missing": "is missing"}
@@ -43,6 +45,11 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return without_nulls(value)
+
     @classmethod
     @cache
     def contract(cls) -> FieldContract:
@@ -54,7 +61,7 @@ class Body(BaseModel):
         return FieldContract(honoured, ignored - refused.keys(), refused, cls.unknown_ignored)
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
-        """Places of the fields that are ignored, here and in the objects within. A null field counts as absent.
+        """Places of the fields that are ignored, here and in the objects within, and of what is passed over.
 
         Args:
             place: this object's name with a dot at the end; "" for the body.
@@ -64,21 +71,24 @@ class Body(BaseModel):
         """
         contract = self.contract()
         for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                contract.check(place, name, value)
-                if name not in contract.refused:
-                    yield place + name
+            contract.check(place, name, value)
+            if name not in contract.refused:
+                yield place + name
         for name, part in self._parts():
-            yield from part.ignored_fields(f"{place}{name}.")
+            if isinstance(part, PassedOver):
+                yield place + name
+            else:
+                yield from part.ignored_fields(f"{place}{name}.")
 
-    def _parts(self) -> Iterator[tuple[str, Body]]:
+    def _parts(self) -> Iterator[tuple[str, Body | PassedOver]]:
         """Objects within this object, with their names."""
         for name, field in type(self).model_fields.items():
             value, shown = getattr(self, name), field.alias or name
             if isinstance(value, Body):
                 yield shown, value
-            elif isinstance(value, list) and value and isinstance(value[0], Body | str):  # numbers may be a million
-                yield from ((f"{shown}.{index}", part) for index, part in enumerate(value) if isinstance(part, Body))
+            elif isinstance(value, list) and value and isinstance(value[0], Body | PassedOver | str):
+                parts = enumerate(value)  # not of numbers, which may be a million
+                yield from ((f"{shown}.{index}", part) for index, part in parts if isinstance(part, Body | PassedOver))
 
     def check(self) -> None:
         """Check what the types of the fields cannot express.

@@ -17,6 +17,7 @@ from moonpool.gateway.serving.known_fields import (
     PART_IGNORED,
 )
 from moonpool.gateway.serving.offered_tools import ToolBody, ToolChoice, chosen_tools
+from moonpool.gateway.serving.tolerance import ToolOrPassedOver, check_content, known
 from moonpool.gateway.serving.tool_set import ToolSet
 
 TEXT_PARTS = ("text", "refusal")
@@ -37,6 +38,10 @@ class ContentPart(Body):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+    def prompt_text(self) -> str | None:
+        """The text that stands in the prompt; None for none."""
+        return self.refusal if self.type == "refusal" else self.text
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         if self.type in DROPPED_PARTS:
@@ -108,10 +113,9 @@ class ChatMessageBody(Body):
             raise InvalidRequest(f"{field}.tool_call_id", "must be in each message of a tool, and in no other")
 
     def _text(self, field: str) -> str:
-        if self.content is None and self.role == "assistant":
-            return self.refusal or ""
+        check_content(self.content, self.role, f"{field}.content")
         if self.content is None:
-            raise InvalidRequest(f"{field}.content", "must be text")
+            return self.refusal or ""
         dropped = DROPPED_PARTS if self.role == "assistant" else ()
         return joined_text(self.content, f"{field}.content", dropped=dropped)
 
@@ -149,7 +153,7 @@ def part_text(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS
     Raises:
         InvalidRequest: the part has another type; names `field`.
     """
-    text = part.refusal if part.type == "refusal" else part.text
+    text = part.prompt_text()
     if part.type not in types or text is None:
         raise InvalidRequest(field, f"must be a text, not {part.type!r}")
     return text
@@ -183,7 +187,7 @@ class ConversationBody(Body):
     unknown_ignored = True
 
     messages: FailFastList[ChatMessageBody] | None = None
-    tools: FailFastList[ToolBody] | None = None
+    tools: FailFastList[ToolOrPassedOver[ToolBody]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -201,7 +205,5 @@ class ConversationBody(Body):
         Raises:
             InvalidRequest: a tool is wrong or not supported; names the field.
         """
-        definitions = [
-            tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(self.tools or ())
-        ]
+        definitions = [tool.function.definition(f"tools.{index}.function") for index, tool in known(self.tools)]
         return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)

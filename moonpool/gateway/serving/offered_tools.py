@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_schema import close_objects
 from moonpool.gateway.serving.body import Body, FailFastList, TextOr
+from moonpool.gateway.serving.tolerance import DEFERRED
 from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_definition
 
 
 class FunctionBody(Body):
     """A function that the model may call; `parameters` is a JSON schema. `strict` closes the objects of the schema."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+    ignored = DEFERRED
 
     name: str
     description: str | None = None
@@ -44,8 +45,7 @@ def strict_parameters(parameters: dict[str, Any] | None, strict: bool | None) ->
 class ToolBody(Body):
     """A tool. Only functions are supported."""
 
-    ignored = ("cache_control",)
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+    ignored = ("cache_control", *DEFERRED)
 
     type: Literal["function"]
     function: FunctionBody

@@ -85,6 +85,7 @@ def test_words_that_constrain_nothing_pass(words: dict[str, Any]) -> None:
     check({"type": "object", "properties": {"a": {"type": "object", "properties": {"b": FLAG}, **words}}})
 
 
+BIG = 1234567890123456789
 OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
 
 
@@ -101,6 +102,15 @@ OVERLAP = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
         ({"$ref": "#/$defs/x"}, "properties.a: $ref refers to a definition that does not exist"),
         (OVERLAP, "properties.a: oneOf is supported only if no value can match two"),
         ({"pattern": "(?=a)b", "type": "string"}, "properties.a: a pattern is no regular expression"),
+        ({"enum": [1, BIG]}, f"properties.a.enum.1: {BIG} has more digits than"),
+        ({"enum": [{"b": [-BIG]}]}, f"properties.a.enum.0.b.0: {-BIG} has more digits than"),
+        ({"const": BIG}, f"properties.a.const: {BIG} has more digits than"),
+        ({"const": 2**63}, f"properties.a.const: {2**63} has more digits than"),
+        ({"type": "integer", "minimum": -(2**63)}, f"properties.a.minimum: {-(2**63)} has more digits than"),
+        ({"type": "integer", "maximum": 2**64 - 1}, f"properties.a.maximum: {2**64 - 1} has more digits than"),
+        ({"type": "integer", "exclusiveMaximum": 2**60}, f"properties.a.exclusiveMaximum: {2**60} has more digits"),
+        ({"type": "number", "maximum": 2**62}, f"properties.a.maximum: {2**62} has more digits than"),
+        ({"multipleOf": BIG}, f"properties.a.multipleOf: {BIG} has more digits than"),
         ({"type": "text"}, "properties.a: type must be one of string"),
         ({"enum": []}, "properties.a: no answer can satisfy this schema"),
         ({"type": "object", "minProperties": 2, "properties": {"b": FLAG}}, "properties.a: minProperties and"),
@@ -113,6 +123,26 @@ def test_what_is_not_built_is_named_with_its_place(inner: dict[str, Any], says: 
         check(schema)
     assert refused.value.field == "sampling.grammar"
     assert refused.value.message.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "fails"),
+    [
+        ({"const": 2**60}, [2**60], [2**60 + 1, 2**60 - 1]),
+        ({"enum": [2**53, -(2**53) + 1]}, [2**53, -(2**53) + 1], [2**53 + 1, -(2**53)]),
+        ({"type": "integer", "minimum": 0, "maximum": 10**18}, [10**18, 10**18 - 1], [10**18 + 1]),
+        ({"type": "integer", "exclusiveMaximum": 2**53 - 1}, [2**53 - 2], [2**53 - 1]),
+        ({"type": "integer"}, [BIG, 2**70], ["1.5"]),
+    ],
+    ids=str,
+)
+def test_large_integers_are_followed_digit_by_digit(schema: dict[str, Any], fits: list[Any], fails: list[Any]) -> None:
+    for answer in fits + fails:
+        compiled = Grammar("json_schema", json.dumps(schema)).compiled()
+        matcher = LLMatcher(BYTES, compiled, log_level=0)
+        raw = list(str(answer).encode())
+        followed = matcher.try_consume_tokens(raw) == len(raw) and matcher.is_accepting()
+        assert followed == (answer in fits), answer
 
 
 @pytest.mark.parametrize("text", ["[1]", "1", "{", '{"$ref": "#"}', '{"x-whitespace-pattern": 5}'])

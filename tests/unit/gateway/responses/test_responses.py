@@ -218,7 +218,7 @@ async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
         ({"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
+        ({"input": [{"type": "function_call_output"}]}, "input.0.call_id"),
         ({"input": "x", "include": ["nothing"]}, "include.0"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
