@@ -75,7 +75,7 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         needs=(("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),),
         architectures=("KimiK2ForCausalLM", "KimiLinearForCausalLM", "kimi-linear"),
         call_id="functions.{name}:{number}",
-        keeps_ids=True,
+        own_ids=r"functions\.[^:]+:\d+",
         reasoning=(KIMI_THINKING,),
     ),
     AnswerFormat(
@@ -281,7 +281,7 @@ FORMAT_ROWS: tuple[AnswerFormat, ...] = (
         needs=(("[TOOL_CALLS]",),),
         architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM", "MixtralForCausalLM"),
         call_id="{digits:.9}",  # Mistral's chat templates refuse other ids
-        keeps_ids=True,
+        own_ids="[a-zA-Z0-9]{9}",
         reasoning=(MISTRAL_THINKING, THINK),
     ),
     AnswerFormat(

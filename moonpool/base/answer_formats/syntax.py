@@ -155,7 +155,8 @@ class AnswerFormat:
         architectures: model classes of this family. They decide between rows that fit alike, and are a witness.
         reasoning: forms of thinking that the family may have; a chat template that has the marks of one has the form.
         call_id: form of a call's id.
-        keeps_ids: the chat template shows ids to the model, so that ids of other forms are rewritten in the history.
+        own_ids: regular expression of the ids that the chat template takes; other ids are rewritten in the history.
+            "" = any.
         hidden: marks around the text of an answer, which are not shown.
         always: answers are read by this row also if no function is offered.
     """
@@ -168,7 +169,7 @@ class AnswerFormat:
     lacks: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     call_id: str = DEFAULT_CALL_ID
-    keeps_ids: bool = False
+    own_ids: str = ""
     hidden: tuple[str, ...] = ()
     always: bool = False
     reasoning: tuple[ReasoningFormat, ...] = ()

@@ -164,6 +164,33 @@ def test_a_call_comes_back_in_the_history(name: str) -> None:
         assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>" in again
 
 
+def rendered(name: str, ids: Sequence[str]) -> str:
+    """A prompt with past calls of these ids, each with a result."""
+    template = SPOKEN[name].template.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}")
+    template = template.replace("{{ f.name | tojson }}", "{{ c.id }} {{ f.name | tojson }}")
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    function = {"name": "weather", "arguments": "{}"}
+    turns: list[dict[str, Any]] = []
+    for each in ids:
+        call = {"id": each, "type": "function", "function": function}
+        turns += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": each, "content": "sun"},
+        ]
+    return made.render_chat(turns, DEFINITIONS).text
+
+
+def test_ids_of_other_models_become_the_familys_own() -> None:
+    """Of calls and results alike; own ids stay, and families without a form of ids show what clients send."""
+    kimi = rendered("kimi_k2", ["functions.weather:7", "toolu_01"])
+    assert kimi.count("functions.weather:7") == kimi.count("functions.weather:1") == 2
+    assert "toolu_01" not in kimi
+    mistral = rendered("mistral", ["abcDEF123", "toolu_01"])
+    assert mistral.count("abcDEF123") == 2
+    assert "toolu_01" not in mistral
+    assert rendered("hermes", ["toolu_01"]).count("toolu_01") == 2
+
+
 MARKED = (
     *("</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>"),
     *("<arg_key>x</arg_key>", "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>"),
