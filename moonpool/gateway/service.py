@@ -12,7 +12,7 @@ from dataclasses import replace
 from starlette.applications import Starlette
 
 from moonpool.base import world
-from moonpool.base.checkpoint import Tokenizer, model_name, resolve
+from moonpool.base.checkpoint import Tokenizer, architecture_of, model_name, resolve
 from moonpool.base.config import parse_address
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc.api_keys import ApiKeys
@@ -60,9 +60,11 @@ log = get_logger(__name__)
 
 @asynccontextmanager
 async def application(
-    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics
+    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics, architecture: str = ""
 ) -> AsyncIterator[tuple[Starlette, MetricSet]]:
     """Run a gateway without an HTTP server while the body of the `async with` runs.
+
+    `architecture` is the model's class, if it is known.
 
     Yields the ASGI application, and the metrics for the stored responses and the process.
 
@@ -82,7 +84,8 @@ async def application(
             )
         )
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
-        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers, architecture)
+        tell_formats(tokenizer)
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
@@ -95,15 +98,17 @@ async def application(
 
 
 @asynccontextmanager
-async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
+async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, architecture: str = "") -> AsyncIterator[str]:
     """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
+
+    `architecture` is the model's class, if it is known.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     metrics = PrometheusMetrics(config.service())
     async with (
-        application(config, checkpoint_tokenizer, metrics) as (app, watched),
+        application(config, checkpoint_tokenizer, metrics, architecture) as (app, watched),
         http_serving(app, config) as (server, port),
     ):
         metrics.watch(watched.add(SERVER_METRICS, server))
@@ -138,6 +143,18 @@ async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> 
             running.cancel()
             await runner.close()
             store.close()
+
+
+def tell_formats(tokenizer: GatewayTokenizer) -> None:
+    """Write to the log how answers are read."""
+    row, reasoning = tokenizer.found.row, tokenizer.found.reasoning
+    calls, thinking = (
+        row.name if row is not None else "unknown",
+        reasoning.names[0] if reasoning is not None else "none",
+    )
+    log.info("answers are read", tool_call_parser=calls, reasoning_parser=thinking)
+    if tokenizer.found.note:
+        log.warning(tokenizer.found.note)
 
 
 @contextmanager
@@ -233,8 +250,9 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
         ConfigError: a setting is refused.
         CheckpointError: the checkpoint cannot be read.
     """
-    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model), config.chat_template))
-    async with gateway(config, tokenizer) as address:
+    path = await asyncio.to_thread(resolve, config.model)
+    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(path, config.chat_template))
+    async with gateway(config, tokenizer, await asyncio.to_thread(architecture_of, path)) as address:
         log.info("serving", address=address, conductor=config.conductor)
         context.announce(address)
         await context.stopping.wait()
