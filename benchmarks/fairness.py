@@ -38,7 +38,7 @@ from moonpool.engine.prefill.core.settings import PrefillSettings
 
 BLOCK_SIZE = 64
 SETTINGS = PrefillSettings(
-    blocks=22_000, block_size=BLOCK_SIZE, layers=1, slice_bytes=1, max_num_batched_tokens=512, max_queue=1_000_000
+    num_blocks=22_000, block_size=BLOCK_SIZE, layers=1, block_bytes=1, max_num_batched_tokens=512, max_queue=1_000_000
 )
 ANSWER_TOKENS = (4, 24)
 AHEAD_S = 5.0

@@ -74,6 +74,9 @@ class NoEngine:
     def abort(self, step_id: int) -> None:
         """Nothing to abort."""
 
+    async def idle(self) -> None:
+        """Nothing to wait for."""
+
 
 def quiet(*, soon: bool = False) -> None:
     """Drop the report: there is no conductor."""

@@ -35,6 +35,8 @@ Every service reports metrics in two ways:
 
 - With `--metrics-listen HOST:PORT`, `http://HOST:PORT/metrics` serves metrics to Prometheus, as text or as OpenMetrics.
   The gateway serves the same at `/metrics` of its HTTP port.
+  For orchestrators, `/livez` answers 200 while the service's event loop answers, and `/readyz` while the service takes
+  new requests; else 503 and a line that says why.
 - `moonpool check --json` and `moonpool kvstore stat` show gauges and counters of a service by name, without the prefix
   `moonpool_<service>_`.
 

@@ -347,7 +347,7 @@ class ServiceConfig(BaseSettings):
         found: dict[str, tuple[str, ...]] = {}
         for base in cls.__mro__:
             for heading, names in vars(base).get("flag_groups", {}).items():
-                found[heading] = (*found.get(heading, ()), *names)
+                found[heading] = tuple(dict.fromkeys((*found.get(heading, ()), *names)))
         return found
 
     @classmethod

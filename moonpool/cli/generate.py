@@ -22,7 +22,7 @@ from moonpool.base.errors import (
 )
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.options import addresses
+from moonpool.cli.options import Engines, addresses
 from moonpool.cli.running_stacks import running_stacks
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message
 from moonpool.client.transport import NotConnected
@@ -179,34 +179,42 @@ def _answer_line(conversation: Conversation, text: str, out: TextIO, err: TextIO
 
 
 @contextlib.contextmanager
-def serving_address(model: str) -> Iterator[str]:
-    """Conductor addresses for a stack that serves `model`: this user's running stack, or a temporary stack."""
+def serving_address(model: str, engines: Engines = "auto") -> Iterator[str]:
+    """Conductor addresses for a stack that serves `model`: this user's running stack, or a temporary stack.
+
+    `engines`: of a temporary stack, as `StackPlan.engines`.
+    """
     found = next((stack.address for stack in running_stacks() if stack.model == model and stack.address), "")
     if found:
         yield found
         return
+    from moonpool.cli.engine_plan import decide_engines
     from moonpool.cli.serve import started_stack
     from moonpool.cli.stack import StackPlan
 
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-run-"))
-        plan = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE)
+        asked = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_SIZE, engines=engines)
+        plan, chosen = decide_engines(asked, one_client=True)
+        if chosen:
+            print(chosen, file=sys.stderr)
         yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 
-def run_model(model: str, prompt: str, converse: Callable[[Client], Conversation]) -> None:
+def run_model(model: str, prompt: str, converse: Callable[[Client], Conversation], engines: Engines = "auto") -> None:
     """Answer a prompt as a user's turn, or chats.
 
     Args:
         model: see `serving_address`.
         prompt: "" = chat.
         converse: begins the conversation.
+        engines: see `serving_address`.
 
     Raises:
         MoonpoolError: no stack, or the request failed.
     """
-    with serving_address(model) as address:
+    with serving_address(model, engines) as address:
         if not prompt:
             run_terminal_chat(address, converse)
             return

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -31,6 +31,15 @@ UsedContext = Annotated[str, typer.Option("--context", help="Id or tag of a cont
 UsedContextTtl = Annotated[
     float,
     typer.Option("--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = no change."),
+]
+Engines = Literal["auto", "one", "split"]
+"""One engine for prompts and answers, or prefill and decode instances; auto = `moonpool.cli.engine_plan` decides."""
+EngineChoice = Annotated[
+    Engines,
+    typer.Option(
+        help="one = a single engine computes prompts and answers: one copy of the weights; split = prefill and decode "
+        "instances; auto = what suits device, memory and use, which is said at the start."
+    ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 LOCAL_CONDUCTOR = "127.0.0.1:50051"

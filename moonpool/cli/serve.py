@@ -11,32 +11,27 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.base.checkpoint import inspect_checkpoint, kv_layout, resolve
 from moonpool.base.config import check_free
-from moonpool.base.errors import MoonpoolError, Unavailable
+from moonpool.base.errors import Unavailable
 from moonpool.base.kv import native_library
-from moonpool.base.kv.memory import available_bytes
 from moonpool.base.native.build import BuildError, build
-from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.engine_plan import decide_engines, tell_memory
 from moonpool.cli.forks import forked_services
+from moonpool.cli.options import Engines
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, setting_of
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
-from moonpool.engine.memory_estimate import estimated_memory
-from moonpool.engine.messages import EngineSpec
-from moonpool.engine.setup import DEFAULT_KV_BYTES, check_engine_installed
+from moonpool.engine.setup import check_engine_installed
 
 SUPERVISE_INTERVAL_S = 0.1
 ReportStatus = Callable[[dict[str, object], str], None]
@@ -73,7 +68,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
     with _data_dir(data_dir) as folder, recorded_stack(folder, plan.model) as record:
-        planned = replace(plan, data_dir=folder)
+        planned, engines = decide_engines(replace(plan, data_dir=folder), one_client=False)
         ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
             stack = running.enter_context(started_stack(planned, on_ready))
@@ -82,14 +77,16 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
                 signal.signal(number, lambda *_: stopping.set())
             where = ",".join(stack.addresses)
             record.write(where, stack.http_address)
-            ready |= {"http": stack.http_address}
+            ready |= {"http": stack.http_address, "engines": planned.engines, "engines_chosen": engines}
             say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:
+                if engines:
+                    typer.echo(engines)
                 typer.echo(f"try it in a browser, http://{stack.http_address}/, or:\n{curl_line(stack.http_address)}")
                 sys.stdout.flush()
             lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
             statuses = stack.stop()
-    bad = {name: status for name, status in statuses.items() if status not in (0, EXIT_ROLE)}
+    bad = {name: status for name, status in statuses.items() if status}
     if lost:
         typer.echo(lost, err=True)
     if bad:
@@ -139,54 +136,6 @@ def check_ports(plan: StackPlan) -> None:
         check_free(f"127.0.0.1:{plan.port + number}", "conductor_port")
 
 
-def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
-    """Tell what an engine will hold in memory, before anything is loaded. Problems are the services' to tell.
-
-    Returns:
-        The plan, with mapped weights if the engines together do not fit into the free memory.
-    """
-    if plan.engine.startswith(SCHEME):
-        return plan
-    with contextlib.suppress(MoonpoolError, ValueError):
-        quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
-        how: Any = {"quantization": quantization, "model_impl": setting_of(plan, "prefill", "model_impl", "auto")}
-        found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, **how)
-        layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
-        kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-        blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
-        most_loras, rank = (
-            int(setting_of(plan, "prefill", *asked)) for asked in (("max_loras", "0"), ("max_lora_rank", "16"))
-        )
-        spec = EngineSpec(
-            plan.model, found.dtype, layout, blocks,
-            quantization=quantization, threads=plan.threads, max_loras=most_loras, max_lora_rank=rank,
-            max_tokens=found.config.max_position_embeddings,
-        )  # fmt: skip
-        held = estimated_memory(found, spec)
-        parts = [
-            ("weights", held.weights),
-            ("KV", held.kv),
-            ("work", held.work),
-            ("program", held.program + held.tokenizer),
-        ]
-        parts += [("LoRA adapters", held.loras)] if held.loras else []
-        sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
-        tokens = blocks * plan.block_size
-        most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
-        most += f", while loading {held.loading / 1e6:,.0f}"
-        text = f"{most}: {sizes}; KV of {tokens:,} tokens; {found.computed}"
-        engines, free = plan.prefill + plan.decode, available_bytes()
-        if setting_of(plan, "prefill", "mmap_weights", "auto") == "auto" and not held.fits(free, engines):
-            assert free is not None
-            text += f"; {free / 1e6:,.0f} MB are free: weights are mapped from a file, and steps wait for the disk"
-            flags = ("--set", "mmap_weights=on")
-            kinds = {kind: [*plan.extra.get(kind, ()), *flags] for kind in ("prefill", "decode")}
-            plan = replace(plan, extra=dict(plan.extra) | kinds)
-        progress.show("memory", text)
-        progress.finish("memory")
-    return plan
-
-
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
     """Compile the native code that the stack's services need, so that they find the code."""
 
@@ -222,8 +171,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
-        why = "has drained for a change of role" if status == EXIT_ROLE else f"ended with status {status}"
-        say(event, f"{name} {why}; restarting it in {pause_s:g} s")
+        say(event, f"{name} ended with status {status}; restarting it in {pause_s:g} s")
 
     def on_ready(name: str) -> None:
         service = stack.services[name]
@@ -240,15 +188,10 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
 
 def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
-    """Wait for a signal or a service's end; return which service ended, or "".
-
-    A service that ended to change roles is started anew.
-    """
+    """Wait for a signal or a service's end; return which service ended, or ""."""
     while not stopping.wait(SUPERVISE_INTERVAL_S):
         for service in list(stack.services.values()):
-            if service.returncode == EXIT_ROLE:
-                stack.spawn_again(service.id)
-            elif service.returncode is not None:
+            if service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
     return ""
 
@@ -266,23 +209,26 @@ class DemoRow:
     result: GenerateResult
 
 
-def run_demo(model: str, max_tokens: int, instead: str) -> int:
+def run_demo(model: str, max_tokens: int, instead: str, engines: Engines) -> int:
     """Serve the demonstration's prompts and print a table.
 
     Args:
         model: folder or file to serve.
         max_tokens: most tokens per answer.
         instead: why another model is served than was meant; "" if the meant one is.
+        engines: as `StackPlan.engines`.
 
     Returns:
         0 when everything was served and everything reserved came back.
     """
     console = Console(width=max(Console().width, TABLE_WIDTH), highlight=False)
     with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
-        plan = StackPlan(model=model, data_dir=Path(folder))
+        plan, chosen = decide_engines(StackPlan(model=model, data_dir=Path(folder), engines=engines), one_client=True)
         if instead:
             console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
-        console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
+        console.print(f"Starting conductor, kvstore and engines with [bold]{Path(model).name}[/] ...")
+        if chosen:
+            console.print(f"  {chosen}.")
         with contextlib.ExitStack() as running:
             told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
             stack = running.enter_context(started_stack(plan, told))

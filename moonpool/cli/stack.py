@@ -17,17 +17,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
-from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES
+from moonpool.base.config import ENV_PREFIX, SERVICE_MODULES, config_class
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.base.kv.layout import DEFAULT_BLOCK_SIZE
-from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.base.rpc.tls import Tls
+from moonpool.cli.options import Engines
 from moonpool.client import Client
 from moonpool.engine.emulated.profile import SCHEME
 from moonpool.engine.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 
 GATEWAY_ID = "gateway-0"
+ENGINE_NAME = "engine"
+"""Beginning of the id of an engine in both roles."""
+BOTH_ROLES = "computes_prompts=true"
+"""The setting of a decode instance that computes whole prompts."""
 SHARE_SETTING = "gpu_memory_utilization"
 """Engine setting: each engine's share of a GPU."""
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
@@ -62,6 +66,8 @@ class StackPlan:
         dtype: "auto", "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto", "int8" or "fp8".
         prefill, decode, kvstore: number of instances, by kind.
+        engines: "split" = as many prefill and decode instances; "one" = a single decode instance that computes prompts,
+            too; "auto" = `moonpool.cli.engine_plan` decides, and a stack that nobody has decided on is split.
         conductors: number of conductors side by side; all instances join all conductors.
         kvstore_replicas: number of kvstores that hold a copy of each prefix.
         pipeline_parallel_size: pipeline stages in each prefill instance.
@@ -77,6 +83,7 @@ class StackPlan:
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
         swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
+            Engines may have either role where the stack has more than one of a kind, and one pipeline stage.
         tls: with which the stack asks the conductors; None = as the environment says. Services take theirs by `extra`.
         extra: further flags by service kind, for example {"prefill": ["--set", "max_queue=9"]}.
     """
@@ -88,6 +95,7 @@ class StackPlan:
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
+    engines: Engines = "split"
     conductors: int = 1
     kvstore_replicas: int = 1
     pipeline_parallel_size: int = 1
@@ -106,6 +114,11 @@ class StackPlan:
     swap_roles: bool = False
     tls: Tls | None = None
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def engine_counts(self) -> Mapping[str, int]:
+        """Number of engine instances, by service kind."""
+        return {"decode": 1} if self.engines == "one" else {"prefill": self.prefill, "decode": self.decode}
 
 
 class ServiceProcess:
@@ -319,7 +332,8 @@ class LocalStack:
         waiting = self._spawn_members("kvstore", self.plan.kvstore)
         if self.plan.http_port is not None:
             waiting.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
-        waiting += self._spawn_members("prefill", self.plan.prefill) + self._spawn_members("decode", self.plan.decode)
+        for kind, count in self.plan.engine_counts.items():
+            waiting += self._spawn_members(kind, count)
         while waiting:
             for service in list(waiting):
                 if service.is_ready(silence_s, WAIT_S / len(waiting)):
@@ -335,7 +349,8 @@ class LocalStack:
         return not self.plan.engine.startswith(SCHEME)
 
     def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
-        names = [f"{kind}-{number}" for number in range(count)]
+        name = kind if kind == "kvstore" or self.plan.engines != "one" else ENGINE_NAME
+        names = [f"{name}-{number}" for number in range(count)]
         return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
@@ -389,11 +404,8 @@ class LocalStack:
         self.wait_joined(timeout_s)
 
     def spawn_again(self, service_id: str) -> ServiceProcess:
-        """Start a service that has ended, without waiting: with the same arguments, or in the other role."""
+        """Start a service that has ended, without waiting, with the same arguments: an engine in its first role."""
         old = self.services[service_id]
-        if old.returncode == EXIT_ROLE:
-            kind = OTHER_ROLE[old.kind]
-            return self.spawn(kind, service_id, self._member_arguments(kind, service_id))
         # Others look for conductors and the gateway where they were, also if their port was any free one.
         listen = ("--listen", old.address) if old.kind in KINDS_WITHOUT_JOIN and old.address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
@@ -459,13 +471,37 @@ class LocalStack:
                 str(plan.kv_cache_memory_bytes),
             ]
             arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
-            arguments += ["--set", f"time_scale={plan.time_scale:g}", "--set", "either_role=true"]
+            arguments += ["--set", f"time_scale={plan.time_scale:g}"]
+            arguments += ["--set", BOTH_ROLES] if plan.engines == "one" else []
             arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
             share = memory_share(plan, kind)
             arguments += [] if share is None else ["--set", f"{SHARE_SETTING}={share:.3g}"]
         if kind == "prefill":
             arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
+        if kind in OTHER_ROLE and _either_role(plan, kind):
+            arguments += ["--set", "either_role=true", *_settings_of_role(plan, OTHER_ROLE[kind])]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
+
+
+def _either_role(plan: StackPlan, kind: str) -> bool:
+    """Whether this kind's engines may have either role: as the user says, else where one may leave its pool."""
+    stages = setting_of(plan, "prefill", "pipeline_parallel_size", str(plan.pipeline_parallel_size))
+    # A certificate for one role is refused in the other one: whoever has such for both says so.
+    default = sum(plan.engine_counts.values()) > len(OTHER_ROLE) and stages == "1"
+    default = default and not setting_of(plan, kind, "tls_cert", "")
+    return setting_of(plan, kind, "either_role", str(default)).lower() == "true"
+
+
+def _settings_of_role(plan: StackPlan, kind: str) -> list[str]:
+    """The plan's settings that only engines of this kind have, as flags, for engines that may become one."""
+    shared = config_class(OTHER_ROLE[kind]).model_fields
+    own = config_class(kind).model_fields.keys() - shared.keys()
+    found: list[str] = []
+    for flag, value in pairwise(plan.extra.get(kind, ())):
+        name = value.partition("=")[0] if flag == "--set" else flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in own:
+            found += [flag, value]
+    return found
 
 
 def memory_share(plan: StackPlan, kind: str) -> float | None:
@@ -477,8 +513,8 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
     if any(part.startswith(f"{SHARE_SETTING}=") for part in given) or ENV_PREFIX + SHARE_SETTING.upper() in os.environ:
         return None
     own = _engine_devices(plan, kind)
-    counts = {"prefill": plan.prefill, "decode": plan.decode}
-    return MEMORY_SHARE / max(1, sum(count for other, count in counts.items() if own & _engine_devices(plan, other)))
+    sharing = sum(count for other, count in plan.engine_counts.items() if own & _engine_devices(plan, other))
+    return MEMORY_SHARE / max(1, sharing)
 
 
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
@@ -528,7 +564,7 @@ class Supervisor:
 
     Args:
         services: the stack's services by id, as they are now.
-        restart: starts a service anew, without waiting; in the other role if the service ended for that.
+        restart: starts a service anew, without waiting.
         on_end: called with a service's id, exit status and the seconds until the restart.
         on_ready: called with a service that is ready again.
         clock: seconds.
@@ -567,10 +603,6 @@ class Supervisor:
 
     def _ended(self, name: str, service: SupervisedProcess, status: int, history: _RestartHistory) -> None:
         now = self._clock()
-        if status == EXIT_ROLE:  # ordered to: no failure
-            history.due_at = now
-            self._on_end(name, status, 0.0)
-            return
         history.failures = 1 if now - history.started_at >= STABLE_S else history.failures + 1
         if history.failures >= MAX_FAILURES:
             raise Unavailable(

@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from moonpool.base.checkpoint.tensor_info import Quantization
+from moonpool.base.errors import ConfigError
 from moonpool.base.sizes import size_option
 from moonpool.cli.options import (
     LOCAL_CONDUCTOR,
     START,
     Address,
     AnswerTokens,
+    EngineChoice,
+    Engines,
     ModelArgument,
     Seed,
     SystemTurn,
@@ -52,8 +55,13 @@ class ServeOptions:
             "--port 0.",
         ),
     ] = None
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1
-    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1
+    engines: EngineChoice = "auto"
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="Prefill instances; default 1. Engines are split if it is given.")
+    ] = None
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="Decode instances; default 1. Engines are split if it is given.")
+    ] = None
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1
     conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real"
@@ -115,6 +123,9 @@ def serve(options: ServeOptions) -> None:
     if conductor_port is None:
         conductor_port = CONDUCTOR_PORT if options.port else 0
     own = {
+        "engines": _engines(options),
+        "prefill": options.prefill or 1,
+        "decode": options.decode or 1,
         "model": pulled_model(options.model),
         "data_dir": options.data_dir or Path(),
         "port": conductor_port,
@@ -123,6 +134,20 @@ def serve(options: ServeOptions) -> None:
     }
     plan = StackPlan(**same_fields(options, StackPlan) | own)
     raise typer.Exit(run_serve(plan, options.data_dir, restart=options.restart, as_json=options.as_json))
+
+
+def _engines(options: ServeOptions) -> Engines:
+    """Return how the engines are divided, as far as flags say.
+
+    Raises:
+        ConfigError: one engine, and a number of instances.
+    """
+    for name, count in (("prefill", options.prefill), ("decode", options.decode)):
+        if count is not None:
+            if options.engines == "one":
+                raise ConfigError(name, f"--engines one has a single engine; leave out --{name} or --engines")
+            return "split"
+    return options.engines
 
 
 @app.command(rich_help_panel=START)
@@ -136,6 +161,7 @@ def run(
     temperature: Temperature = 0.2,
     top_p: TopP = 0.9,
     seed: Seed = None,
+    engines: EngineChoice = "auto",
 ) -> None:
     """Chat with a model, or answer one prompt; starts a stack unless one that serves the model runs."""
     from moonpool.base.sampling_params import SamplingParams
@@ -144,7 +170,7 @@ def run(
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = "" if not prompt and sys.stdin.isatty() else prompt_text(prompt)
-    run_model(pulled_model(model), text, lambda client: Conversation(client, sampling, system))
+    run_model(pulled_model(model), text, lambda client: Conversation(client, sampling, system), engines)
 
 
 @app.command(rich_help_panel=START)
@@ -270,13 +296,14 @@ def demo(
         str, typer.Argument(help="As for `serve`, but empty = smollm2 if available, else the bundled model.")
     ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
+    engines: EngineChoice = "auto",
 ) -> None:
     """Start a local stack, serve some prompts, show the results, stop."""
     from moonpool.cli.models import best_model, chosen_model
     from moonpool.cli.serve import run_demo
 
     served, instead = (chosen_model(model), "") if model else best_model()
-    raise typer.Exit(run_demo(served, max_tokens, instead))
+    raise typer.Exit(run_demo(served, max_tokens, instead, engines))
 
 
 model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)

@@ -98,6 +98,7 @@ async def conductor(
             log.info("proxies ask for engines here", address=asked.address)
         rpcs = [(DESCRIPTOR, servicer)]
         server = await stack.enter_async_context(serving(config.listen, rpcs, grace_s=GRACE_S, security=security))
+        metrics.ready = server.lacking
         address = config.advertised(server.port)
         servicer.set_instance(
             kv_pb2.Instance(id=config.id, epoch=epoch, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)

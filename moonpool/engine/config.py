@@ -91,9 +91,10 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     mmap_weights: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="on = weights lie in a file in the cache folder that is mapped, so that the system drops parts of "
-        "them where memory is short, and reads them again: a model larger than memory runs, slowly; auto = on if the "
-        "engine does not fit into the free memory; CPUs only",
+        description="on = weights lie in a file in the cache folder that is mapped: engines of a host that load the "
+        "same layers hold them once, and the system drops parts of them where memory is short, and reads them again: "
+        "a model larger than memory runs, slowly; auto = on if another engine of the host has the file open, if the "
+        "engine does not fit into the free memory, or if `moonpool serve` starts several engines; CPUs only",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -176,8 +177,9 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     either_role: bool = Field(
         False,
         description=(
-            "a conductor may order this instance to change between prefill and decode: the instance drains and "
-            "exits with status 10, and the supervisor starts the other service under the same id"
+            "a conductor may order this instance to change between prefill and decode: the engine is set up for "
+            "both, the instance drains and goes on in the other role, and settings of both roles are taken; "
+            "docs/roles.md"
         ),
     )
     start_timeout_s: float = Field(
@@ -190,6 +192,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     def most_step_tokens(self) -> int:
         """Tokens of the largest step that the engine is given; 0 = as many as suit the device."""
         return STEP_TOKENS
+
+    @property
+    def least_step_tokens(self) -> int:
+        """Tokens that the largest step must have room for, whatever suits the device."""
+        return 0
 
     @property
     def most_decoded(self) -> int:

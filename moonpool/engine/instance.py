@@ -1,28 +1,36 @@
-"""Runs a prefill or decode instance: starts engine and server, joins the conductors, serves, drains. Torch-free."""
+"""Runs an engine instance in its roles: starts engine and server, joins the conductors, serves, drains. Torch-free.
+
+By a conductor's order an instance that may have either role leaves the conductors when drained, hands pool and engine
+to the other role's service, and joins again. Process, engine processes, weights, pool and address stay.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol
+
+from google.protobuf.descriptor import ServiceDescriptor
 
 from moonpool.base import world
 from moonpool.base.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
 from moonpool.base.cluster.join import keep_role
 from moonpool.base.cluster.proto_conversion import speeds_to_proto
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.kv import native_library
+from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.kv.native_copy import copy_verified
 from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.write_back import WriteBack
 from moonpool.base.rpc.channels import Channels
-from moonpool.base.rpc.process import EXIT_ROLE, ProcessContext
-from moonpool.base.rpc.server import RunningServer, Service, serving
+from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.rpc.server import RunningServer, serving
 from moonpool.base.rpc.tls import Security
 from moonpool.base.runtime.journal import JournalWriter
 from moonpool.base.sampling_params import LORA
 from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
@@ -39,6 +47,8 @@ from moonpool.base.transport.stream_spec import StreamSettings
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.interface import Engine
+from moonpool.engine.loras import InstanceLoras
+from moonpool.engine.role_engine import RoleEngine
 from moonpool.engine.setup import EngineSetup, engine_setup
 from moonpool.engine.start_engine import start_engine
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -52,6 +62,23 @@ DRAIN_SHARE = 0.8
 StartEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 """Starts an engine, as `start_engine` does."""
 log = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Handover:
+    """What an instance's former role leaves to the next one.
+
+    Attributes:
+        blocks: the pool's keys and cached blocks; no block is referenced.
+        deletions: deletions carried out here.
+        loras: LoRA adapters in the engine.
+        speeds: as measured.
+    """
+
+    blocks: BlockManager
+    deletions: DeletionLog
+    loras: InstanceLoras
+    speeds: Speeds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +96,7 @@ class InstanceContext:
         dialer: opens transports to other instances.
         listener: offers transports to them.
         beside: threads for what would keep the event loop from dispatching steps.
+        handover: what the former role has left; None in the first role.
     """
 
     setup: EngineSetup
@@ -81,6 +109,18 @@ class InstanceContext:
     dialer: TransportDialer
     listener: TransportListener
     beside: ThreadOffload
+    handover: Handover | None = None
+
+    @property
+    def speeds(self) -> Speeds:
+        """The engine's speeds, as far as they are known."""
+        return self.engine.speeds if self.handover is None else self.handover.speeds
+
+    @property
+    def emulated(self) -> EmulatedEngine | None:
+        """The engine, if compute is emulated."""
+        engine = self.engine.engine if isinstance(self.engine, RoleEngine) else self.engine
+        return engine if isinstance(engine, EmulatedEngine) else None
 
     def hello(self) -> kv_pb2.StreamHello:
         """First message of the KV streams that this instance opens."""
@@ -97,7 +137,7 @@ class InstanceContext:
         """Return what prefill and decode instances both report."""
         metrics = MetricSet().add(PROCESS_METRICS, None).add(INSTANCE_METRICS, self)
         metrics.add(DIALER_METRICS, self.dialer).add(LISTENER_METRICS, self.listener)
-        return metrics.add(EMULATED_METRICS, self.engine) if isinstance(self.engine, EmulatedEngine) else metrics
+        return metrics if self.emulated is None else metrics.add(EMULATED_METRICS, self.emulated)
 
 
 INSTANCE_METRICS: tuple[Metric[InstanceContext], ...] = (
@@ -158,33 +198,61 @@ class EngineService(Protocol):
         ...
 
     async def drained(self) -> None:
-        """Wait until no request is left. The caller bounds the wait."""
+        """Wait until no request is left, and nobody reads or writes blocks. The caller bounds the wait."""
         ...
+
+    def hand_over(self) -> Handover:
+        """What the engine's next role goes on with, once `run` has ended and the engine runs no step.
+
+        Raises:
+            Internal: blocks are still referenced.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineRole:
+    """A role that an instance may have.
+
+    Attributes:
+        kind: of the instance in this role.
+        service: the role's RPC service.
+        build: makes the service and the servicer of its RPCs.
+        max_num_batched_tokens: most tokens in one prefill step, told to the conductor; 0 = no limit.
+        computes_prompts: decode also computes whole prompts.
+    """
+
+    kind: kv_pb2.InstanceKind.ValueType
+    service: ServiceDescriptor
+    build: Callable[[InstanceContext], tuple[EngineService, object]]
+    max_num_batched_tokens: Callable[[Engine], int] = lambda engine: 0
+    computes_prompts: bool = False
+
+    @property
+    def name(self) -> str:
+        """The role's name, for example "prefill"."""
+        return kv_pb2.InstanceKind.Name(self.kind).removeprefix("INSTANCE_KIND_").lower()
 
 
 async def run_instance(
     context: ProcessContext,
     config: EngineConfig,
-    kind: kv_pb2.InstanceKind.ValueType,
-    build: Callable[[InstanceContext], tuple[EngineService, Service]],
+    roles: Sequence[EngineRole],
     *,
     stages: int = 1,
-    max_num_batched_tokens: Callable[[Engine], int] = lambda engine: 0,
     start: StartEngine = start_engine,
 ) -> None:
-    """Run one engine instance until stopped; `start` starts the engine.
-
-    The conductor gets `stages`, and the engine's `max_num_batched_tokens`: most tokens in one prefill step (0 = no
-    limit).
+    """Run one engine instance until stopped, in the first of its roles at first; `start` starts the engine.
 
     Raises:
         ConfigError: a setting is refused.
         CheckpointError: the checkpoint cannot be served.
         Mismatch: the conductor serves something else.
         Unavailable: the engine died.
+        Internal: a role leaves blocks behind that are referenced.
     """
-    decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     context.starting("reading the checkpoint")
+    decode = roles[0].kind == kv_pb2.INSTANCE_KIND_DECODE
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
     await asyncio.to_thread(native_library.build_ahead, context.starting)
     await asyncio.to_thread(copy_verified.prepare)
@@ -203,52 +271,163 @@ async def run_instance(
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         started = start(setup.spec, start_timeout_s=config.start_timeout_s, listener=context)
         engine = await stack.enter_async_context(started)
-        bell = ChangeBell()
-        instance = context.instance(kind, config.id, "")
-        link = EgressLink(setup.link_rate)
-        dialer, listener = open_dialer_and_listener(config, engine, instance)
+        _check_steps(config, engine)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
-        kv = link, instance, context.spans, bell.ring, dialer, listener
-        shared = InstanceContext(setup, engine, channels, *kv, beside)
-        service, contract = build(shared)
         metrics = PrometheusMetrics(config.service())
-        metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        await stack.enter_async_context(listener.running(config))
-        server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
-        instance.address = config.advertised(server.port)
-        report = InstanceReport(
+        servicers = [_RoleServicer(config.id, role) for role in roles]
+        services = [(servicer.role.service, servicer) for servicer in servicers]
+        server = await stack.enter_async_context(serving(config.listen, services, security=security))
+        metrics.ready = server.lacking
+        instance = _Instance(context, config, setup, engine, channels, beside, metrics, servicers, server)
+        await instance.run()
+
+
+def _check_steps(config: EngineConfig, engine: Engine) -> None:
+    """Raise ConfigError if the engine's largest step is less than a role's, where the device decides."""
+    if config.least_step_tokens > engine.max_num_batched_tokens:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"steps of decode have up to {config.least_step_tokens} tokens (max_num_seqs and chunked_prefill_size), "
+            f"and this engine takes {engine.max_num_batched_tokens}: say how many",
+        )
+
+
+class _RoleServicer:
+    """The RPCs of one role, answered by the role's service while the instance has the role, and refused otherwise."""
+
+    def __init__(self, instance_id: str, role: EngineRole) -> None:
+        self.role = role
+        self._refusal = f"{instance_id} is no {role.name} instance now"
+        self._servicer: object | None = None
+
+    @contextmanager
+    def held(self, servicer: object) -> Iterator[None]:
+        """Answer calls by `servicer` while the body runs."""
+        self._servicer = servicer
+        try:
+            yield
+        finally:
+            self._servicer = None
+
+    def __getattr__(self, method: str) -> Callable[[Any, Any], Any]:
+        def call(request: Any, context: Any) -> Any:
+            if self._servicer is None:
+                raise Unavailable(self._refusal)
+            return getattr(self._servicer, method)(request, context)
+
+        return call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Instance:
+    """What stays through all roles of an instance."""
+
+    context: ProcessContext
+    config: EngineConfig
+    setup: EngineSetup
+    engine: Engine
+    channels: Channels
+    beside: ThreadOffload
+    metrics: PrometheusMetrics
+    servicers: Sequence[_RoleServicer]
+    server: RunningServer
+
+    async def run(self) -> None:
+        """Serve in one role after the other, until stopped."""
+        servicer, steps, handover = self.servicers[0], 0, None
+        while True:
+            engine = RoleEngine(self.engine, steps) if len(self.servicers) > 1 else self.engine
+            service, wanted = await self._serve(servicer, engine, handover)
+            if wanted is None:
+                return
+            assert isinstance(engine, RoleEngine), "an instance with one role is never asked for another"
+            await engine.end()
+            steps, handover = engine.steps, service.hand_over()
+            servicer = next(other for other in self.servicers if other.role.kind == wanted)
+            self.context.renew_epoch()
+            log.info("role changed", to=servicer.role.name, cached_blocks=handover.blocks.num_cached)
+
+    async def _serve(
+        self, servicer: _RoleServicer, engine: Engine, handover: Handover | None
+    ) -> tuple[EngineService, kv_pb2.InstanceKind.ValueType | None]:
+        """Have one role until drained; return the service, and the next role, None for the end."""
+        role, config = servicer.role, self.config
+        async with contextlib.AsyncExitStack() as stack:
+            bell = ChangeBell()
+            address = config.advertised(self.server.port)
+            instance = self.context.instance(role.kind, config.id, address)
+            dialer, listener = open_dialer_and_listener(config, engine, instance)
+            kv = EgressLink(self.setup.link_rate), instance, self.context.spans, bell.ring, dialer, listener
+            shared = InstanceContext(self.setup, engine, self.channels, *kv, self.beside, handover)
+            service, calls = role.build(shared)
+            stack.callback(self.metrics.watch(service.gauges(), role.name))
+            await stack.enter_async_context(listener.running(config))
+            stack.enter_context(servicer.held(calls))
+            leaving = _Leaving(role.kind, [other.role.kind for other in self.servicers])
+            report = self._report(role, instance, service, leaving, shared.speeds)
+            agent = ClusterMembership(self.channels, config.conductor, report, bell=bell)
+            lifecycle = _Lifecycle(service, agent, self.engine, self.server, config.drain_s)
+            await lifecycle.run(self.context, leaving, address)
+        return service, leaving.wanted
+
+    def _report(
+        self,
+        role: EngineRole,
+        instance: kv_pb2.Instance,
+        service: EngineService,
+        leaving: "_Leaving",
+        speeds: Speeds,
+    ) -> InstanceReport:
+        either = len(self.servicers) > 1
+        return InstanceReport(
             conductor_pb2.JoinHello(
                 instance=instance,
-                model=setup.model,
-                total_blocks=engine.blocks,
-                speed=speeds_to_proto(engine.speeds),
-                stages=stages,
-                max_num_batched_tokens=max_num_batched_tokens(engine),
-                either_role=config.either_role,
+                model=self.setup.model,
+                total_blocks=self.engine.blocks,
+                speed=speeds_to_proto(speeds),
+                stages=self.engine.stages,
+                max_num_batched_tokens=role.max_num_batched_tokens(self.engine),
+                computes_prompts=role.computes_prompts,
+                either_role=either,
+                in_place_role=either,
                 process=world.this_process(),
-                unsupported=[] if setup.spec.max_loras else [LORA],
+                unsupported=[] if self.setup.spec.max_loras else [LORA],
             ),
             service.load,
             HeldKeys(1, lambda _: service.manager.keys()),
             service.manager.take_events,
             service.drain,
             service.replicate,
-            (lambda wanted: _change_role(context, kind, wanted)) if config.either_role else keep_role,
+            leaving.change_role if either else keep_role,
         )
-        agent = ClusterMembership(channels, config.conductor, report, bell=bell)
-        lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
-        await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
 
 
-def _change_role(
-    context: ProcessContext, kind: kv_pb2.InstanceKind.ValueType, wanted: kv_pb2.InstanceKind.ValueType
-) -> None:
-    """Drain, and end so that whoever has started this process starts the other one."""
-    if wanted != kind and not context.stopping.is_set():
-        log.info("changing its role", to=kv_pb2.InstanceKind.Name(wanted))
-        context.exit_code = EXIT_ROLE
-        context.stopping.set()
+class _Leaving:
+    """Says when an instance leaves its role, and for which other one.
+
+    Attributes:
+        asked: set when the role is to end.
+        wanted: the next role; None = the instance ends.
+    """
+
+    def __init__(self, kind: kv_pb2.InstanceKind.ValueType, kinds: Sequence[kv_pb2.InstanceKind.ValueType]) -> None:
+        self._others = [other for other in kinds if other != kind]
+        self.asked = asyncio.Event()
+        self.wanted: kv_pb2.InstanceKind.ValueType | None = None
+
+    def change_role(self, wanted: kv_pb2.InstanceKind.ValueType) -> None:
+        """Leave for another role; ignored for the role held now, and if the instance leaves already."""
+        if wanted in self._others and not self.asked.is_set():
+            log.info("changing its role", to=kv_pb2.InstanceKind.Name(wanted))
+            self.wanted = wanted
+            self.asked.set()
+
+    async def stop(self, stopping: asyncio.Event) -> None:
+        """Leave for good when `stopping` is set, also from a change of roles."""
+        await stopping.wait()
+        self.wanted = None
+        self.asked.set()
 
 
 def open_dialer_and_listener(
@@ -269,7 +448,7 @@ def open_dialer_and_listener(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lifecycle:
-    """Serves, then drains; ends at once when the engine dies."""
+    """One role from joining to leaving; ends at once when the engine dies."""
 
     service: EngineService
     agent: ClusterMembership
@@ -277,22 +456,27 @@ class _Lifecycle:
     server: RunningServer
     drain_s: float
 
-    async def run(self, stopping: asyncio.Event, announce: Callable[[], None]) -> None:
+    async def run(self, context: ProcessContext, leaving: _Leaving, address: str) -> None:
         """Return after a drain; raise what made the instance unable to go on."""
         left = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
                 worker = group.create_task(self.service.run())
-                watcher = group.create_task(self._watch_engine())
+                watchers = [
+                    group.create_task(self._watch_engine()),
+                    group.create_task(leaving.stop(context.stopping)),
+                ]
+                self.server.set_serving(True)
                 # While draining, the instance stays joined: that is how the conductor hears about the drain.
                 joined = group.create_task(self.agent.run(left))
-                announce()
-                await stopping.wait()
+                if not context.announced:
+                    context.announce(address)
+                await leaving.asked.wait()
                 await self._drain()
                 left.set()
                 await joined
-                worker.cancel()
-                watcher.cancel()
+                for task in (worker, *watchers):
+                    task.cancel()
         except BaseExceptionGroup as errors:
             raise _first_error(errors) from errors
 

@@ -124,3 +124,6 @@ class Engine(Protocol):
 
     def abort(self, step_id: int) -> None:
         """Give a step up before the next layer. May precede `run`; late calls are ignored; `run` still returns."""
+
+    async def idle(self) -> None:
+        """Return when no step is in flight, those of cancelled callers included."""

@@ -21,6 +21,7 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.kv_deletion import DeleteKV, KVDeleted
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, counter
+from moonpool.base.transport.async_utils import wait_within
 from moonpool.base.transport.flow_control import StreamTraffic
 from moonpool.base.transport.open_streams import OpenStreams
 from moonpool.engine.instance import InstanceContext
@@ -111,6 +112,8 @@ class PoolReads:
         self._manager = manager
         self._numbers = itertools.count(1)
         self._streams = OpenStreams()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def traffic(self) -> StreamTraffic:
@@ -123,16 +126,28 @@ class PoolReads:
         with self._streams.running(stream):
             await stream.run(requests, bare_write(context))
 
+    @property
+    def quiet(self) -> asyncio.Event:
+        """Set while there are no streams of readers."""
+        return self._streams.quiet
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is read; False when the time was over first."""
+        return await wait_within(timeout_s, self._idle)
+
     def lend(self, keys: Sequence[BlockKey], windows_from: int) -> "PoolReadLease":
         """Hold the leading blocks of `keys` that are here; see `LendBlocks`."""
         number = next(self._numbers)
         blocks = self._calls.lend(LendBlocks(number, tuple(keys), windows_from))
         self.open_reads += 1
+        self._idle.clear()
         return PoolReadLease(number, keys[: len(blocks)], blocks, windows_from if len(blocks) == len(keys) else 0)
 
     def take_back(self, lease: "PoolReadLease") -> None:
         """Return a lease."""
         self.open_reads -= 1
+        if not self.open_reads:
+            self._idle.set()
         self._calls.take_back(ReturnBlocks(lease.number))
 
     def suspect(self, key: BlockKey) -> None:

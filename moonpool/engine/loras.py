@@ -48,6 +48,10 @@ class InstanceLoras:
         self.loads = 0
         """Adapters loaded since the start."""
 
+    def used_by(self, in_use: Callable[[], Collection[bytes]]) -> None:
+        """Ask this from now on for the adapters of all requests that have begun."""
+        self._in_use = in_use
+
     def __len__(self) -> int:
         return len(self._held)
 

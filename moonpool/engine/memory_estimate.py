@@ -51,9 +51,13 @@ class MemoryEstimate:
         """What is held at most while loading, mapped files included, which the system drops where memory is short."""
         return self.program + self.weights + max(self.reading, self.tokenizer)
 
-    def fits(self, free: int | None, engines: int = 1) -> bool:
-        """Tell whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
-        return free is None or engines * self.idle <= free
+    def fits(self, free: int | None, engines: int = 1, *, shared: bool = False) -> bool:
+        """Tell whether so many engines find room between steps in `free` bytes; None = any number of bytes.
+
+        `shared`: they hold the weights once.
+        """
+        saved = (engines - 1) * self.weights if shared else 0
+        return free is None or engines * self.idle - saved <= free
 
 
 def estimated_memory(found: CheckpointReport, engine: EngineSpec) -> MemoryEstimate:

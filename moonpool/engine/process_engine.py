@@ -292,8 +292,9 @@ class ProcessEngine:
         if message.changed_weights:
             log.warning("weights are not held as in the file", stage=worker.stage, tensors=message.changed_weights)
         if message.mapped_bytes:
-            log.warning(
-                "weights are mapped from a file: where memory is short, steps wait for the disk",
+            log.info(
+                "weights are mapped from a file, which engines of this host share: where memory is short, steps wait "
+                "for the disk",
                 stage=worker.stage, mib=message.mapped_bytes >> 20, folder=os.path.dirname(self._spec.weights_file),
             )  # fmt: skip
         self.footprints[worker.stage] = message.footprint

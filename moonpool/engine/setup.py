@@ -33,6 +33,7 @@ from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
+from moonpool.engine.kernels.weight_file import in_use
 from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.platforms.registry import stage_devices
@@ -94,7 +95,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     Args:
         config: the flags.
         stages: the pipeline's stages.
-        decode: whether this is a decode instance: emulated compute takes decode times.
+        decode: whether this is a decode instance at first: emulated compute takes decode times.
 
     Raises:
         ConfigError: the pool would hold no block, or the profile of emulated compute is wrong.
@@ -128,7 +129,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         imatrix=_imatrix(config),
         quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
-        max_num_batched_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
+        max_num_batched_tokens=0 if by_memory and not config.most_step_tokens else _step_tokens(config),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
         threads=config.threads,
@@ -136,7 +137,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
-        int8_head=decode and stages == 1 and config.int8_head == "auto",
+        int8_head=(decode or config.either_role) and stages == 1 and config.int8_head == "auto",
         deterministic=config.deterministic,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank if config.max_loras else 0,
@@ -147,8 +148,9 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if model != declared:
         fingerprint = blake3(b"moonpool model_impl v1\0" + config_hash(model) + fingerprint).digest()
     fingerprint = _compute_fingerprint(fingerprint, spec)
-    if devices[0].platform.in_host_pool and _in_file(config, folder, spec):
-        spec = dataclasses.replace(spec, weights_file=str(weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]))
+    weights_file = weights_folder() / fingerprint.hex()[:WEIGHTS_NAME]
+    if devices[0].platform.in_host_pool and _in_file(config, folder, spec, weights_file):
+        spec = dataclasses.replace(spec, weights_file=str(weights_file))
     return _instance_setup(config, declared, spec, fingerprint)
 
 
@@ -157,10 +159,12 @@ def weights_folder() -> Path:
     return cache_folder().parent / "weights"
 
 
-def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec) -> bool:
-    """Tell whether the weights lie in a file that is mapped."""
+def _in_file(config: EngineConfig, folder: Path, spec: EngineSpec, file: Path) -> bool:
+    """Tell whether the weights lie in a `file` that is mapped: others use the file, or memory is too short."""
     if config.mmap_weights != "auto":
         return config.mmap_weights == "on"
+    if in_use(file.parent, file.name):
+        return True
     how: Any = {"quantization": spec.quantization, "model_impl": spec.model_impl}
     held = estimated_memory(inspect_checkpoint(folder, spec.dtype, **how), spec)
     return not held.fits(available_bytes())
@@ -294,10 +298,15 @@ def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, 
 def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int, longest: int) -> int:
     """Return the pool's blocks; with `default_bytes` 0, none where no setting says how many."""
     kv_bytes = config.kv_cache_memory_bytes or default_bytes
-    blocks = config.blocks or layout.blocks_in(kv_bytes, config.most_step_tokens or STEP_TOKENS, longest)
+    blocks = config.blocks or layout.blocks_in(kv_bytes, _step_tokens(config), longest)
     if blocks < 1 and kv_bytes:
         raise ConfigError("kv_cache_memory_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
+
+
+def _step_tokens(config: EngineConfig) -> int:
+    """Return the tokens of the largest step, where the device's memory does not decide."""
+    return config.most_step_tokens or max(STEP_TOKENS, config.least_step_tokens)
 
 
 def _check_emulated(sampling: kv_pb2.Sampling) -> None:

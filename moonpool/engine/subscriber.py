@@ -15,7 +15,7 @@ from moonpool.base.rpc.stream_writes import write_each
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.transport.send_queue import STALL_S
 from moonpool.base.transport.server_stream import ServerStream, Write
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 
 log = get_logger(__name__)
 Order = decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence
@@ -52,8 +52,12 @@ class Subscriber:
         choice: int = 0,
         score: float | None = None,
         logprobs: Logprobs | None = None,
+        prompt: prefill_pb2.FirstToken | None = None,
     ) -> None:
-        """Queue one answer's new tokens, sent at the next `flush`. A hypothesis comes whole, with the score."""
+        """Queue one answer's new tokens, sent at the next `flush`. A hypothesis comes whole, with the score.
+
+        `prompt`: how the prompt was computed here, with the first answer's first token.
+        """
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
             waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
@@ -62,6 +66,8 @@ class Subscriber:
         waiting.token_ids.extend(token_ids)
         if score is not None:
             waiting.score = score
+        if prompt is not None:
+            waiting.prompt.CopyFrom(prompt)
         if logprobs is not None:
             waiting.logprobs.MergeFrom(logprobs_to_proto(logprobs))
         waiting.finish_reason = reason

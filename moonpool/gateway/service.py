@@ -33,6 +33,7 @@ from moonpool.gateway.serving.body_limits import BodyMemory, BodyPace
 from moonpool.gateway.serving.body_reader import BodyReader
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.envelope import AllowedHosts
+from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -67,6 +68,7 @@ async def application(
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(world.thread_pool(1, "tokenize"))
         parsing = stack.enter_context(world.thread_pool(1, "bodies"))
+        rendering = stack.enter_context(world.thread_pool(1, "markdown"))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -79,7 +81,7 @@ async def application(
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
         responses = stack.enter_context(response_store(config))
         bodies = body_reader(config, parsing)
-        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies)
+        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
         app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
@@ -100,6 +102,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
         http_serving(app, config) as (server, port),
     ):
         metrics.watch(watched.add(SERVER_METRICS, server))
+        metrics.ready = lambda: ""
         async with metrics.served(config.metrics_listen):
             yield config.advertised(port)
 
@@ -154,6 +157,7 @@ def gateway_context(
     metrics: PrometheusMetrics,
     responses: ResponseStore,
     bodies: BodyReader,
+    rendering: Executor,
     keys: ApiKeys | None = None,
 ) -> ResponsesContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -181,7 +185,7 @@ def gateway_context(
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,
-        aside=bodies.threads,
+        markdown=MarkdownRenderer(rendering),
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
     )

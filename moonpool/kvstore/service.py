@@ -370,6 +370,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
             service.listener.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
+            service.metrics.ready = server.lacking
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)
             left = asyncio.Event()

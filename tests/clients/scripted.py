@@ -102,7 +102,7 @@ async def serve(folder: str, ready: Path) -> None:
         texts = GatewayTokenizer(MODEL, Tokenizer.load(model_dir()), threads, ParserNames("hermes", "none"))
         client = scripted_conductor(folder).async_client()
         bodies = body_reader(config, threads)
-        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies)
+        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads)
         app = make_app(context, allowed_hosts(config))
         async with http_serving(app, config) as (_, port):
             written = ready.with_suffix(".new")

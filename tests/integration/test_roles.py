@@ -1,21 +1,31 @@
-"""Instances of a real stack change their roles by command while streams run; a supervisor starts them again."""
+"""Instances of a real stack change their roles in place while streams run: process, engine, weights and pool stay."""
 
 import dataclasses
+import os
+import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
-from moonpool.cli.stack import Supervisor
-from moonpool.client import Client
+from moonpool.client import Client, GenerateResult
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+FORTY, SHORT = (dataclasses.replace(GREEDY, max_tokens=count) for count in (40, 12))
+OTHER = {"prefill": "decode", "decode": "prefill"}
+LOOK_S = 0.02
+POOL = "memfd:moonpool-kv"
+CHANGES = 6
+"""Changes of a storm."""
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +37,116 @@ def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def kinds(client: Client) -> dict[str, str]:
-    return {instance.id: instance.kind for instance in client.cluster_state().instances}
+    """The engines' roles by id."""
+    return {instance.id: instance.kind for instance in client.cluster_state().instances if instance.kind in OTHER}
+
+
+def change_role(client: Client, instance: str, kind: str) -> float:
+    """Order a change; returns the seconds until the instance has joined in the other role."""
+    began, pause = time.monotonic(), threading.Event()
+    client.change_role(instance, kind)
+    while kinds(client).get(instance) != kind:
+        pause.wait(LOOK_S)
+        assert time.monotonic() - began < 60.0, f"{instance} does not become {kind}"
+    return time.monotonic() - began
+
+
+def processes(stack: CheckedStack, instance: str) -> tuple[int, list[str], set[str]]:
+    """Process, engine processes, and the pool's memory of an instance."""
+    pid = stack.services[instance].pid
+    workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return pid, workers, {line.split()[4] for line in lines_of(pid) if POOL in line} & _of_engine(workers)
+
+
+def _of_engine(workers: list[str]) -> set[str]:
+    return {line.split()[4] for worker in workers for line in lines_of(worker) if POOL in line}
+
+
+def lines_of(pid: int | str) -> list[str]:
+    """What a process has mapped; the fifth word is the file's number."""
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("instance", "kind"), [("decode-1", "prefill"), ("prefill-0", "decode")])
-def test_an_instance_comes_back_in_the_other_role(
+def test_an_instance_goes_on_in_the_other_role(
     four: CheckedStack, reference: Reference, instance: str, kind: str
 ) -> None:
-    """Streams that run meanwhile lose no token, and the instance keeps its name."""
-    stack, pause = four, threading.Event()
-    ends: list[int] = []
-    supervisor = Supervisor(
-        stack.services, stack.spawn_again, lambda _, status, __: ends.append(status), lambda name: None
-    )
+    """Streams that run meanwhile lose no token; the instance keeps name, processes, and the pool's memory."""
+    before = processes(four, instance)
+    assert before[1], "no engine process"
+    assert before[2], "no shared memory"
     prompts = [tokens(40 + 30 * number, f"roles {number}") for number in range(4)]
-    with Client(stack.address) as client, ThreadPoolExecutor(len(prompts)) as pool:
+    with Client(four.address) as client, ThreadPoolExecutor(len(prompts)) as pool:
         running = [pool.submit(client.generate, token_ids=prompt, sampling=GREEDY) for prompt in prompts]
-        client.change_role(instance, kind)
-        while kinds(client).get(instance) != kind:
-            supervisor.look()
-            pause.wait(0.05)
+        seconds = change_role(client, instance, kind)
         for prompt, result in zip(prompts, running, strict=True):
             reference.assert_greedy(prompt, result.result().token_ids)
-        again = client.generate(token_ids=tokens(90, f"after {instance}"), sampling=GREEDY)
-        assert len(again.token_ids) == 300
-    assert ends == [10]
+        began, prompt = time.monotonic(), tokens(90, f"after {instance}")
+        reference.assert_greedy(prompt, client.generate(token_ids=prompt, sampling=SHORT).token_ids)
+        print(f"{instance}: changed in {seconds:.2f} s, next request in {time.monotonic() - began:.2f} s")
+    assert processes(four, instance) == before
+    assert "role changed" in four.services[instance].log_path.read_text()
+
+
+@pytest.mark.slow
+def test_cached_kv_is_found_in_the_other_role(checkpoint: Path, reference: Reference, tmp_path: Path) -> None:
+    """A decode instance has the KV of its answers, and so has the prefill instance that it becomes."""
+    plan = dataclasses.replace(small_plan(checkpoint, tmp_path), prefill=1, decode=2, kvstore=0)
+    with CheckedStack(plan) as stack, Client(stack.address) as client:
+        prompt = tokens(200, "kept")
+        placed = client.generate(token_ids=prompt, sampling=GREEDY)
+        decode = placed.placement.decode
+        other = next(name for name, kind in kinds(client).items() if kind == "decode" and name != decode)
+        change_role(client, decode, "prefill")
+        stack.services["prefill-0"].signal(signal.SIGTERM)  # so that only the changed one computes prompts
+        assert stack.services["prefill-0"].wait(60.0) == 0
+        held = stack.gauge(decode, "blocks_cached")
+        assert held >= (200 + 299) // plan.block_size
+        longer = [*prompt, *placed.token_ids, *tokens(20, "more")]
+        answer = client.generate(token_ids=longer, sampling=SHORT)
+        reference.assert_greedy(longer, answer.token_ids)
+        assert (answer.placement.prefill, answer.placement.decode) == (decode, other)
+        assert answer.usage.cached_tokens >= (200 + 299) // plan.block_size * plan.block_size
+
+
+@pytest.mark.slow
+def test_a_storm_of_changes_loses_no_token(four: CheckedStack, reference: Reference) -> None:
+    """Whichever instance changes, and however often, with requests in flight all the time."""
+    drawn, stop = random.Random("storm of roles"), threading.Event()
+    answers: list[tuple[list[int], GenerateResult]] = []
+
+    def ask(number: int) -> None:
+        for turn in range(1000):
+            if stop.is_set():
+                return
+            prompt = tokens(20 + 35 * number, f"storm {number} {turn % 3}")
+            answers.append((prompt, client.generate(token_ids=prompt, sampling=FORTY)))
+
+    before = {name: processes(four, name) for name, service in four.services.items() if service.kind in OTHER}
+    with Client(four.address) as client, ThreadPoolExecutor(4) as pool:
+        asking: list[Future[None]] = [pool.submit(ask, number) for number in range(4)]
+        try:
+            for _ in range(CHANGES):
+                now = kinds(client)
+                movable = [name for name in now if list(now.values()).count(now[name]) > 1]
+                name = drawn.choice(sorted(movable))
+                change_role(client, name, OTHER[now[name]])
+        finally:
+            stop.set()
+        for client_thread in asking:
+            client_thread.result()
+    assert len(answers) > CHANGES
+    for prompt, answer in answers:
+        assert len(answer.token_ids) == 40
+        reference.assert_greedy(prompt, answer.token_ids)
+    assert {name: processes(four, name) for name in before} == before
+    four.check_at_rest()
+
+
+def test_a_stack_with_one_instance_of_each_kind_changes_no_role(checkpoint: Path, tmp_path: Path) -> None:
+    """The last one of a kind stays; so its engines are not set up for both roles."""
+    with CheckedStack(small_plan(checkpoint, tmp_path)) as stack, Client(stack.address) as client:
+        with pytest.raises(InvalidRequest, match="without either_role"):
+            client.change_role("decode-0", "prefill")
+        assert os.path.exists(f"/proc/{stack.services['decode-0'].pid}")

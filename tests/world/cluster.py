@@ -27,11 +27,8 @@ from moonpool.base.telemetry.spans import Recorder
 from moonpool.cli.check import GaugeReading, describe
 from moonpool.conductor import service as conductor
 from moonpool.conductor.config import ConductorConfig
-from moonpool.engine.decode import service as decode
-from moonpool.engine.decode.config import DecodeConfig
+from moonpool.engine import roles as engines
 from moonpool.engine.emulated.kv import continuation, token_seed
-from moonpool.engine.prefill import service as prefill
-from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.kvstore import service as kvstore
 from moonpool.kvstore.config import KVStoreConfig
 from moonpool.v1 import (
@@ -70,8 +67,8 @@ Serve = Callable[..., Awaitable[None]]
 KINDS: dict[str, tuple[Serve, Any]] = {
     "conductor": (conductor.serve, ConductorConfig),
     "kvstore": (kvstore.serve, KVStoreConfig),
-    "prefill": (prefill.serve, PrefillConfig),
-    "decode": (decode.serve, DecodeConfig),
+    "prefill": (engines.serve, engines.PrefillProcessConfig),
+    "decode": (engines.serve, engines.DecodeProcessConfig),
 }
 
 
@@ -149,6 +146,7 @@ class _Process(ProcessContext):
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def announce(self, address: str) -> None:
+        self.announced = True
         self.ready.set_result(address)
 
 
@@ -158,6 +156,7 @@ class Service:
     Attributes:
         disk: of a kvstore; None: the kvstore has DRAM alone.
         stages: of the engine in this life, if a checkpoint's own engine computes.
+        kind_now: role of an engine that has changed roles; a test that changes them says so.
         journals: folder in which each life's core keeps a journal; None: none is kept.
     """
 
@@ -169,6 +168,7 @@ class Service:
         self._computes = computes
         self.skew_s = 0.0
         self._life = 0
+        self.kind_now = self.kind
         self.disk: Disk | None = None
         self.stages: Sequence[Stage] = ()
         self.journals: Path | None = None
@@ -206,6 +206,7 @@ class Service:
     def begin(self) -> None:
         """Begin a life, without waiting for it."""
         self._life += 1
+        self.kind_now = self.kind
         self.node = Node(self.name, self._life, self.skew_s)
         copy_context().run(self._begin)
 
@@ -326,7 +327,7 @@ class Cluster:
         for name in names or self.services:
             service = self.services[name]
             channel = world.CURRENT.get().network.channel(service.address, ())
-            for gauge in (await rpc(STATS[service.kind](channel))).gauges:
+            for gauge in (await rpc(STATS[service.kind_now](channel))).gauges:
                 rest = gauge.at_rest if gauge.HasField("at_rest") else None
                 found.append(GaugeReading(name, gauge.name, gauge.value, rest))
         return found

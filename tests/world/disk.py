@@ -93,7 +93,8 @@ class Disk:
         before, self.path = self.path, self._folder / str(self._lives)
         self.files.move(self.path)
         if power:
-            self.files.boot = str(self._lives)
+            # No earlier boot's name, nor the first one's: by the name a store knows which index to distrust.
+            self.files.boot = f"after life {self._lives}"
             self.files.lose_power(self._chance)
             if (before / RECORDS).exists():
                 shutil.copytree(before / RECORDS, self.path / RECORDS)

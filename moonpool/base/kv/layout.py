@@ -396,11 +396,6 @@ class KVLayout:
     def largest_slice_bytes(self) -> int:
         return max(self._sizes)
 
-    @property
-    def mean_slice_bytes(self) -> int:
-        """Average bytes per slice, rounded up."""
-        return -(-self.block_bytes // self.layers)
-
     def layers_bytes(self, layers: range) -> int:
         """Bytes for consecutive layers in one block."""
         return self._offsets[layers.stop] - self._offsets[layers.start]

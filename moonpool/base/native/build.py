@@ -4,6 +4,9 @@ The library's name is a hash over sources, flags and compiler: a change builds a
 by side. `python -P -m moonpool.base.native.build` builds ahead of first use and prints where the library lies. `--all
 FOLDER` builds for every processor with this architecture, for images, which have no compiler and run anywhere: such
 libraries are looked for in MOONPOOL_KERNELS_PREBUILT first, which is never written.
+
+A library's hash lies beside the library. A damaged library would end each process that loads the library, so a library
+that does not match is made anew, and a prebuilt library that does not match is passed over.
 """
 
 from __future__ import annotations
@@ -186,7 +189,7 @@ def prebuilt(target: str, sources: Path | None = None) -> Path | None:
     if path is None or not path.is_file():
         return None
     _check_folder(path.parent, {0, os.getuid()})
-    return path
+    return path if _is_whole(path) else None
 
 
 def prebuilt_name(target: str, sources: Path | None = None) -> str:
@@ -218,7 +221,9 @@ def build_all(folder: Path, sources: Path | None = None) -> list[Path]:
                 _compile(target, compiler(), path, sources, unheard)
             elif found != path:
                 shutil.copyfile(found, path)
+                shutil.copyfile(_hash_path(found), _hash_path(path))
             path.chmod(0o755)
+            _hash_path(path).chmod(0o644)
     except OSError as error:
         raise BuildError(f"no folder to build in: {error}") from None
     return paths
@@ -234,12 +239,31 @@ def _build(folder: Path, target: str, sources: Path, report: Report) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_folder(folder, {os.getuid()})
     path = folder / f"{target}-{_hash(target, sources, used)}.so"
-    if path.exists():
+    if _is_whole(path):
         return path
     with _locked(path.with_suffix(".lock"), report):
-        if not path.exists():
+        if not _is_whole(path):
+            if path.exists():
+                report(f"{path} is damaged: made anew")
             _compile(target, used, path, sources, report)
     return path
+
+
+def _hash_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a library is there as it was made."""
+    try:
+        return _hash_path(path).read_text() == _file_hash(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash(target: str, sources: Path, used: str | None = None) -> str:
@@ -293,7 +317,17 @@ def _compile(target: str, used: str, path: Path, folder: Path, report: Report) -
         _run(commands, environment, lambda done: report(f"compiling native code, {done} of {len(commands)} files"))
         report("linking native code")
         _run([[used, *flags(target), *objects, "-o", str(made)]], environment, lambda done: None)
-        made.replace(path)
+        _put_with_hash(made, path)
+
+
+def _put_with_hash(made: Path, path: Path) -> None:
+    """Move a library to `path` with the hash beside it; both survive a loss of power whole, or are made anew."""
+    beside = made.with_suffix(".sha256")
+    beside.write_text(_file_hash(made))
+    for file, goal in ((made, path), (beside, _hash_path(path))):  # without the hash, the library counts as missing
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+        file.replace(goal)
 
 
 def _run(commands: list[list[str]], environment: dict[str, str], report: Callable[[int], None]) -> None:

@@ -76,8 +76,6 @@ def signal_counter(stopping: asyncio.Event, leave: Callable[[int], object]) -> C
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_MISMATCH = 3
-EXIT_ROLE = 10
-"""An engine instance has drained and is to be started again in the other role."""
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s and then has connections to close
 CANCEL_GRACE_S = 5.0
@@ -93,8 +91,7 @@ class ProcessContext:
 
     Attributes:
         stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
-        epoch: random 63-bit number, never 0, drawn at start.
-        exit_code: the process's exit code after an orderly end.
+        epoch: random 63-bit number, never 0, drawn at start, and again by `renew_epoch`.
         id: the instance's id (`ServiceConfig.id`).
         announced: the service is ready.
         spans: this process's recorder; records only if `spans_dir` is set.
@@ -104,13 +101,16 @@ class ProcessContext:
 
     def __init__(self, instance_id: str, spans: Recorder, out: TextIO) -> None:
         self.stopping = asyncio.Event()
-        self.exit_code = 0
         self.world = world.CURRENT.get()
-        self.epoch = self.world.draws.bits(63) or 1
+        self.renew_epoch()
         self.id = instance_id
         self.spans = spans
         self.announced = False
         self._out = out
+
+    def renew_epoch(self) -> None:
+        """Draw the epoch: to others this process is another one from now on, as after a restart."""
+        self.epoch = self.world.draws.bits(63) or 1
 
     def announce(self, address: str) -> None:
         """Print `ready: HOST:PORT` on standard output, the last thing that goes there."""
@@ -167,8 +167,8 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     number, which also reveals a parent that has already ended.
 
     Returns:
-        The exit code: 0 after an orderly end, 10 after an end for a role change, 2 for a wrong setting or checkpoint, 3
-            if the cluster refuses this instance as not fitting (`Mismatch`), 1 for any other failure.
+        The exit code: 0 after an orderly end, 2 for a wrong setting or checkpoint, 3 if the cluster refuses this
+            instance as not fitting (`Mismatch`), 1 for any other failure.
     """
     tune_malloc()
     tune_gc()
@@ -215,7 +215,7 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
                     os._exit(EXIT_FAILED)
                 return EXIT_FAILED
             running.result()
-            return ctx.exit_code
+            return 0
         finally:
             stopping.cancel()
             running.cancel()

@@ -64,6 +64,10 @@ class RunningServer:
         """Tell health checks whether new requests are welcome, for every service and as a whole."""
         self._health.set(serving)
 
+    def lacking(self) -> str:
+        """What new requests wait for, "" = nothing: what `/readyz` says (`PrometheusMetrics.ready`)."""
+        return "" if self._health.serving else "the service takes no new requests"
+
 
 class _Health(health_pb2_grpc.HealthServicer):
     """The standard health service with one answer for all the process's services, changed without awaiting."""
@@ -73,6 +77,10 @@ class _Health(health_pb2_grpc.HealthServicer):
         self._serving = True
         self._closing = False
         self._changed = asyncio.Event()
+
+    @property
+    def serving(self) -> bool:
+        return self._serving
 
     def set(self, serving: bool) -> None:
         self._serving = serving

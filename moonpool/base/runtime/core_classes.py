@@ -20,6 +20,7 @@ CORE_MODULES = (
     "moonpool.conductor.placement",
     "moonpool.engine.decode.core",
     "moonpool.engine.prefill.core",
+    "moonpool.engine.scheduler",
 )
 """Modules, and packages with all below them. What is not installed is left out."""
 

@@ -92,6 +92,22 @@ class BlockManager:
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
 
+    def take_over(self, former: "BlockManager") -> None:
+        """Take all that another manager of the same pool holds: keys, cached blocks and window slots, in their order.
+
+        No block is referenced there, and that manager is not used any more. Key changes begin anew: whoever follows
+        this pool begins with `keys`.
+        """
+        assert not former.num_used, f"{former.num_used} blocks are referenced"
+        sizes = self.num_blocks, self.num_slots, self._window_blocks
+        assert sizes == (former.num_blocks, former.num_slots, former._window_blocks), "not the same pool"
+        self._slot_of, self._free_slots, self._past = former._slot_of, former._free_slots, former._past
+        self._passed_slots, self._cached_slots = former._passed_slots, former._cached_slots
+        self._free, self._cached, self._copies = former._free, former._cached, former._copies
+        self._refs, self._key_of, self._block_of = former._refs, former._key_of, former._block_of
+        self._owned, self.now = former._owned, former.now
+        self._moved_slots, self._stored, self._removed = former._moved_slots, {}, {}
+
     @property
     def num_free(self) -> int:
         """Blocks without references and without a key."""

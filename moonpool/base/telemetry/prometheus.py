@@ -1,29 +1,27 @@
-"""Prometheus metrics over HTTP: a service's `MetricSet`, and histograms where a single number says too little.
+"""Prometheus metrics: a service's `MetricSet`, and histograms where a single number says too little.
 
-The endpoint has a separate address, so that scraping never competes with the service's RPCs for a listener. Names are
-`moonpool_<service>_<metric>`.
+Names are `moonpool_<service>_<metric>`. The same port answers the probes of orchestrators.
 """
 
 import asyncio
-import socket
-import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from moonpool.base.config import format_address, is_loopback, parse_address
+from moonpool.base.config import is_loopback, parse_address
 from moonpool.base.errors import ConfigError
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import MetricKind, MetricSample, MetricSet
+from moonpool.base.telemetry.metrics_server import TEXT, Answer, MetricsServer
 
+PROBE_S = 1.0
+"""Seconds in which the service's event loop answers a probe."""
 SCRAPE_TIMEOUT_S = 5.0
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bucket bounds for latencies."""
@@ -40,24 +38,34 @@ class PrometheusMetrics:
 
     Attributes:
         registry: what is exported; independent of the library's global registry, so that tests can have many.
+        ready: what new requests wait for, "" = nothing. Called on the service's event loop.
     """
 
     def __init__(self, service: str) -> None:
         """Metrics for the service with that name, as in `moonpool_<service>_...`."""
         self.registry = CollectorRegistry()
         self._prefix = f"moonpool_{service}_"
+        self.ready: Callable[[], str] = lambda: "the service starts"
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = ()) -> Histogram:
         """A histogram; observing costs about a microsecond."""
         return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
 
-    def watch(self, metrics: MetricSet) -> None:
-        """Export `metrics`, which each scrape reads on the event loop that runs now."""
-        self.registry.register(_SetCollector(self._prefix, metrics, asyncio.get_running_loop()))
+    def watch(self, metrics: MetricSet, service: str = "") -> Callable[[], None]:
+        """Export `metrics`, which each scrape reads on the event loop that runs now; returns what ends that.
+
+        `service`: in the names, if not this process's own.
+        """
+        prefix = f"moonpool_{service}_" if service else self._prefix
+        collector = _SetCollector(prefix, metrics, asyncio.get_running_loop())
+        self.registry.register(collector)
+        return partial(self.registry.unregister, collector)
 
     @asynccontextmanager
     async def served(self, listen: str) -> AsyncIterator[str]:
-        """Serve `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" = no server.
+        """Serve `/metrics`, `/livez` and `/readyz` at "host:port" (port 0 = any free port); "" = no server.
+
+        `/livez` says 200 while the event loop that runs now answers. `/readyz` says 200 while `ready` returns "".
 
         Yields:
             The served address, "" for none.
@@ -68,28 +76,56 @@ class PrometheusMetrics:
         if not listen:
             yield ""
             return
-        host, port = parse_address(listen)
-        server_class = _ServerV6 if ":" in host else _Server
+        probe = _Probe(self, asyncio.get_running_loop())
         try:
-            server = make_server(host, port, self._scraped, server_class, handler_class=_QuietHandler)
+            paths = {"/metrics": probe.metrics, "/livez": probe.livez, "/readyz": probe.readyz}
+            server = await asyncio.to_thread(MetricsServer, listen, paths)
         except OSError as error:
             raise ConfigError("metrics_listen", f"cannot listen at {listen}: {error.strerror or error}") from error
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        address = format_address(host, server.server_port)
-        log.info("serving metrics", address=address)
-        if not is_loopback(host):
+        log.info("serving metrics", address=server.address)
+        if not is_loopback(parse_address(listen)[0]):
             log.warning("metrics are in plaintext and open to all who reach them; see metrics_listen", listen=listen)
         try:
-            yield address
+            yield server.address
         finally:
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            await asyncio.to_thread(thread.join)
+            await asyncio.to_thread(server.__exit__)
 
-    def _scraped(self, environ: dict[str, Any], start_response: Any) -> Any:
-        accept = keeping_colons(environ.get("HTTP_ACCEPT", ""))
-        return make_wsgi_app(self.registry)({**environ, "HTTP_ACCEPT": accept}, start_response)
+
+class _Probe:
+    """Answers scrapes and probes on the metrics server's loop, with what the service's loop knows."""
+
+    def __init__(self, metrics: PrometheusMetrics, loop: asyncio.AbstractEventLoop) -> None:
+        self._metrics = metrics
+        self._loop = loop
+
+    async def metrics(self, accept: str) -> Answer:
+        try:
+            body, content_type = await asyncio.to_thread(exposition, self._metrics.registry, accept)
+        except TimeoutError:
+            return 503, b"the service does not answer\n", TEXT
+        except Exception:
+            log.exception("a scrape failed")
+            return 500, b"the metrics cannot be read; the log says why\n", TEXT
+        return 200, body, content_type
+
+    async def livez(self, accept: str) -> Answer:
+        return await self._asked(lambda: "")
+
+    async def readyz(self, accept: str) -> Answer:
+        return await self._asked(lambda: self._metrics.ready())
+
+    async def _asked(self, lacking: Callable[[], str]) -> Answer:
+        """Ask on the service's loop what is lacking: a loop that is stuck answers no probe."""
+
+        async def ask() -> str:
+            return lacking()
+
+        try:
+            asking = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(), self._loop))
+            text = await asyncio.wait_for(asking, PROBE_S)
+        except TimeoutError:
+            text = f"the service's event loop has not answered for {PROBE_S:g} s"
+        return (503, f"{text}\n".encode(), TEXT) if text else (200, b"ok\n", TEXT)
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
@@ -113,19 +149,6 @@ def keeping_colons(accept: str) -> str:
         [part for part in choice.split(";") if not part.strip().startswith("escaping")] for choice in accept.split(",")
     ]
     return ",".join(";".join([*parts, "escaping=allow-utf-8"]) for parts in ranges)
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log no request."""
 
 
 class _SetCollector(Collector):

@@ -1,16 +1,15 @@
-"""Runs a decode instance: flags -> configuration -> process."""
+"""Runs an instance that begins as decode: flags -> configuration -> process."""
 
 import sys
 from collections.abc import Sequence
 
 from moonpool.base.rpc.process import run_main
-from moonpool.engine.decode.config import DecodeConfig
-from moonpool.engine.decode.service import serve
+from moonpool.engine.roles import DecodeProcessConfig, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; return the process's exit code."""
-    return run_main(DecodeConfig, serve, argv)
+    return run_main(DecodeProcessConfig, serve, argv)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from moonpool.engine.decode.core.actions import (
     Action,
     AnswersRanked,
     AppendBlock,
+    BeginPrompt,
     DropOutputLog,
     FenceConductor,
     FinishSequence,
@@ -44,6 +45,7 @@ from moonpool.engine.decode.core.events import (
     ComputePrompt,
     EngineDied,
     Event,
+    QueuePrompt,
     ReserveBlocks,
     StartDecoding,
     StreamClosed,
@@ -178,6 +180,10 @@ class DecodeExecutor:
             Unavailable: the scheduler has stopped.
         """
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
+        if total <= tokens:
+            if not asked.computes_prompt:
+                raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
+            total = tokens + 1  # the token behind the prompt ends the answer
         number, self._next = self._next, self._next + incoming.spec.width
         stores = stores_of(asked)
         event = ReserveBlocks(
@@ -191,6 +197,9 @@ class DecodeExecutor:
             search_rules_of(incoming.sampling.params),
             resumable=bool(asked.resume_secret),
             fence=asked.fence,
+            computes_prompt=asked.computes_prompt,
+            reuse=not asked.computes_prompt or incoming.sampling.params.prompt_logprobs is None,
+            max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
         )
         self._order(event)
         if (answer := self._answers.pop(number, None)) is None:
@@ -279,8 +288,11 @@ class DecodeExecutor:
         else:
             live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
-                live.compute()
-                self._order(ComputePrompt(live.id, stream, patient=live.gather))
+                live.compute(message, self._clock())
+                order: Event = ComputePrompt(live.id, stream, live.gather)
+                if live.prompt is not None:
+                    order = QueuePrompt(live.id, stream, live.gather, message.delay_s, tuple(message.held_blocks))
+                self._order(order)
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
             self._order(
@@ -375,10 +387,8 @@ class DecodeExecutor:
                 self.running.order(action)
             case StopRun(step, hurried):
                 self.running.cut(step, hurried=hurried)
-            case AppendBlock(number, block):
-                self._live.sequences[number].table += (block,)
-            case SetBlockTable(number, blocks):
-                self._live.sequences[number].set_table(blocks)
+            case AppendBlock() | SetBlockTable() | BeginPrompt():
+                self._note(action)
             case ReservationGranted(number) | ReservationRefused(number):
                 self._answers[number] = action
             case StoreBlock(_, number):
@@ -394,6 +404,17 @@ class DecodeExecutor:
                 self.io.stop(action, self._live.requests[number])
             case MoveSlots() | KVDeleted() | BlocksLent():
                 self._move_or_answer(action)
+
+    def _note(self, action: AppendBlock | SetBlockTable | BeginPrompt) -> None:
+        """Note what a sequence has now."""
+        sequence = self._live.sequences[action.id]
+        match action:
+            case AppendBlock(_, block):
+                sequence.table += (block,)
+            case SetBlockTable(_, blocks):
+                sequence.set_table(blocks)
+            case BeginPrompt() if sequence.request.prompt is not None:
+                sequence.request.prompt.begin(action)
 
     def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
         """Move window blocks in the pool, or take the answer to an order about the pool."""
@@ -453,8 +474,6 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
         InvalidRequest: the request can never fit, or no token is to be generated; names the field.
     """
     tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
-    if total <= tokens:
-        raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
     if incoming.spec.width > config.max_num_seqs:
         field = "beam_width" if incoming.sampling.params.deferred else "n"
         raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_num_seqs} batch slots")

@@ -14,14 +14,16 @@ from moonpool.engine.decode.core.actions import (
     AnswersRanked,
     ForkSequences,
 )
-from moonpool.engine.decode.core.events import Candidates, ReserveBlocks, SearchRules
+from moonpool.engine.decode.core.events import Candidates, FirstTokens, ReserveBlocks, SearchRules
 from moonpool.engine.decode.output import AnswerOutput, RequestOutput
+from moonpool.engine.decode.prompt_progress import PromptProgress, prompt_error
 from moonpool.engine.decode.speculation import NgramDrafter
 from moonpool.engine.request import IncomingRequest
 from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import decode_pb2, kv_pb2
 
 TOKEN_BYTES = 4
+STOPPED = kv_pb2.FINISH_REASON_STOP
 GATHERED_TOKENS = 16
 """Tokens sent together if the client does not wait for single tokens."""
 
@@ -89,7 +91,7 @@ class LiveSequence:
     def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
         """Return why the answer ends with the last token; unspecified if it continues. Called at a run's end."""
         stopped, tokens = self.stopped, self.output.tokens
-        self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
+        self.output.finish = STOPPED if stopped else self.sampling.finish(tokens, max_tokens)
         return self.output.finish
 
     def set_table(self, blocks: tuple[int, ...]) -> None:
@@ -138,17 +140,19 @@ class LiveSequence:
         steps: int = 1,
         full_hit: bool = False,
         may_skip: bool = False,
+        scores: bool = False,
     ) -> SequenceStep:
         """Return the sequence's part in a step: `count` tokens from `start` on.
 
         If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
-        sequence may go without a token in a step.
+        sequence may go without a token in a step. `scores`: the prompt's tokens get log probabilities, if wanted.
         """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
             block_table=self.table[: -(-(start + count + steps - 1) // block_size)],
             sample=self.sampling.at(self.tokens, self.choice) if sample else None,
+            scored=self.sampling.scored(self.tokens, start, start + count) if scores else None,
             full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             may_skip=may_skip,
@@ -238,6 +242,7 @@ class LiveRequest:
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
         known: for each answer, tokens known behind the first token, and keys of the blocks that these fill.
         gather: the client does not wait for single tokens.
+        prompt: the whole prompt that is computed here; None = its KV comes, or a remainder is computed.
     """
 
     incoming: IncomingRequest
@@ -253,6 +258,7 @@ class LiveRequest:
     send_verdict: Callable[[InboundTransfer], None] | None = None
     known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
     gather: bool = False
+    prompt: PromptProgress | None = None
 
     def __post_init__(self) -> None:
         prompt_tokens = self.incoming.sampling.prompt_tokens
@@ -288,12 +294,47 @@ class LiveRequest:
             self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
         return tuple(other.sampling.finish(other.tokens, max_tokens) for other in self.sequences), ()
 
-    def compute(self) -> None:
+    def compute(self, message: decode_pb2.StartSequence, now: float) -> None:
         """Begin with the prompt alone; the missing part is computed here."""
-        [sequence] = self.sequences
-        sequence.begin()
-        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_size
-        del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
+        before_last = (len(self.incoming.token_ids) - 1) // self.transfer.layout.block_size
+        for sequence in self.sequences:
+            sequence.begin()
+            del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
+        if self.asked.computes_prompt:
+            self.prompt = PromptProgress(message, now, len(self.incoming.token_ids))
+
+    def take_first_tokens(self, found: SampledCandidates, logprobs: Logprobs | None, max_tokens: int) -> FirstTokens:
+        """Take the first tokens behind the prompt computed here, and send those of answers that continue.
+
+        Args:
+            found: a token for each answer; for a search, the most likely tokens.
+            logprobs: the tokens' log probabilities, if wanted.
+            max_tokens: longest sequence the model takes.
+        """
+        prompt, first = self.prompt, self.sequences[0]
+        assert prompt is not None
+        prompt.over = True
+        told = prompt.first_token(found, logprobs)
+        self.output.answers[0].prompt = told
+        if self.search is not None:
+            return FirstTokens(self.id, (0,), self.search.propose(0, found, max_tokens))
+        known, size = prompt.known(len(self.sequences)), self.transfer.layout.block_size
+        reasons: list[kv_pb2.FinishReason.ValueType] = []
+        for sequence, token, behind in zip(self.sequences, found.tokens, known, strict=True):
+            sequence.keys = list(first.keys)
+            sequence.begin(token, *behind)
+            if logprobs is not None:
+                sequence.take_first(logprobs.part(sequence.choice, sequence.choice + 1))
+            if not behind:
+                sequence.sent_tokens -= 1  # the token is told here first
+            reasons.append(STOPPED if sequence.stopped else sequence.sampling.finish(sequence.tokens, max_tokens))
+        first.output.told_from = first.sent_tokens
+        if any(known):
+            self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
+        for sequence, reason in zip(self.sequences, reasons, strict=True):
+            if not reason and sequence.sent_tokens < sequence.output.length:
+                sequence.send_new()
+        return FirstTokens(self.id, tuple(map(int, reasons)), (), *self.known)
 
     def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:
         """Fork the sequences as chosen, or send the answers, best first, if the search is over."""
@@ -305,6 +346,8 @@ class LiveRequest:
         for number, score in action.hypotheses[: sampling.params.n]:
             tokens = self.search.hypotheses[number]
             answers.append(AnswerOutput(tokens, sampling.prompt_tokens, sampling.finish(tokens, max_tokens), score))
+        if self.prompt is not None:
+            answers[0].prompt = self.output.answers[0].prompt
         self.output.answers = answers
         if self.subscriber is not None:
             for choice, answer in enumerate(answers):
@@ -346,7 +389,7 @@ class LiveRequest:
             for sequence in self.sequences if self.search is None else ():
                 if sequence.output.length > sequence.sent_tokens:  # gathered: another instance continues behind them
                     sequence.send_new()
-            self.subscriber.failed(self.request_id, why, transfer=not self.complete)
+            self.subscriber.failed(self.request_id, why, transfer=self.prompt is None and not self.complete)
             self.subscriber = None
 
 
@@ -400,20 +443,16 @@ def search_rules_of(params: SamplingParams) -> SearchRules | None:
 def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
     """Return why a request cannot begin with these first tokens, or none; None if the request can."""
     params = live.incoming.sampling.params
+    if message.compute_prompt and live.asked.computes_prompt:
+        return prompt_error(message, len(live.stores)) or _known_error(live, message, len(live.sequences))
     if message.compute_prompt:
         if params.scores_prompt:
             return "a prompt whose log probabilities or embedding are wanted is not computed here"
         alone = len(live.sequences) == 1 and live.search is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
-    known = message.known_token_ids or message.further_known
-    if known and (live.search or message.HasField("logprobs")):
-        return "tokens behind the first ones may be known without beams and log probabilities"
-    longest = max(map(len, known_tokens(message, tokens)))
-    if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
-        return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
-    if message.further_known and len(message.further_known) != wanted - 1:
-        return f"{wanted} answers are wanted, of each tokens may be known"
+    if (error := _known_error(live, message, tokens)) is not None:
+        return error
     if live.search is None:
         first = logprobs_from_proto(message.logprobs)
         if not first.consistent or len(first) != tokens * message.HasField("logprobs"):
@@ -421,3 +460,19 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
         return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
     enough = wanted <= tokens == scores
     return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"
+
+
+def _known_error(live: LiveRequest, message: decode_pb2.StartSequence, answers: int) -> str | None:
+    """Return why tokens cannot be known behind the first ones of so many answers; None if they can."""
+    params, wanted = live.incoming.sampling.params, len(live.sequences)
+    known = message.known_token_ids or message.further_known
+    if known and (live.search or message.HasField("logprobs")):
+        return "tokens behind the first ones may be known without beams and log probabilities"
+    longest = max(map(len, known_tokens(message, answers)))
+    if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
+        if message.compute_prompt and not known:
+            return None  # a prompt as long as the model allows: its one token ends the answer
+        return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
+    if message.further_known and len(message.further_known) != wanted - 1:
+        return f"{wanted} answers are wanted, of each tokens may be known"
+    return None

@@ -9,7 +9,7 @@ from typing import Self
 from moonpool.base.kv.keys import BlockKey, tokens_digest
 from moonpool.base.logprobs import Logprobs
 from moonpool.engine.subscriber import Subscriber
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 
 TOKEN_BYTES = 4
 
@@ -77,6 +77,7 @@ class AnswerOutput:
         finish: why the answer has ended normally; unspecified while the answer continues.
         score: the score, if the answer is a search hypothesis.
         logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
+        prompt: how the prompt was computed, if here; told with the first output, at position `told_from`.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -85,6 +86,8 @@ class AnswerOutput:
     score: float | None = None
     logprobs: Logprobs | None = None
     scored_from: int = 0
+    prompt: prefill_pb2.FirstToken | None = None
+    told_from: int = 0
 
     @property
     def length(self) -> int:
@@ -99,7 +102,8 @@ class AnswerOutput:
         """Queue the output from a position on for a conductor; sent at the next `flush`."""
         logprobs = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
         tokens = self.tokens[self.prompt_tokens + position :].tolist()
-        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, logprobs)
+        prompt = self.prompt if position <= self.told_from else None
+        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, logprobs, prompt)
 
     def without_prompt(self) -> Self:
         """Return the same output, without the tokens of the prompt."""

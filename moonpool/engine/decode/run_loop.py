@@ -8,15 +8,14 @@ from functools import partial
 from moonpool.base.errors import Unavailable
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.latency import decode_step_seconds
-from moonpool.base.scheduling.steps import SequenceStep, Step, StepResult
+from moonpool.base.scheduling.steps import SampledCandidates, SequenceStep, Step, StepResult
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.spans import Recorder
-from moonpool.engine.decode.core.actions import (
-    StartRun,
-)
+from moonpool.engine.decode.core.actions import Chunk, StartRun
 from moonpool.engine.decode.core.events import (
     Candidates,
     CheckedDraft,
+    FirstTokens,
     RunDone,
     RunProgress,
 )
@@ -108,10 +107,10 @@ class RunLoop:
         size = self._block_size
         parts = [self._next_token(sequence, steps) for sequence in sequences]
         for chunk in run.chunks:
-            sequences.append(self._live.sequences[chunk.id])
-            parts.append(
-                sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample, full_hit=chunk.full_hit)
-            )
+            sequence = self._live.sequences[chunk.id]
+            sequences.append(sequence)
+            kind = {"sample": chunk.sample, "full_hit": chunk.full_hit, "scores": sequence.request.prompt is not None}
+            parts.append(sequence.step(chunk.start, chunk.count, size, **kind))
         step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient, steps=steps)
         result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
         self._over(run, sequences, result)
@@ -231,16 +230,44 @@ class RunLoop:
             self._took_steps(run, sequences, result.earlier)
         told, index = _RunEnd(), 0
         if not result.aborted:
-            for sequence, guess in zip(sequences, guesses or [()] * len(sequences), strict=True):
-                self._take_last(sequence, guess, result, index, told)
+            chunks = [None] * len(run.batch) + list(run.chunks)
+            parts = zip(sequences, guesses or [()] * len(sequences), chunks, strict=True)
+            for sequence, guess, chunk in parts:
+                prompt = sequence.request.prompt if chunk is not None else None
+                if chunk is not None and prompt is not None and not prompt.over:
+                    self._take_chunk(sequence, chunk, result, index, told)
+                else:
+                    self._take_last(sequence, guess, result, index, told)
                 index += 1 + len(guess)
         seconds, waited_s = self._seconds(run, sequences, result)
         ended, filled = tuple(told.ended), tuple(told.filled)
-        rest = tuple(told.candidates), waited_s, tuple(told.late), tuple(told.drafts)
+        rest = tuple(told.candidates), waited_s, tuple(told.late), tuple(told.drafts), tuple(told.first_tokens)
         self._post(RunDone(run.step, result.aborted, seconds, ended, filled, 1, *rest))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
         return told.drafts
+
+    def _take_chunk(
+        self, sequence: LiveSequence, chunk: Chunk, result: StepResult, index: int, told: "_RunEnd"
+    ) -> None:
+        """Take a computed chunk of a whole prompt, and the first tokens behind the last one."""
+        request, prompt = sequence.request, sequence.request.prompt
+        assert prompt is not None
+        if index in result.failed:
+            self._abort(request, result.failed[index])
+        if request.ending or index in result.failed:
+            return
+        try:
+            prompt.computed(chunk, index, result)
+            if chunk.sample:
+                token = result.sampled[index]
+                assert token is not None, "the last chunk samples"
+                told.filled += sequence.take_filled(self._block_size)
+                found = result.several.get(index, SampledCandidates((token,)))
+                first = request.take_first_tokens(found, result.logprobs.get(index), self._max_tokens)
+                told.first_tokens.append(first)
+        except Exception:
+            self._defect(request)
 
     def _take_last(
         self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
@@ -302,6 +329,7 @@ class _RunEnd:
     candidates: list[tuple[int, Candidates]] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     drafts: list[CheckedDraft] = field(default_factory=list)
+    first_tokens: list[FirstTokens] = field(default_factory=list)
 
 
 def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSequence], result: StepResult) -> None:

@@ -1,9 +1,9 @@
-"""A decode instance: the parts and states (open, draining, closing); the gRPC service; and the process."""
+"""A decode instance: the parts and states (open, draining, closing), the gRPC service, and the draft model."""
 
 import asyncio
-import contextlib
 import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -12,15 +12,13 @@ from moonpool.base import world
 from moonpool.base.checkpoint import load_config, resolve
 from moonpool.base.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
-from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.kv_transfer.inbound_transfer import TransferState
 from moonpool.base.kv_transfer.read_server import check_hello
-from moonpool.base.kv_transfer.stored_parts import PartedWriter
-from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.base.rpc.messages import PayloadMessage
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import Service
 from moonpool.base.rpc.stream_writes import bare_write
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
@@ -34,19 +32,9 @@ from moonpool.engine.decode.draft_model import DraftModel
 from moonpool.engine.decode.executor import DecodeExecutor, Drafting
 from moonpool.engine.decode.live_requests import LiveRequest
 from moonpool.engine.decode.receiver import TransferReceiver
-from moonpool.engine.instance import (
-    WRITE_BACK_GRACE_S,
-    ExecutorParts,
-    InstanceContext,
-    StartEngine,
-    run_instance,
-    run_together,
-)
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
-from moonpool.engine.loras import LORA_METRICS, InstanceLoras
-from moonpool.engine.request import RequestReader
+from moonpool.engine.instance import EngineRole, ExecutorParts, InstanceContext, StartEngine
+from moonpool.engine.role_service import PoolServicer, RoleService
 from moonpool.engine.setup import EngineSetup, engine_setup
-from moonpool.engine.start_engine import start_engine
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 
@@ -57,59 +45,34 @@ SECRET_BYTES = (16, 64)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class DecodeInstance:
+class DecodeInstance(RoleService):
     """One decode instance.
 
     Attributes:
         core: the scheduler.
-        manager: the pool's block manager.
         executor: carries out the scheduler's actions; has the requests.
-        write_back: writes full blocks to kvstores.
-        deletion: deletes KV.
-        deletions: deletions carried out here.
-        loras: LoRA adapters in the engine.
-        reads: reads by other instances.
-        request_reader: reads and checks requests.
-        beside: threads for work that would delay the event loop.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
-        closing: set when long-lived streams are to end.
-        listener: offers transports to prefill processes.
     """
 
     def __init__(self, context: InstanceContext, config: DecodeConfig, draft_model: DraftModel | None = None) -> None:
-        layout, engine = context.setup.layout, context.engine
-        self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
-        self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
+        super().__init__(context, config)
+        if context.emulated is not None:
+            context.emulated.decodes = True
         self.core = DecodeScheduler(core_settings(context, config))
-        self.manager = self.core.blocks
-        self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
-        self.write_back = WriteBack(
-            WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: PartedWriter(context.endpoint(address)),
-            engine.pool.read,
-            world.monotonic,
-            deletions.matching,
-        )
         self.executor = DecodeExecutor(
             self.core,
-            ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
+            ExecutorParts(context.engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
             drafting=Drafting(
                 always=config.speculative in ("ngram", "draft"), ngram=config.speculative != "draft", model=draft_model
             ),
         )
-        self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
-        pool = self.executor.pool
-        self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
+        self.offer(self.executor, self.core.blocks, self.core.lending)
         self.subscribers: dict[Subscriber, None] = {}
         self.receivers: dict[TransferReceiver, None] = {}
-        self.closing = asyncio.Event()
-        self.reads = PoolReads(context, pool, self.core.blocks, self.closing, deletions)
-        self.listener = context.listener
         self.draining = False
         self._notify = context.notify
-        self._context = context
         self._received_bytes = 0
         self._stray_frames = 0
 
@@ -130,21 +93,14 @@ class DecodeInstance:
 
     # --- lifecycle -------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Run until cancelled.
+    def end_requests(self) -> None:
+        """End every request; the conductors' streams end when all is told."""
+        self.executor.die("the instance stops")
+        for subscriber in self.subscribers:
+            subscriber.close()
 
-        Raises:
-            Unavailable: the engine died.
-            Internal: the core has failed.
-        """
-        try:
-            await run_together(self.executor.run(), self.executor.failure(), self.write_back.run())
-        finally:
-            self.executor.die("the instance stops")
-            self.closing.set()
-            for subscriber in self.subscribers:
-                subscriber.close()
-            self.executor.close()
+    async def close(self) -> None:
+        """Others open this role's streams, and have ended them."""
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """Refuse: decode keeps no replicas, and no conductor orders a replica."""
@@ -155,18 +111,21 @@ class DecodeInstance:
         self.draining = True
         self._notify()
 
-    async def drained(self) -> None:
-        """Wait until no request is left and the write-back is idle."""
-        await self.executor.empty.wait()
-        await self.write_back.idle(WRITE_BACK_GRACE_S)
+    @property
+    def speeds(self) -> Speeds:
+        """The engine's speeds, as measured so far."""
+        return self.core.tracker.speeds
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
     def load(self) -> conductor_pb2.LoadReport:
         """Return the load now."""
         self.loras.sweep()
-        core = self.core
+        core, requests = self.core, list(self.core.requests.values())
+        prompts = core.planner.prompts if core.settings.computes_prompts else None
         return conductor_pb2.LoadReport(
+            queued_tokens=prompts.tokens_left(requests) if prompts is not None else 0,
+            drain_s=prompts.drain_s(requests) if prompts is not None else None,
             running=len(core.planner.batch),
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=self.manager.num_free,
@@ -184,9 +143,7 @@ class DecodeInstance:
 
     def gauges(self) -> MetricSet:
         """Return everything the instance reports."""
-        metrics = self._context.metrics().add(DECODE_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
-        metrics.add(LORA_METRICS, self.loras)
-        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.lending)
+        return self.metrics().add(DECODE_METRICS, self)
 
     @property
     def messages_unsent(self) -> int:
@@ -317,7 +274,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     counter(
         "prompts_computed_total",
         "Prompts with their remainder computed here.",
-        lambda instance: instance.core.planner.prompts,
+        lambda instance: instance.core.planner.prompts_begun,
     ),
     counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda instance: instance.received_bytes),
     counter("stray_frames_total", "Frames that belonged to no transfer.", lambda instance: instance.stray_frames),
@@ -342,7 +299,7 @@ def core_settings(context: InstanceContext, config: DecodeConfig) -> DecodeSetti
         num_blocks=engine.blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
-        speeds=engine.speeds,
+        speeds=context.speeds,
         watermark_blocks=int(engine.blocks * WATERMARK),
         swap_blocks=config.swap_bytes // layout.block_bytes,
         run_steps=engine.run_steps,
@@ -353,7 +310,9 @@ def core_settings(context: InstanceContext, config: DecodeConfig) -> DecodeSetti
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
         draft_tokens=_draft_tokens(context, config),
-        **stated_values(DecodeSettings, config),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        **stated_values(DecodeSettings, config)
+        | {"chunked_prefill_size": config.chunk_tokens(engine.max_num_batched_tokens)},
     )
 
 
@@ -375,10 +334,11 @@ def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
     return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
 
 
-class DecodeServicer:
+class DecodeServicer(PoolServicer):
     """One decode instance's gRPC service."""
 
     def __init__(self, instance: DecodeInstance, gauges: MetricSet) -> None:
+        super().__init__(instance)
         self._instance = instance
         self._gauges = gauges
 
@@ -391,6 +351,7 @@ class DecodeServicer:
         _check_stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
+        _check_prompt(request, instance.core.settings)
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
@@ -412,37 +373,17 @@ class DecodeServicer:
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receive KV for many transfers from one prefill process."""
-        await _ReceiveStream(self._instance).run(requests, bare_write(context))
-
-    async def ReadKV(  # noqa: N802
-        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
-    ) -> None:
-        """Another instance reads blocks in the pool."""
-        await self._instance.reads.serve(requests, context)
+        stream = _ReceiveStream(self._instance)
+        with self._instance.streams.running(stream):
+            await stream.run(requests, bare_write(context))
 
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Start and cancel sequences; return tokens."""
-        await _StepsStream(self._instance).run(requests, bare_write(context))
-
-    async def Forget(  # noqa: N802
-        self, request: kv_pb2.ForgetRequest, context: Context
-    ) -> kv_pb2.ForgetResponse:
-        """Delete KV from the pool."""
-        return await self._instance.deletion.forget(request)
-
-    async def LoadLora(  # noqa: N802
-        self, request: kv_pb2.LoadLoraRequest, context: Context
-    ) -> kv_pb2.LoadLoraResponse:
-        """Load a LoRA adapter ahead of requests."""
-        return await self._instance.loras.load(request)
-
-    async def UnloadLora(  # noqa: N802
-        self, request: kv_pb2.UnloadLoraRequest, context: Context
-    ) -> kv_pb2.UnloadLoraResponse:
-        """Drop a LoRA adapter once no request uses the adapter."""
-        return self._instance.loras.unload(request)
+        stream = _StepsStream(self._instance)
+        with self._instance.streams.running(stream):
+            await stream.run(requests, bare_write(context))
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
@@ -466,6 +407,13 @@ def _check_stores(request: decode_pb2.ReserveRequest) -> None:
         raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
     for index, replica in enumerate(request.replicas):
         check_instance(replica, f"replicas[{index}]")
+
+
+def _check_prompt(request: decode_pb2.ReserveRequest, settings: DecodeSettings) -> None:
+    if request.computes_prompt and not settings.computes_prompts:
+        raise InvalidRequest("computes_prompt", "this instance computes no whole prompts (--computes-prompts)")
+    if request.HasField("max_queue_s") and not (request.computes_prompt and request.max_queue_s >= 0):
+        raise InvalidRequest("max_queue_s", "must not be negative, and needs computes_prompt")
 
 
 def _check_secret(request: decode_pb2.ReserveRequest) -> None:
@@ -567,26 +515,42 @@ def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: 
         instance.executor.start(subscriber, message)
 
 
+SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+
+
 def contract(instance: DecodeInstance) -> Service:
     """One instance's DecodeService."""
-    return decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(instance, instance.gauges())
+    return SERVICE, DecodeServicer(instance, instance.gauges())
 
 
-async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
-    """Run a decode instance until told to stop; raise as `run_instance`."""
-    async with contextlib.AsyncExitStack() as stack:
-        drafted = await _draft_setup(config)
-        draft_model = None
-        if drafted is not None:
-            context.starting("starting the draft model")
-            started = start(drafted.spec, start_timeout_s=config.start_timeout_s, listener=context)
-            draft_model = DraftModel(await stack.enter_async_context(started), drafted.max_tokens)
+def decode_role(config: DecodeConfig, draft_model: DraftModel | None = None) -> EngineRole:
+    """The role decode, with these settings."""
 
-        def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
-            instance = DecodeInstance(shared, config, draft_model)
-            return instance, contract(instance)
+    def build(shared: InstanceContext) -> tuple[DecodeInstance, DecodeServicer]:
+        instance = DecodeInstance(shared, config, draft_model)
+        return instance, DecodeServicer(instance, instance.gauges())
 
-        await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build, start=start)
+    told = config.told_step_tokens, config.computes_prompts
+    return EngineRole(kv_pb2.INSTANCE_KIND_DECODE, SERVICE, build, *told)
+
+
+@asynccontextmanager
+async def draft_model_of(
+    context: ProcessContext, config: DecodeConfig, start: StartEngine
+) -> AsyncIterator[DraftModel | None]:
+    """The draft model of these settings, on an engine that `start` starts; None without a draft model.
+
+    Raises:
+        ConfigError: a draft model is wanted but missing, or cannot be used.
+        CheckpointError: the draft model's checkpoint cannot be served.
+    """
+    drafted = await _draft_setup(config)
+    if drafted is None:
+        yield None
+        return
+    context.starting("starting the draft model")
+    async with start(drafted.spec, start_timeout_s=config.start_timeout_s, listener=context) as engine:
+        yield DraftModel(engine, drafted.max_tokens)
 
 
 async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
@@ -605,7 +569,8 @@ async def _draft_setup(config: DecodeConfig) -> EngineSetup | None:
     if config.device != "cpu" or config.engine != "real":
         raise ConfigError("draft_model", "only for engines that compute on a CPU")
     own = {"model": config.draft_model, "dtype": "auto", "kv_cache_dtype": "auto", "imatrix": "", "profile": ""}
-    setup = await asyncio.to_thread(engine_setup, config.model_copy(update={**own, "max_loras": 0}))
+    less = {"max_loras": 0, "either_role": False}
+    setup = await asyncio.to_thread(engine_setup, config.model_copy(update=own | less))
     ours = (await asyncio.to_thread(lambda: load_config(resolve(config.model)))).vocab_size
     if setup.vocab_size != ours:
         raise ConfigError("draft_model", f"has {setup.vocab_size} tokens, the model {ours}: not the same vocabulary")

@@ -86,6 +86,7 @@ class EmulatedEngine:
         step_s: seconds that all steps were to take.
         late_s: seconds by which steps ended late.
         slowed: steps take `Noise.slowdown` times longer.
+        decodes: steps are decode steps, one token per sequence; another in another role.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class EmulatedEngine:
         self.step_s = 0.0
         self.late_s = 0.0
         self.slowed = False
+        self.decodes = emulated.decode
 
     @property
     def layout(self) -> KVLayout:
@@ -213,6 +215,9 @@ class EmulatedEngine:
         flight.aborted = True
         flight.changed.set()
 
+    async def idle(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def shutdown(self) -> None:
         """End what runs; idempotent."""
         self._fail("the engine was shut down")
@@ -274,7 +279,7 @@ class EmulatedEngine:
 
     def _schedule(self, step: Step) -> _LayerSchedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
-        seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
+        seconds = step_seconds(self._speeds, step, decode=self.decodes, begins=begins)
         seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_size)
         seconds *= self._emulated.noise.factor(step.step_id, slowed=self.slowed)
         return _LayerSchedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)

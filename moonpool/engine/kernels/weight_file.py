@@ -1,27 +1,43 @@
 """A file of arranged weights that the processes of one machine share, and later starts use again.
 
 The first process writes the file while the others wait; then all map it, so that the system holds each page once. A
-second file, written last, says that the first is whole, and what lies in it. On a full disk, files that no process has
-open make room, the least recently used first.
+second file, written last, says that the first is whole, what lies in it, and a checksum of each piece. Who opens a file
+that no other process has open compares the checksums: a damaged file would give wrong tokens without a word, and is
+written anew. On a full disk, files that no process has open make room, the least recently used first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from moonpool.base.telemetry.logs import get_logger
 
 #: Seconds between two looks at a file that another process writes.
 POLL_S = 0.2
 #: Seconds without use after which a file is removed.
 KEPT_S = 30 * 86400.0
+#: Bytes behind one checksum: several threads share a large file.
+PIECE_BYTES = 64 << 20
 _SUFFIX = ".weights"
+#: Of a file by which `gives_large_pages` asks the system: it holds a whole large page of x86-64 and AArch64.
+_PROBE_BYTES = 4 << 20
+Piece = tuple[int, int, str]
+"""First byte, bytes, and checksum."""
+log = get_logger(__name__)
 
 
 class WeightFile:
@@ -33,12 +49,16 @@ class WeightFile:
     """
 
     def __init__(self, folder: Path, name: str, waiting: Callable[[], None] = lambda: None) -> None:
-        """Open the file; waits for a process that writes it, and calls `waiting` meanwhile.
+        """Open the file; waits for a process that writes or checks it, and calls `waiting` meanwhile.
 
         Raises:
-            OSError: the folder or the file cannot be used.
+            OSError: the folder or the file cannot be used, or is another user's.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "the folder of arranged weights is another user's", str(folder))
+        folder.chmod(0o700)  # whoever may write there decides what the model says
+        self._allocated: list[tuple[int, int]] = []
         self._folder, self._path = folder, folder / f"{name}{_SUFFIX}"
         self._whole = self._path.with_suffix(".json")
         self.descriptor, self.notes = self._open(waiting)
@@ -50,16 +70,18 @@ class WeightFile:
 
     def _open(self, waiting: Callable[[], None]) -> tuple[int, Any]:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            alone = True
             try:
                 while not _locked(file, fcntl.LOCK_EX):
                     # Another process writes, or uses a whole file.
                     if _locked(file, fcntl.LOCK_SH):
+                        alone = False  # the first of them has compared the checksums
                         break
                     waiting()
                     time.sleep(POLL_S)
                 if os.fstat(file).st_nlink:  # else it was removed before we had it
-                    notes = self._read_notes(os.fstat(file).st_size)
+                    notes = self._read_notes(file, alone=alone)
                     if notes is not None:
                         fcntl.flock(file, fcntl.LOCK_SH)
                         os.utime(file)
@@ -82,10 +104,16 @@ class WeightFile:
             if os.fstat(file).st_ino == self._path.stat().st_ino:
                 self._path.unlink()
 
-    def _read_notes(self, size: int) -> Any:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+    def _read_notes(self, file: int, *, alone: bool) -> Any:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(self._whole.read_text())
-            return found["notes"] if found["bytes"] == size else None
+            pieces = [(int(begin), int(nbytes), str(checksum)) for begin, nbytes, checksum in found["pieces"]]
+            if found["bytes"] != os.fstat(file).st_size:
+                return None
+            if alone and not _match(file, pieces):
+                log.warning("arranged weights are damaged: they are made anew", path=str(self._path))
+                return None
+            return found["notes"]
         return None
 
     def allocate(self, begin: int, nbytes: int) -> None:
@@ -97,6 +125,7 @@ class WeightFile:
         while True:
             try:
                 os.posix_fallocate(self.descriptor, begin, nbytes)  # told here, not where the memory is written to
+                self._allocated.append((begin, nbytes))
                 return
             except OSError as error:
                 if error.errno != errno.ENOSPC or not self._remove_unused(None):
@@ -106,7 +135,10 @@ class WeightFile:
         """The file is whole; `notes`, for JSON, are told to its later users."""
         os.fsync(self.descriptor)
         made = self._whole.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "notes": notes}))
+        pieces = _checksums(self.descriptor, list(_joined(self._allocated)))
+        made.write_text(json.dumps({"bytes": os.fstat(self.descriptor).st_size, "pieces": pieces, "notes": notes}))
+        with made.open("rb") as written:
+            os.fsync(written.fileno())
         made.replace(self._whole)
         fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
@@ -129,6 +161,96 @@ class WeightFile:
                 if before is None:
                     break
         return removed
+
+
+def in_use(folder: Path, name: str) -> bool:
+    """Tell whether a process of this machine has a whole file mapped whose name begins with `name`."""
+    for note in folder.glob(f"{name}-*.json"):
+        with contextlib.suppress(OSError):
+            file = os.open(note.with_suffix(_SUFFIX), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _locked(file, fcntl.LOCK_EX):
+                    return True
+            finally:
+                os.close(file)
+    return False
+
+
+def gives_large_pages(folder: Path) -> bool:
+    """Tell whether the system maps files of this folder, which is made if need be, on large pages.
+
+    Weights on small pages cost a decode step up to a tenth of its time (`moonpool.engine.kernels.memory`). Kernel and
+    file system decide; the answer is found out with a small file that is gone afterwards.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        with mmap.mmap(file.fileno(), _PROBE_BYTES) as memory:
+            advise_large_pages(memory)
+            memory[:: mmap.PAGESIZE] = bytes(_PROBE_BYTES // mmap.PAGESIZE)
+            first = ctypes.c_char.from_buffer(memory)
+            address = ctypes.addressof(first)
+            del first  # else the memory cannot be given back
+            return _large_bytes(address) > 0
+
+
+def _large_bytes(address: int) -> int:
+    """Return the bytes on large pages of the file that this process has mapped at an address; 0 if not told."""
+    found = False
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                begin, _, end = name.partition("-")
+                found = int(begin, 16) <= address < int(end, 16)
+            elif found and name == "FilePmdMapped:":
+                return int(rest.split()[0]) << 10
+    return 0
+
+
+def advise_large_pages(memory: mmap.mmap) -> None:
+    """Ask for large pages in memory that nothing has read or written yet."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield first byte and bytes of pieces over the ranges, which come in order; holes between them are left out."""
+    start = end = 0
+    for begin, nbytes in [*ranges, (-1, 0)]:
+        if begin != end:
+            yield from ((at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES))
+            start = begin
+        end = begin + nbytes
+
+
+def _checksums(file: int, places: list[tuple[int, int]]) -> list[Piece]:
+    """Return the pieces at these places of a file; cores share the work."""
+    if not places:
+        return []
+    with (
+        mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data) as view,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads,
+    ):
+        advise_large_pages(data)  # who reads the file first decides how the system holds it
+
+        def checksum(place: tuple[int, int]) -> Piece:
+            begin, nbytes = place
+            with view[begin : begin + nbytes] as piece:
+                if len(piece) != nbytes:
+                    raise ValueError("a piece ends behind the file")
+                return begin, nbytes, xxhash.xxh3_128_hexdigest(piece)
+
+        return list(threads.map(checksum, places))
+
+
+def _match(file: int, pieces: list[Piece]) -> bool:
+    return _checksums(file, [(begin, nbytes) for begin, nbytes, _ in pieces]) == pieces
 
 
 def _used_at(path: Path) -> float:

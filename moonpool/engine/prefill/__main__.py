@@ -1,16 +1,15 @@
-"""Runs a prefill instance: flags -> configuration -> process."""
+"""Runs an instance that begins as prefill: flags -> configuration -> process."""
 
 import sys
 from collections.abc import Sequence
 
 from moonpool.base.rpc.process import run_main
-from moonpool.engine.prefill.config import PrefillConfig
-from moonpool.engine.prefill.service import serve
+from moonpool.engine.roles import PrefillProcessConfig, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; return the process's exit code."""
-    return run_main(PrefillConfig, serve, argv)
+    return run_main(PrefillProcessConfig, serve, argv)
 
 
 if __name__ == "__main__":

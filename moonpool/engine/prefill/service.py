@@ -1,6 +1,5 @@
-"""A prefill instance: the parts, the states open, draining and closing, the gRPC service, and the process."""
+"""A prefill instance: the parts, the states open, draining and closing, and the gRPC service."""
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from functools import partial
@@ -10,27 +9,14 @@ import grpc.aio
 
 from moonpool.base import world
 from moonpool.base.cluster.proto_conversion import speeds_to_proto
-from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.base.kv_transfer.sender import TransferSender
-from moonpool.base.kv_transfer.stored_parts import PartedReader, PartedWriter
-from moonpool.base.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
-from moonpool.base.rpc.process import ProcessContext
+from moonpool.base.kv_transfer.stored_parts import PartedReader
 from moonpool.base.rpc.server import Service
-from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import stated_values
 from moonpool.base.telemetry.metrics import Metric, MetricSet, counter
-from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.instance import (
-    WRITE_BACK_GRACE_S,
-    ExecutorParts,
-    InstanceContext,
-    StartEngine,
-    run_instance,
-    run_together,
-)
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
-from moonpool.engine.loras import LORA_METRICS, InstanceLoras
+from moonpool.engine.instance import EngineRole, ExecutorParts, InstanceContext
 from moonpool.engine.prefill.config import PrefillConfig
 from moonpool.engine.prefill.core.events import CancelPrefill, Drain
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
@@ -38,15 +24,14 @@ from moonpool.engine.prefill.core.settings import PrefillSettings
 from moonpool.engine.prefill.executor import PrefillExecutor
 from moonpool.engine.prefill.kv_io import BlockLoader, KVSender
 from moonpool.engine.prefill.live_requests import LivePrefill, check_prefill
-from moonpool.engine.request import RequestReader
-from moonpool.engine.start_engine import start_engine
+from moonpool.engine.role_service import PoolServicer, RoleService
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 
 CONNECT_TIMEOUT_S = 2.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PrefillInstance:
+class PrefillInstance(RoleService):
     """One prefill instance.
 
     Attributes:
@@ -54,47 +39,26 @@ class PrefillInstance:
         executor: carries out the scheduler's actions.
         sending: streams to decode instances.
         loading: streams from kvstores and other instances.
-        write_back: writes full blocks to kvstores.
-        deletion: deletes KV.
-        loras: LoRA adapters in the engine.
-        request_reader: reads and checks requests.
-        reads: reads by other instances.
-        closing: set when long-lived streams are to end.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
-        engine = context.engine
-        self.identity, self.layout = context.instance, context.setup.layout
-        self._context = context
+        super().__init__(context, config)
+        engine, emulated = context.engine, context.emulated
         self._numbers = itertools.count(1)
-        self.request_reader = RequestReader(context.setup.incoming, context.beside)
-        self.core = PrefillScheduler(_prefill_settings(context, config), engine.speeds)
+        self.core = PrefillScheduler(_prefill_settings(context, config), context.speeds)
         self.sending = KVSender(engine, self._open_sender, context.spans)
-        emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
-        self.loading = BlockLoader(engine, self._open_reader, context.spans, emulated_load_s)
-        self._deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
-        self.write_back = WriteBack(
-            WriteBackLimits(config.write_back_limit(engine.blocks)),
-            self._open_writer,
-            engine.pool.read,
-            world.monotonic,
-            deletions.matching,
+        self.loading = BlockLoader(
+            engine, self._open_reader, context.spans, None if emulated is None else emulated.load_s
         )
+        if emulated is not None:
+            emulated.decodes = False
         self.executor = PrefillExecutor(
             self.core,
             ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             self.loading,
             self.sending,
         )
-        self.loras = InstanceLoras(engine, context.setup.spec.max_loras, self.executor.loras)
-        self.deletion = KVDeletion(self.layout.block_bytes, self.write_back, self.executor.pool.forget, deletions)
-        self.closing = asyncio.Event()
-        self.reads = PoolReads(context, self.executor.pool, self.manager, self.closing, deletions)
-
-    @property
-    def manager(self) -> BlockManager:
-        """The pool's blocks; keys and events are reported to the conductor."""
-        return self.core.state.manager
+        self.offer(self.executor, self.core.state.manager, self.core.state.lending)
 
     async def submit(self, request: prefill_pb2.PrefillRequest) -> LivePrefill:
         """Take a request; the first event says whether the request is accepted.
@@ -108,7 +72,7 @@ class PrefillInstance:
         check_prefill(request, incoming)
         async with self.loras.using(request.sequence.lora):
             taken = LivePrefill(next(self._numbers), incoming, request)
-            taken.forgotten = self._deletions.matching(incoming.spec.keys, incoming.spec.tenant)
+            taken.forgotten = self.deletions.matching(incoming.spec.keys, incoming.spec.tenant)
             self.executor.submit(taken)
         return taken
 
@@ -116,20 +80,13 @@ class PrefillInstance:
         """Cancel a request; ignored if the request has ended."""
         self.executor.post(CancelPrefill(request.id))
 
-    async def run(self) -> None:
-        """Run until cancelled.
+    def end_requests(self) -> None:
+        """The executor has ended them."""
 
-        Raises:
-            Unavailable: the engine died.
-            Internal: the core has failed.
-        """
-        try:
-            await run_together(self.write_back.run(), self.executor.run(), self.executor.failure())
-        finally:
-            self.closing.set()
-            self.executor.close()
-            await self.sending.aclose()
-            await self.loading.aclose()
+    async def close(self) -> None:
+        """Close the streams to decode instances, kvstores and peers."""
+        await self.sending.aclose()
+        await self.loading.aclose()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """The conductor wants blocks to be copied into the pool."""
@@ -139,10 +96,10 @@ class PrefillInstance:
         """Refuse new requests from now on."""
         self.executor.post(Drain())
 
-    async def drained(self) -> None:
-        """Wait until no request is left and what can be written back has been."""
-        await self.executor.empty.wait()
-        await self.write_back.idle(WRITE_BACK_GRACE_S)
+    @property
+    def speeds(self) -> Speeds:
+        """The engine's speeds, as measured so far."""
+        return self.core.state.tracker.speeds
 
     def load(self) -> conductor_pb2.LoadReport:
         """Return the load now."""
@@ -162,9 +119,7 @@ class PrefillInstance:
 
     def gauges(self) -> MetricSet:
         """Return everything the instance reports."""
-        metrics = self._context.metrics().add(PREFILL_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
-        metrics.add(LORA_METRICS, self.loras)
-        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.state.lending)
+        return self.metrics().add(PREFILL_METRICS, self)
 
     @property
     def messages_unsent(self) -> int:
@@ -172,15 +127,12 @@ class PrefillInstance:
         return sum(streams.traffic.unsent for streams in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
-        return TransferSender(self._context.endpoint(address, CONNECT_TIMEOUT_S))
+        return TransferSender(self.context.endpoint(address, CONNECT_TIMEOUT_S))
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader | PartedReader:
-        source, forgotten = self._context.endpoint(address, CONNECT_TIMEOUT_S), self._deletions.demanded
-        open_reader = partial(BlockReader, method=method, forgotten=forgotten, offload=self._context.beside)
+        source, forgotten = self.context.endpoint(address, CONNECT_TIMEOUT_S), self.deletions.demanded
+        open_reader = partial(BlockReader, method=method, forgotten=forgotten, offload=self.beside)
         return PartedReader(source, open_reader) if method is FROM_STORE else open_reader(source)
-
-    def _open_writer(self, address: str) -> PartedWriter:
-        return PartedWriter(self._context.endpoint(address))
 
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
@@ -265,10 +217,10 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
 def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> PrefillSettings:
     layout = context.setup.layout
     return PrefillSettings(
-        blocks=context.engine.blocks,
+        num_blocks=context.engine.blocks,
         block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
         layers=layout.layers,
-        slice_bytes=layout.mean_slice_bytes,
         max_num_batched_tokens=config.max_num_batched_tokens or context.engine.max_num_batched_tokens,
         stages=context.engine.stages,
         windowed_layers=layout.windowed_layers,
@@ -281,10 +233,11 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
     )
 
 
-class PrefillServicer:
+class PrefillServicer(PoolServicer):
     """Serves one prefill instance."""
 
     def __init__(self, instance: PrefillInstance, gauges: MetricSet) -> None:
+        super().__init__(instance)
         self._instance = instance
         self._gauges = gauges
 
@@ -298,12 +251,6 @@ class PrefillServicer:
                 yield event
         finally:
             self._instance.cancel(taken)
-
-    async def ReadKV(  # noqa: N802
-        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
-    ) -> None:
-        """Another instance reads blocks in the pool."""
-        await self._instance.reads.serve(requests, context)
 
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context
@@ -319,24 +266,6 @@ class PrefillServicer:
             self._instance.cancel(taken)
         return prefill_pb2.CancelResponse(outcome=outcome)
 
-    async def Forget(  # noqa: N802
-        self, request: kv_pb2.ForgetRequest, context: Context
-    ) -> kv_pb2.ForgetResponse:
-        """Delete KV from the pool."""
-        return await self._instance.deletion.forget(request)
-
-    async def LoadLora(  # noqa: N802
-        self, request: kv_pb2.LoadLoraRequest, context: Context
-    ) -> kv_pb2.LoadLoraResponse:
-        """Load a LoRA adapter ahead of requests."""
-        return await self._instance.loras.load(request)
-
-    async def UnloadLora(  # noqa: N802
-        self, request: kv_pb2.UnloadLoraRequest, context: Context
-    ) -> kv_pb2.UnloadLoraResponse:
-        """Drop a LoRA adapter once no request uses the adapter."""
-        return self._instance.loras.unload(request)
-
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context
     ) -> prefill_pb2.PrefillStatsResponse:
@@ -344,24 +273,24 @@ class PrefillServicer:
         return prefill_pb2.PrefillStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
 
+SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
+
+
 def contract(instance: PrefillInstance) -> Service:
     """One instance's PrefillService."""
-    return prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(instance, instance.gauges())
+    return SERVICE, PrefillServicer(instance, instance.gauges())
 
 
-async def serve(context: ProcessContext, config: PrefillConfig, start: StartEngine = start_engine) -> None:
-    """Run a prefill instance until told to stop; raise as `run_instance`."""
+def prefill_role(config: PrefillConfig) -> EngineRole:
+    """The role prefill, with these settings."""
 
-    def build(shared: InstanceContext) -> tuple[PrefillInstance, Service]:
+    def build(shared: InstanceContext) -> tuple[PrefillInstance, PrefillServicer]:
         instance = PrefillInstance(shared, config)
-        return instance, contract(instance)
+        return instance, PrefillServicer(instance, instance.gauges())
 
-    await run_instance(
-        context,
-        config,
+    return EngineRole(
         kv_pb2.INSTANCE_KIND_PREFILL,
+        SERVICE,
         build,
-        stages=config.pipeline_parallel_size,
-        max_num_batched_tokens=lambda engine: config.max_num_batched_tokens or engine.max_num_batched_tokens,
-        start=start,
+        lambda engine: config.max_num_batched_tokens or engine.max_num_batched_tokens,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -13,6 +12,7 @@ from moonpool.gateway.serving.auth import Authenticator
 from moonpool.gateway.serving.cluster_state import ClusterStateCache
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.generation_response import GenerationResponse
+from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.gateway.serving.metrics import GatewayMetrics
 from moonpool.gateway.serving.request_builder import RequestBuilder
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
@@ -32,7 +32,7 @@ class GatewayContext:
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
-        aside: one thread, for work that would hold up answers.
+        markdown: renders answers for the page.
         started_at: when the gateway started, in seconds since 1970.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
@@ -45,7 +45,7 @@ class GatewayContext:
     metrics: GatewayMetrics
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
-    aside: Executor
+    markdown: MarkdownRenderer
     started_at: int
     served_names: Sequence[str] = ()
 

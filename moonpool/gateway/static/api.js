@@ -40,6 +40,13 @@ export const get = async (path) => (await call(path)).json();
 
 export const post = async (path, body) => (await call(path, { method: "POST", body: JSON.stringify(body) })).json();
 
+/** As `post`, but returns the request's id, by which the conductor knows what happened. */
+export async function ask(path, body) {
+  const answer = await call(path, { method: "POST", body: JSON.stringify(body) });
+  await answer.json();
+  return answer.headers.get("x-request-id") ?? "";
+}
+
 /** Begins a streamed answer; returns the request's id and its events, the JSON of each. */
 export async function stream(path, body, signal) {
   const answer = await call(path, { method: "POST", body: JSON.stringify(body), signal });

@@ -1,15 +1,23 @@
-// The playground: conversations, what of each prompt came from the cache, and the speeds.
+// The chat: the conversation that is shown, what is asked, and the answer as it comes.
 
-import { get, post, stream } from "./api.js";
-import { remember, remove, save, saved, shownBefore } from "./conversations.js";
-import { button, byId, copy, count, el, seconds } from "./dom.js";
-import { markdown } from "./markdown.js";
+import { get, stream } from "./api.js";
+import { find, newId, remember, save, shownBefore, watch } from "./conversations.js";
+import { byId, button } from "./dom.js";
+import { GrowingText } from "./markdown.js";
+import * as sidebar from "./sidebar.js";
+import { note, settle, turnView } from "./turns.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SETTINGS = ["system", ...NUMBERS];
-const TITLE_CHARS = 60;
+const IDEAS = [
+  "Explain what a KV cache is, in three sentences.",
+  "Write a Python function that merges two sorted lists.",
+  "Make a table of three planets with their diameters.",
+];
+const END_PX = 80; // so near to its end, the view follows an answer
+const KEEP_MS = 2000; // an answer that comes is kept so often
 
-// {id, settings, turns}; a turn is {role, content}, of an answer also {reasoning, figures, error}.
+// {id, title, settings, turns, changed, revision}; a turn is {role, content}, of an answer also {reasoning, figures, error}.
 let conversation = null;
 let editing = null; // the user's turn that is edited
 let stopping = null;
@@ -25,6 +33,7 @@ export function start() {
       send();
     }
   });
+  byId("text").addEventListener("input", fit);
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || event.isComposing) return;
     if (stopping) stopping.abort();
@@ -32,21 +41,19 @@ export function start() {
   });
   byId("stop").addEventListener("click", () => stopping?.abort());
   byId("cancel").addEventListener("click", () => edit(null));
-  byId("new").addEventListener("click", () => open(fresh()));
-  byId("delete").addEventListener("click", () => {
-    remove(conversation.id);
-    open(fresh());
-  });
-  byId("conversations").addEventListener("change", ({ target }) => {
-    open(saved().find(({ id }) => id === target.value) ?? fresh());
-  });
-  byId("parameters").addEventListener("change", () => keep(conversation));
-  addEventListener("pagehide", () => keep(conversation));
+  byId("newest").addEventListener("click", () => follow());
+  byId("scroll").addEventListener("scroll", () => { byId("newest").hidden = isAtEnd(); });
+  byId("parameters").addEventListener("change", () => isValid() && keep(conversation));
+  byId("ideas").append(...IDEAS.map((idea) => button(idea, () => {
+    byId("text").value = idea;
+    send();
+  })));
+  sidebar.start((chosen) => open(chosen ?? fresh()));
+  watch(changedElsewhere);
   open(shownBefore() ?? fresh());
 }
 
-// randomUUID needs HTTPS.
-const fresh = () => ({ id: `${Date.now()}-${Math.random()}`, settings: settings(), turns: [] });
+const fresh = () => ({ id: newId(), settings: settings(), turns: [] });
 
 const settings = () => Object.fromEntries(SETTINGS.map((name) => [name, byId(name).value]));
 
@@ -57,32 +64,55 @@ function open(wanted) {
   for (const name of SETTINGS) byId(name).value = wanted.settings?.[name] ?? "";
   byId("talk").replaceChildren();
   edit(null);
-  for (const turn of wanted.turns) settle(show(turn), turn);
+  for (const turn of wanted.turns) settled(show(turn), turn);
   list();
+  follow();
   byId("text").focus();
+}
+
+/** Another tab has kept the shown conversation, or removed it: its turns are shown here too, unless an answer comes. */
+function changedElsewhere(id, other) {
+  if (id === conversation.id && !stopping && !editing) open(other ?? fresh());
+  else list();
 }
 
 /** Saves a conversation, unless there is nothing in it, or it was deleted while its answer came. */
 function keep(own) {
   if (own === conversation) own.settings = settings();
-  else if (!saved().some(({ id }) => id === own.id)) return;
-  if (own.turns.length) save(own);
+  else if (!find(own.id)) return;
+  if (!own.turns.length) return;
+  save(own);
+  if (own === conversation) remember(own.id);
 }
 
 /** Fills the list of conversations, and says what the page is for while there is nothing to show. */
 function list() {
-  const title = ({ turns }) => turns[0]?.content.slice(0, TITLE_CHARS) || "New conversation";
-  const others = saved().filter(({ id }) => id !== conversation.id);
-  byId("conversations").replaceChildren(...[conversation, ...others].map((each) =>
-    el("option", { value: each.id }, title(each))));
-  byId("conversations").value = conversation.id;
+  sidebar.list(conversation);
   byId("hint").hidden = conversation.turns.length > 0;
+}
+
+const isAtEnd = () => {
+  const { scrollHeight, scrollTop, clientHeight } = byId("scroll");
+  return scrollHeight - scrollTop - clientHeight < END_PX;
+};
+
+/** Shows the end of the conversation. */
+function follow() {
+  byId("scroll").scrollTop = byId("scroll").scrollHeight;
+  byId("newest").hidden = true;
+}
+
+/** Gives the box the height of its text, within bounds. */
+function fit() {
+  const box = byId("text");
+  box.rows = Math.min(8, Math.max(1, box.value.split("\n").length));
 }
 
 /** Puts a turn of the user into the box, whence it is sent anew; null: no longer. */
 function edit(turn) {
   if (editing || turn) byId("text").value = turn?.content ?? "";
   editing = turn;
+  fit();
   byId("cancel").hidden = !turn;
   byId("text-label").textContent = turn ? "Edit: what followed this turn is replaced" : "Your turn";
   if (turn) byId("text").focus();
@@ -95,53 +125,45 @@ function cut(turn) {
   while (byId("talk").childElementCount > at) byId("talk").lastElementChild.remove();
 }
 
+/** Whether each parameter is within its bounds; else says which is not. */
+function isValid() {
+  const wrong = NUMBERS.map(byId).find((input) => !input.checkValidity());
+  byId("ask-problem").hidden = !wrong;
+  if (!wrong) return true;
+  byId("ask-problem").textContent = `${wrong.id}: ${wrong.validationMessage}`;
+  byId("options").open = true;
+  wrong.focus();
+  return false;
+}
+
 function send() {
   const said = byId("text").value.trim();
-  if (!said || stopping) return;
+  if (!said || stopping || !isValid()) return;
   if (editing) cut(editing);
   edit(null);
   byId("text").value = "";
+  fit();
   const turn = { role: "user", content: said };
   conversation.turns.push(turn);
-  settle(show(turn), turn);
+  settled(show(turn), turn);
   answer();
 }
 
-/** Draws a turn; returns the elements that change. */
 function show(turn) {
-  const own = turn.role === "user";
-  const view = { said: el("div", { class: "said" }), more: el("div") };
-  const change = own
-    ? button("Edit", () => edit(turn), { class: "change" })
-    : button("Regenerate", () => { cut(turn); edit(null); answer(); }, { class: "change" });
-  const actions = el("div", { class: "actions" }, button("Copy", ({ target }) => copy(target, view.said, turn.content)), change);
-  view.shown = el("article", { class: `turn ${turn.role}` }, el("h3", {}, own ? "You" : "Model"), view.said, view.more, actions);
+  const again = () => { cut(turn); edit(null); answer(); };
+  const view = turnView(turn, turn.role === "user" ? ["Edit", () => edit(turn)] : ["Regenerate", again]);
   byId("talk").append(view.shown);
-  view.shown.scrollIntoView({ block: "nearest" });
   return view;
 }
 
-/** Draws a turn that no longer changes: its Markdown, its figures, why it failed. */
-function settle({ said, more }, turn) {
-  said.textContent = turn.content;
-  if (turn.role === "user") return;
-  if (turn.content) {
-    markdown(turn.content).then((nodes) => {
-      said.replaceChildren(...nodes);
-      said.classList.toggle("rendered", nodes[0] instanceof Element);
-    }, () => {}); // without the gateway, the text stays as it is
-  }
-  more.replaceChildren(...[
-    turn.reasoning ? el("details", {}, el("summary", {}, "Thinking"), el("p", { class: "said" }, turn.reasoning)) : null,
-    turn.error ? problem(turn.error) : null,
-    turn.figures && (turn.figures.prompt_tokens || !turn.error) ? note(turn.figures) : null,
-    turn.figures?.prompt_tokens ? prompt(turn) : null,
-  ].filter((part) => part !== null));
+function settled(view, turn) {
+  const own = conversation;
+  settle(view, turn, () => messages(own, turn));
 }
 
 function busy(now) {
-  byId("send").disabled = now;
-  byId("stop").disabled = !now;
+  byId("send").hidden = now;
+  byId("stop").hidden = !now;
   byId("talk").setAttribute("aria-busy", String(now));
 }
 
@@ -162,29 +184,36 @@ async function answer() {
   own.turns.push(turn);
   const view = show(turn);
   const stop = (stopping = new AbortController());
-  list();
   keep(own);
+  list();
   busy(true);
+  follow();
   try {
-    await listen(own, turn, view.said, stop.signal);
+    await listen(own, turn, view, stop.signal);
   } catch (error) {
     if (error.name === "AbortError") turn.figures.reason = "stopped";
     else turn.error = { status: error.status ?? 0, code: error.code ?? "", message: error.message, id: error.id || turn.figures.id };
   }
   if (stopping === stop) stopping = null;
   busy(stopping !== null);
-  await counted(turn.figures);
-  settle(view, turn);
+  await located(turn.figures);
+  const follows = own === conversation && isAtEnd();
+  settle(view, turn, () => messages(own, turn));
   keep(own);
+  if (own !== conversation) return;
+  list();
+  if (follows) follow();
 }
 
-async function listen(own, turn, said, signal) {
+async function listen(own, turn, { said, more }, signal) {
   const began = performance.now();
   const figures = (turn.figures = { id: "", reason: "incomplete" });
-  let first = 0;
+  const drawn = new GrowingText(said);
+  let [first, kept] = [0, began];
   const numbers = NUMBERS.filter((name) => byId(name).value.trim()).map((name) => [name, Number(byId(name).value)]);
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-  const body = { messages: messages(own, turn), ...Object.fromEntries(numbers), ...options };
+  const model = byId("model").value ? { model: byId("model").value } : {};
+  const body = { ...model, messages: messages(own, turn), ...Object.fromEntries(numbers), ...options };
   const begun = await stream("/v1/chat/completions", body, signal);
   figures.id = begun.id;
   for await (const { choices: [choice], usage } of begun.events) {
@@ -201,59 +230,27 @@ async function listen(own, turn, said, signal) {
     figures.reason = choice.finish_reason ?? figures.reason;
     turn.content += choice.delta.content ?? "";
     turn.reasoning += choice.delta.reasoning_content ?? "";
-    said.textContent = turn.content || turn.reasoning;
+    const follows = isAtEnd();
+    if (turn.content) drawn.update(turn.content);
+    else said.textContent = turn.reasoning;
+    more.replaceChildren(note({ ...figures, reason: "" }));
+    if (follows && own === conversation) follow();
+    if (now - kept > KEEP_MS) {
+      kept = now;
+      keep(own);
+    }
   }
 }
 
-/** Asks the conductor for the cached tokens of an answer whose stream did not come to its end. */
-async function counted(figures) {
-  if (!figures.id || !figures.prompt_tokens || figures.cached_tokens !== undefined) return;
+/** Asks the conductor where an answer was computed, and for its cached tokens if its stream did not come to its end. */
+async function located(figures) {
+  if (!figures.id || !figures.prompt_tokens) return;
   try {
-    const { timeline } = await get(`/moonpool/requests/${encodeURIComponent(figures.id)}`);
-    figures.cached_tokens = timeline.usage.cached_tokens;
+    const { timeline, placement } = await get(`/moonpool/requests/${encodeURIComponent(figures.id)}`);
+    figures.cached_tokens ??= timeline.usage.cached_tokens;
+    if (placement) figures.where = placement.prefill === placement.decode || !placement.decode
+      ? placement.prefill : `${placement.prefill} → ${placement.decode}`;
   } catch {
     // The conductor has forgotten the request.
   }
-}
-
-const details = (id) => el("a", { href: `#requests/${encodeURIComponent(id)}` }, "where the time went");
-
-function problem({ status, code, message, id }) {
-  const placed = !status || status === 429 || status >= 500; // others never came to the conductor
-  const kind = [status ? `HTTP ${status}` : "", code].filter(Boolean).join(", ");
-  return el("p", { class: "problem", role: "alert" }, `${kind ? `${kind}: ` : ""}${message} `,
-    id && placed ? details(id) : null);
-}
-
-function note({ id, reason, prompt_tokens: prompts, cached_tokens: cached, completion_tokens: made, ttft_s: ttft, tpot_s: tpot }) {
-  if (!prompts) return el("p", { class: "note" }, `${reason}, before the first token`);
-  const parts = [
-    reason,
-    cached === undefined ? `${count(prompts)} prompt tokens` : `${count(cached)} of ${count(prompts)} prompt tokens from the cache`,
-    `TTFT ${seconds(ttft)}`,
-    tpot ? `TPOT ${seconds(tpot)}` : "",
-    tpot ? `${count(made)} tokens, ${(1 / tpot).toFixed(1)} per second` : `${count(made)} tokens`,
-  ];
-  return el("p", { class: "note" }, `${parts.filter(Boolean).join(" · ")} · `, details(id));
-}
-
-/** The prompt's tokens; those that came from the cache are its beginning. */
-function prompt(turn) {
-  const own = conversation;
-  const shown = el("details", {}, el("summary", {}, "The prompt's tokens"));
-  shown.addEventListener("toggle", async () => {
-    if (!shown.open || shown.childElementCount > 1) return;
-    const tokens = el("div", { class: "prompt" });
-    const key = [el("span", { class: "key fill-kept" }), "underlined: from the cache"];
-    shown.append(el("p", { class: "note" }, key), tokens);
-    try {
-      const body = { messages: messages(own, turn), return_token_strs: true };
-      const { token_strs: pieces } = await post("/tokenize", body);
-      const cached = turn.figures.cached_tokens ?? 0;
-      tokens.append(...pieces.map((piece, at) => el("span", at < cached ? { class: "cached" } : {}, piece)));
-    } catch (error) {
-      tokens.append(el("p", { class: "problem" }, error.message));
-    }
-  });
-  return shown;
 }

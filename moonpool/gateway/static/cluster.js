@@ -30,6 +30,7 @@ async function look() {
 }
 
 function draw(state) {
+  byId("flow").replaceChildren(...flow(state));
   byId("figures").replaceChildren(...figures(state));
   const kinds = ["prefill", "decode", "kvstore"];
   const groups = kinds.map((kind) => [kind, state.instances.filter((each) => each.kind === kind)]);
@@ -38,6 +39,29 @@ function draw(state) {
     el("div", { class: "kind" }, found.map(instance)),
   ]));
 }
+
+/** The way of a request, with what each station does now. */
+function flow({ recent, queue, instances }) {
+  const of = (kind) => instances.filter((each) => each.kind === kind);
+  const sum = (found, name) => found.reduce((total, each) => total + (each[name] ?? 0), 0);
+  const window = recent.window_s || 1;
+  const [prefills, decodes, stores] = ["prefill", "decode", "kvstore"].map(of);
+  const kept = sum([...prefills, ...decodes], "cached_blocks");
+  const stored = stores.flatMap(({ tiers }) => tiers).reduce((total, { blocks }) => total + blocks, 0);
+  const many = (number, name) => `${count(number)} ${name}${number === 1 ? "" : "s"}`;
+  const stations = [
+    station("clients", `${(recent.requests / window).toFixed(1)}/s`, "answered"),
+    station("conductor", count(queue.for_limits + queue.for_room), "wait for a place"),
+    prefills.length ? station(many(prefills.length, "prefill"), count(sum(prefills, "queued_tokens")), "prompt tokens queued") : null,
+    station("KV pool", count(kept + stored), `blocks kept, ${percent(recent.usage.cached_tokens, recent.usage.prompt_tokens)} of prompts from here`),
+    decodes.length ? station(many(decodes.length, "decode"), count(sum(decodes, "running")),
+      `answers run, ${(recent.usage.completion_tokens / window).toFixed(1)} tokens/s`) : null,
+  ].filter((part) => part !== null);
+  return stations.flatMap((part, at) => (at ? [el("span", { "aria-hidden": "true" }, "→"), part] : [part]));
+}
+
+const station = (name, value, more) => el("article", {}, el("h3", {}, name),
+  el("p", { class: "big" }, value), el("p", { class: "note" }, more));
 
 function figures({ recent, queue, conductor, emulated, ready }) {
   const { usage, window_s: window } = recent;

@@ -1,38 +1,122 @@
-// Conversations of this browser, in its local storage; they go nowhere but into the requests of the playground.
+// Conversations of this browser, each under its own key of the local storage, so that two tabs do not write over each
+// other. They go nowhere but into the requests of the chat.
 
-const LIST = "moonpool-conversations";
+const PREFIX = "moonpool-conversation:";
+const OLD_LIST = "moonpool-conversations"; // where earlier versions kept all of them
 const SHOWN = "moonpool-conversation"; // per tab
-const KEPT = 50;
+const KEPT = 500;
+
+const isOne = (value) => Boolean(value?.id) && Array.isArray(value.turns);
+
+function parsed(text) {
+  try {
+    const value = JSON.parse(text);
+    return isOne(value) ? value : null;
+  } catch {
+    return null; // another program wrote it
+  }
+}
 
 /** All conversations, the one that changed last first. */
 export function saved() {
   try {
-    return JSON.parse(localStorage.getItem(LIST) ?? "[]").filter(({ id, turns }) => id && Array.isArray(turns));
+    adopt();
+    const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
+    const found = keys.map((key) => parsed(localStorage.getItem(key))).filter((value) => value !== null);
+    return found.sort((one, other) => (other.changed ?? 0) - (one.changed ?? 0));
   } catch {
-    return []; // storage that is blocked, or that another program wrote
+    return []; // storage that is blocked
   }
 }
 
-/** Keeps a conversation; the oldest ones make room. */
+/** Takes over the list of an earlier version, once. */
+function adopt() {
+  const list = localStorage.getItem(OLD_LIST);
+  if (list === null) return;
+  localStorage.removeItem(OLD_LIST);
+  try {
+    JSON.parse(list).filter(isOne).reverse().forEach((each, at) => save({ ...each, changed: at + 1, revision: 0 }));
+  } catch {
+    // nothing that can be read
+  }
+}
+
+export const find = (id) => parsed(read(PREFIX + id));
+
+function read(key) {
+  try {
+    return localStorage.getItem(key) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+/**
+ * Keeps a conversation; the oldest ones make room. If another tab has gone on with it meanwhile, both are kept: this one
+ * under a new id.
+ */
 export function save(conversation) {
-  write([conversation, ...saved().filter(({ id }) => id !== conversation.id)].slice(0, KEPT));
+  const there = find(conversation.id);
+  if (there && there.revision !== conversation.revision && !begins(conversation.turns, there.turns)) {
+    conversation.id = newId();
+    conversation.title = `${title(conversation)} (other tab)`;
+  }
+  conversation.changed = Date.now();
+  conversation.revision = newId();
+  write(conversation);
 }
 
-export function remove(id) {
-  write(saved().filter((each) => each.id !== id));
-}
+/** Whether the turns begin with others. */
+const begins = (turns, others) => others.length <= turns.length &&
+  others.every((other, at) => other.role === turns[at].role && other.content === turns[at].content);
 
-function write(conversations) {
-  for (let kept = conversations; ; kept = kept.slice(0, -1)) {
+function write(conversation) {
+  const text = JSON.stringify(conversation);
+  const others = saved().filter(({ id }) => id !== conversation.id);
+  for (const old of others.slice(KEPT - 1)) remove(old.id);
+  for (;;) {
     try {
-      return localStorage.setItem(LIST, JSON.stringify(kept));
+      return localStorage.setItem(PREFIX + conversation.id, text);
     } catch {
-      if (!kept.length) return undefined;
+      const oldest = others.pop();
+      if (!oldest) return undefined;
+      remove(oldest.id);
     }
   }
 }
 
+export function remove(id) {
+  try {
+    localStorage.removeItem(PREFIX + id);
+  } catch {
+    // nothing is kept
+  }
+}
+
+/** Calls `changed(id, conversation)` when another tab has kept a conversation, or removed it (null). */
+export function watch(changed) {
+  addEventListener("storage", ({ key, newValue }) => {
+    if (key?.startsWith(PREFIX)) changed(key.slice(PREFIX.length), newValue === null ? null : parsed(newValue));
+  });
+}
+
+/** Puts conversations of a file beside those that are here; returns how many. */
+export function bring(text) {
+  const found = JSON.parse(text).conversations.filter(isOne);
+  for (const each of found) write({ ...each, id: find(each.id) ? newId() : each.id, changed: each.changed ?? Date.now() });
+  return found.length;
+}
+
+export const everything = () => JSON.stringify({ conversations: saved() }, null, 1);
+
+const TITLE_CHARS = 60;
+
+export const title = ({ title: given, turns }) => given || turns[0]?.content.slice(0, TITLE_CHARS) || "New conversation";
+
+// randomUUID needs HTTPS.
+export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+
 /** The conversation that this tab showed before it was loaded again. */
-export const shownBefore = () => saved().find(({ id }) => id === sessionStorage.getItem(SHOWN));
+export const shownBefore = () => find(sessionStorage.getItem(SHOWN));
 
 export const remember = (id) => sessionStorage.setItem(SHOWN, id);

@@ -27,6 +27,19 @@ export function button(text, pressed, attributes = {}) {
   return made;
 }
 
+const TOAST_MS = 8000;
+let toasting = 0;
+
+/** Says something at the window's edge for a while, with a button if `action` names one. */
+export function toast(text, action = "", pressed = () => {}) {
+  const shown = byId("toast");
+  const done = () => { shown.hidden = true; };
+  shown.replaceChildren(text, action ? button(action, () => { done(); pressed(); }) : "");
+  shown.hidden = false;
+  clearTimeout(toasting);
+  toasting = setTimeout(done, TOAST_MS);
+}
+
 const COPIED_MS = 2000;
 
 /** Copies `text`, else what an element says. Selects the element where a browser forbids that, as it does without HTTPS. */

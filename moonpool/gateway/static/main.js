@@ -1,12 +1,13 @@
-// The page: which view is shown, the model's name, and the key.
+// The page: which view is shown, the model or adapter that is asked, and the key.
 
 import { get, key, setKey } from "./api.js";
 import * as chat from "./chat.js";
 import * as cluster from "./cluster.js";
-import { byId } from "./dom.js";
+import { byId, el } from "./dom.js";
 import * as requests from "./requests.js";
+import * as see from "./see.js";
 
-const VIEWS = ["chat", "cluster", "requests"];
+const VIEWS = ["chat", "see", "cluster", "requests"];
 
 function route() {
   const [wanted, ...rest] = location.hash.slice(1).split("/");
@@ -21,13 +22,19 @@ function route() {
   if (view === "requests") requests.show(decodeURIComponent(rest.join("/")));
 }
 
-async function model() {
+/** Fills the list of the model and its adapters; the first is the model. */
+async function models() {
   try {
     const { data } = await get("/v1/models");
-    byId("model").textContent = data[0].id;
+    const before = byId("model").value;
+    byId("model").replaceChildren(...data.map(({ id }) => el("option", { value: id }, id)));
+    if (data.some(({ id }) => id === before)) byId("model").value = before;
+    document.title = `${data[0].id} · Moonpool`;
+    byId("model-problem").hidden = true;
     byId("access").hidden = !key();
   } catch (error) {
-    byId("model").textContent = error.message;
+    byId("model-problem").textContent = error.message;
+    byId("model-problem").hidden = false;
     byId("access").hidden = error.status !== 401 && !key();
     byId("access").open = error.status === 401;
   }
@@ -38,7 +45,7 @@ byId("key-form").addEventListener("submit", (event) => {
   setKey(byId("key").value.trim());
   byId("key").value = "";
   byId("access").open = false;
-  model();
+  models();
   route();
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
@@ -48,5 +55,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 addEventListener("hashchange", route);
 chat.start();
 requests.start();
-model();
+see.start();
+models();
 route();

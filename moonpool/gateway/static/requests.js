@@ -1,7 +1,8 @@
 // Where a request's time went, the requests that ended lately, and what was refused, failed or cancelled.
 
 import { get, text } from "./api.js";
-import { bar, byId, bytes, count, el, seconds, svg, table } from "./dom.js";
+import { byId, bytes, count, el, seconds, table } from "./dom.js";
+import { timelineChart } from "./timeline.js";
 
 let ended = [];
 
@@ -21,7 +22,8 @@ export async function show(name) {
     list();
     byId("failures").replaceChildren(failures(await text("/metrics")));
     byId("story").replaceChildren();
-    if (name) byId("story").replaceChildren(...story(await get(`/moonpool/requests/${encodeURIComponent(name)}`)));
+    const shown = name || ended.find((each) => outcome(each) === "answered")?.request_id; // else the newest answer's
+    if (shown) byId("story").replaceChildren(...story(await get(`/moonpool/requests/${encodeURIComponent(shown)}`)));
   } catch (error) {
     problem(error.message);
     byId("story").replaceChildren();
@@ -37,8 +39,8 @@ function problem(said) {
 function list() {
   const sought = byId("name").value.trim().toLowerCase();
   const kind = byId("kind").value;
-  const found = ended.filter((one) =>
-    (!kind || kind === outcome(one)) && [one.request_id, one.tenant, reason(one)].join("\n").toLowerCase().includes(sought));
+  const found = ended.filter((each) =>
+    (!kind || kind === outcome(each)) && [each.request_id, each.tenant, reason(each)].join("\n").toLowerCase().includes(sought));
   byId("lately").replaceChildren(lately(found));
 }
 
@@ -98,38 +100,18 @@ function story(found) {
     failed ? el("p", {}, `Failed: ${failed}.`) : null,
     cancelled ? el("p", {}, "Cancelled: the client stopped the request, or left.") : null,
     timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
-    phases.length ? chart(found) : null,
+    phases.length ? timelineChart(found) : null,
     candidates(found),
   ].filter((part) => part !== null);
 }
 
-/** A row per phase, all on one line of time. */
-function chart({ phases, names, timeline }) {
-  const end = Math.max(...phases.map((phase) => phase.end_s)) || 1;
-  const rows = phases.map((phase) => {
-    const [begin, took] = [phase.begin_s / end, (phase.end_s - phase.begin_s) / end];
-    const label = `${names[phase.name]}: from ${seconds(phase.begin_s)} for ${seconds(phase.end_s - phase.begin_s)}`;
-    const drawn = bar([["nothing", begin], [phase.name, Math.max(took, 0.003)]], label);
-    drawn.querySelector(".fill-nothing").setAttribute("fill", "none");
-    if (phase.name === "steps") drawn.append(...timeline.token_s.map((at) => tick(at / end)));
-    return [names[phase.name], phase.tokens ? phase.tokens : "", seconds(phase.begin_s),
-      seconds(phase.end_s - phase.begin_s), drawn];
-  });
-  return el("div", { class: "phases" },
-    table("Phases: tokens, when each began since the request came, and how long it took", ["phase", "tokens", "from", "for", ""], rows));
-}
-
-function tick(share) {
-  return svg("line", { class: "tick", x1: 100 * share, x2: 100 * share, y1: 0, y2: 10 });
-}
-
 function candidates({ candidates: found, placement, policy }) {
   if (!found.length) return el("p", { class: "hint" }, "Nothing was weighed for its prefill.");
-  const total = (one) => one.queue_s + one.load_s + one.prefill_s + one.overhead_s;
-  const rows = found.map((one) => [
-    one.instance, one.local_blocks, one.used_blocks,
-    ...(one.excluded ? ["–", "–", "–", "–"] : [one.queue_s, one.load_s, one.prefill_s, total(one)].map(seconds)),
-    one.excluded || (one.instance === placement?.prefill ? "chosen" : ""),
+  const total = (each) => each.queue_s + each.load_s + each.prefill_s + each.overhead_s;
+  const rows = found.map((each) => [
+    each.instance, each.local_blocks, each.used_blocks,
+    ...(each.excluded ? ["–", "–", "–", "–"] : [each.queue_s, each.load_s, each.prefill_s, total(each)].map(seconds)),
+    each.excluded || (each.instance === placement?.prefill ? "chosen" : ""),
   ]);
   const heads = ["instance", "own blocks", "used blocks", "queue", "load", "compute", "TTFT", ""];
   return el("div", {}, el("h2", {}, "Where its prefill could have run"), table(`Predicted; policy ${policy}`, heads, rows));

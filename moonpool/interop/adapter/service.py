@@ -74,6 +74,7 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
             (adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], AdapterServicer(adapter)),
         ]
         server = await stack.enter_async_context(serving(config.listen, contracts, security=security))
+        metrics.ready = server.lacking
         address = config.advertised(server.port)
         context.starting("waiting for the engine")
         while not context.stopping.is_set():

@@ -46,6 +46,7 @@ async def serve(context: ProcessContext, config: IndexerConfig) -> None:
         host, port = parse_address(config.listen)
         site = web.TCPSite(runner, host, port)
         await site.start()
+        metrics.ready = lambda: ""
         address = config.advertised(runner.addresses[0][1])
         log.info("serving", address=format_address(*parse_address(address)))
         context.announce(address)

@@ -13,6 +13,10 @@ BlockHash = int | bytes
 """An engine's own name for a block and everything before: a number, or a digest's bytes."""
 ExtraKeys = tuple[object, ...]
 """Parts of a block's hash beside the tokens: a cache salt, an adapter's name, images."""
+TOKENS = 1 << 31
+"""Token ids are below this number: keys are computed from 32-bit numbers."""
+GROUPS = 64
+"""Layer groups are below this number; vLLM's models have a handful."""
 _FIELDS = {
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
@@ -166,8 +170,8 @@ def _stored(fields: Mapping[str, Any]) -> BlockStored:
     parent, extra, group = fields.get("parent_block_hash"), fields.get("extra_keys"), fields.get("group_idx")
     if not isinstance(size, int) or size < 1:
         raise InvalidRequest("event.block_size", f"must be a number of tokens, is {size!r}")
-    if not isinstance(tokens, Sequence) or not all(isinstance(token, int) for token in tokens):
-        raise InvalidRequest("event.token_ids", "must be a list of numbers")
+    if not isinstance(tokens, Sequence) or not all(isinstance(token, int) and 0 <= token < TOKENS for token in tokens):
+        raise InvalidRequest("event.token_ids", f"must be a list of numbers from 0 to {TOKENS - 1}")
     if parent is not None and not isinstance(parent, int | bytes):
         raise InvalidRequest("event.parent_block_hash", f"must be a number or bytes, is {parent!r}")
     if extra is not None and (not isinstance(extra, Sequence) or len(extra) != len(hashes)):
@@ -180,7 +184,7 @@ def _stored(fields: Mapping[str, Any]) -> BlockStored:
         _text(fields, "medium"),
         None if extra is None else tuple([_extra_keys(keys) for keys in extra]),
         lora=_lora_of(fields.get("lora_name"), fields.get("lora_id")),
-        group=group if isinstance(group, int) else 0,
+        group=_group(group) or 0,
         kind=_text(fields, "kv_cache_spec_kind"),
     )
 
@@ -194,7 +198,15 @@ def _removed(fields: Mapping[str, Any]) -> BlockRemoved:
     hashes, left, group = _hashes(fields), fields.get("remaining_copy_counts"), fields.get("group_idx")
     if isinstance(left, Sequence) and len(left) == len(hashes):
         hashes = tuple([block_hash for block_hash, copies in zip(hashes, left, strict=True) if not copies])
-    return BlockRemoved(hashes, _text(fields, "medium"), group if isinstance(group, int) else None)
+    return BlockRemoved(hashes, _text(fields, "medium"), _group(group))
+
+
+def _group(group: object) -> int | None:
+    if group is None:
+        return None
+    if not isinstance(group, int) or not 0 <= group < GROUPS:
+        raise InvalidRequest("event.group_idx", f"must be a number from 0 to {GROUPS - 1}, is {group!r}")
+    return group
 
 
 def _hashes(fields: Mapping[str, Any]) -> tuple[BlockHash, ...]:

@@ -167,6 +167,6 @@ class EventStream:
     def _decoded(self, payload: bytes) -> EventBatch | None:
         try:
             return read_batch(msgspec.msgpack.decode(payload), salt_field=self._source.salt_field)
-        except (msgspec.DecodeError, InvalidRequest) as error:
+        except (msgspec.DecodeError, InvalidRequest, RecursionError) as error:  # the last: nested without end
             log.warning("KV events cannot be read", error=str(error))
             return None

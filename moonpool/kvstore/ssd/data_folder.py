@@ -7,7 +7,7 @@ from typing import Literal
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.telemetry.logs import get_logger
-from moonpool.kvstore.ssd.files import ALIGN, FileLayer, is_full
+from moonpool.kvstore.ssd.files import ALIGN, PRIVATE, FileLayer, is_full
 
 log = get_logger(__name__)
 Durability = Literal["power", "process"]  # the loss that a committed block survives: power, or this process
@@ -30,7 +30,7 @@ class DataFolder:
         self._lock_fd = -1
         try:
             files.make_folder(self.segments)
-            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._probe()
             self.durability = self._settle(durability)

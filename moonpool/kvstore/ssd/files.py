@@ -31,6 +31,8 @@ from moonpool.base.kv.file_io import (
 
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files by default
 PROBE_BYTES = 1 << 20
+PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of files and folders: KV and records tell what users wrote."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CACHED = os.O_RDONLY | os.O_CLOEXEC
 _DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
@@ -86,7 +88,7 @@ class FileLayer:
     def _file(self, path: Path, flags: int) -> _File:
         closed = []  # once the lock is released: the last close of a large file without a name takes long
         with self._lock:
-            file = self._open.pop((path, flags), None) or _File(os.open(path, flags, 0o640))
+            file = self._open.pop((path, flags), None) or _File(os.open(path, flags, PRIVATE))
             self._open[path, flags] = file
             if len(self._open) > self._max_open:
                 idle = [key for key in self._open if key[0] not in self._kept]
@@ -192,10 +194,10 @@ class FileLayer:
             path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and parents, and sync the new folders' names."""
+        """Make a folder and parents for this user alone, and sync the new folders' names."""
         if not path.is_dir():
             self.make_folder(path.parent)
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
             self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
@@ -257,4 +259,7 @@ class FileLayer:
 def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
     """Open an LMDB database as the index needs, with more settings for `lmdb.open`."""
     # lock=False: the data folder has a separate lock, and a device may be too full to map a lock file.
-    return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
+    env = lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, mode=PRIVATE, **settings)
+    with contextlib.suppress(OSError):  # older versions made a file that everybody could read; it may be another user's
+        (path / "data.mdb").chmod(PRIVATE)
+    return env

@@ -20,19 +20,23 @@ from moonpool.simulator.traces.mooncake import BLOCK_SIZE
 
 GB = 10**9
 _ALL_ALIKE = "all layers of a simulated model have full attention"
-PREFILL_LEFT_OUT = {
-    "max_started": "no service sets the number, either",
-    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
-    "verdict_timeout_s": "simulated verdicts come, or decode is lost, which the simulator tells",
-    "windowed_layers": _ALL_ALIKE,
+_WINDOWS_LEFT_OUT = {
     "window_blocks": _ALL_ALIKE,
     "window_slots": _ALL_ALIKE,
     "window_bytes": _ALL_ALIKE,
     "recurrent": _ALL_ALIKE,
     "states_alone": _ALL_ALIKE,
 }
+PREFILL_LEFT_OUT = {
+    **_WINDOWS_LEFT_OUT,
+    "max_started": "no service sets the number, either",
+    "load_timeout_s": "simulated loads end, or their source is lost, which the simulator tells",
+    "verdict_timeout_s": "simulated verdicts come, or decode is lost, which the simulator tells",
+    "windowed_layers": _ALL_ALIKE,
+}
 """Fields of `PrefillSettings` that keep their defaults, and why."""
 DECODE_LEFT_OUT = {
+    **_WINDOWS_LEFT_OUT,
     "promise_s": "no simulated conductor renews a promise for so long",
     "grace_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
     "log_ttl_s": "conductors and instances are lost and found as real ones are; no run varies the wait",
@@ -40,12 +44,10 @@ DECODE_LEFT_OUT = {
     "preempt_every": "for diagnosis of real engines",
     "patience_steps": "no service sets the number, either",
     "grant_steps": "no service sets the number, either",
+    "computes_prompts": "the core computes what the conductor wants; the service's word to the conductor",
+    "max_num_batched_tokens": "no run varies the step's size where no answer runs",
+    "num_continuous_decode_steps": "no run varies the prompts' share of steps",
     "draft_tokens": "simulated tokens cannot be guessed",
-    "window_blocks": _ALL_ALIKE,
-    "window_slots": _ALL_ALIKE,
-    "window_bytes": _ALL_ALIKE,
-    "recurrent": _ALL_ALIKE,
-    "states_alone": _ALL_ALIKE,
 }
 """Fields of `DecodeSettings` that keep their defaults, and why."""
 
@@ -242,10 +244,10 @@ def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSett
     """Settings for a prefill instance's core. Each stage holds the stage's own layers from all blocks."""
     given = partial(
         PrefillSettings,
-        blocks=stages * config.blocks,
+        num_blocks=stages * config.blocks,
         block_size=config.block_size,
+        block_bytes=config.block_bytes,
         layers=config.profile.layers,
-        slice_bytes=config.block_bytes // config.profile.layers,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.block_size),
         stages=stages,
         max_queue=config.max_queue,

@@ -253,7 +253,7 @@ class SimulatedPrefill:
         self._copies: dict[int, tuple[tuple[BlockKey, ...], str]] = {}
         self._opened: dict[int, DecodeReservation] = {}
         self._moving: dict[int, Flow | None] = {}
-        self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
+        self._write_back_room = max(1, self._settings.num_blocks // WRITE_BACK_SHARE)
         self._pipeline = Pipeline(
             self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over, self._machine
         )

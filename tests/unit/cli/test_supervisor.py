@@ -1,7 +1,6 @@
 import pytest
 
 from moonpool.base.errors import Unavailable
-from moonpool.base.rpc.process import EXIT_ROLE
 from moonpool.cli.stack import MAX_FAILURES, STABLE_S, Supervisor
 
 
@@ -86,12 +85,3 @@ def test_failures_of_one_service_do_not_count_for_another() -> None:
     world.end("decode-0")
     world.end("conductor")
     assert [pause_s for _, _, pause_s in world.ended] == [0.5, 0.5]
-
-
-def test_a_change_of_role_is_no_failure() -> None:
-    world = World()
-    for _ in range(2 * MAX_FAILURES):
-        world.end("decode-0", EXIT_ROLE)
-        world.pass_s(0.0)
-    assert len(world.restarted) == 2 * MAX_FAILURES
-    assert set(world.ended) == {("decode-0", EXIT_ROLE, 0.0)}

@@ -16,19 +16,19 @@ from moonpool.base.errors import Unavailable
 from moonpool.base.kv.keys import chain_root
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.process import ProcessContext
-from moonpool.base.rpc.server import Service, serving
+from moonpool.base.rpc.server import serving
 from moonpool.base.telemetry.metrics import restless
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.decode.core.request import RequestStatus
-from moonpool.engine.decode.service import DecodeInstance, contract
-from moonpool.engine.instance import InstanceContext, run_instance
+from moonpool.engine.decode.service import DecodeInstance, decode_role
+from moonpool.engine.instance import EngineService, InstanceContext, run_instance
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import MAX_FETCHES, EngineSpec
 from moonpool.engine.process_engine import ProcessEngine
 from moonpool.engine.start_engine import start_processes
 from moonpool.engine.start_listener import StartListener
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from tests.unit.engine.decode.calls import conducting, reserve
 from tests.unit.fakes.conductor import FakeConductor
@@ -45,8 +45,9 @@ class Life:
         self.service: DecodeInstance | None = None
         self.engine: Engine | None = None
         context = ProcessContext("decode-0", Recorder("decode-0", None), io.StringIO())
-        decode = kv_pb2.INSTANCE_KIND_DECODE
-        self.task = asyncio.ensure_future(run_instance(context, config, decode, self._build, start=self._start))
+        self._role = decode_role(config)
+        role = replace(self._role, build=self._build)
+        self.task = asyncio.ensure_future(run_instance(context, config, [role], start=self._start))
 
     def _start(
         self, spec: EngineSpec, *, start_timeout_s: float, listener: StartListener
@@ -54,9 +55,11 @@ class Life:
         spec = replace(spec, measure=False)  # its steps would be held
         return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener, worker_module=HELD)
 
-    def _build(self, shared: InstanceContext) -> tuple[DecodeInstance, Service]:
-        self.service, self.engine = DecodeInstance(shared, self.config), shared.engine
-        return self.service, contract(self.service)
+    def _build(self, shared: InstanceContext) -> tuple[EngineService, object]:
+        service, servicer = self._role.build(shared)
+        assert isinstance(service, DecodeInstance)
+        self.service, self.engine = service, shared.engine
+        return service, servicer
 
     @property
     def stub(self) -> Any:

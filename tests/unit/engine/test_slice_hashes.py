@@ -33,10 +33,10 @@ class Walk:
         self.engine, self.pool, self.layout = engine, engine.pool, engine.pool.layout
         self.random = random.Random(seed)
         settings = PrefillSettings(
-            blocks=BLOCKS,
+            num_blocks=BLOCKS,
             block_size=BT,
             layers=self.layout.layers,
-            slice_bytes=self.layout.slice_bytes(0),
+            block_bytes=self.layout.block_bytes,
             max_num_batched_tokens=self.random.randint(BT, 3 * BT),
             stages=len(engine.runners),
         )

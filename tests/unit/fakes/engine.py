@@ -78,6 +78,11 @@ def next_token(tokens: Sequence[int], count: int = TOKENS) -> int:
     return 8 + digest_after(tokens) % count
 
 
+def first_tokens(digest: int, count: int, different: int = TOKENS) -> tuple[int, ...]:
+    """What the engine samples for several answers behind one prompt."""
+    return tuple(8 + (digest + 31 * n) % different for n in range(count))
+
+
 def most_likely(digest: int, count: int = 200) -> SampledCandidates:
     """What the engine gives for beams: tokens, each less likely than the one before."""
     tokens = tuple(8 + (digest + 17 * n) % 200 for n in range(count))
@@ -156,6 +161,9 @@ class FakeEngine:
         self._order = asyncio.Lock()
         self._in_flight = 0
         self._last_id = 0
+
+    async def idle(self) -> None:
+        """A cancelled step has ended already."""
 
     def fail(self, reason: str) -> None:
         """The engine's process dies."""
@@ -244,6 +252,11 @@ class FakeEngine:
                 index: most_likely(digest.intdigest(), sequence.sample.best)
                 for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
                 if sequence.sample is not None and sequence.sample.best
+            }
+            several |= {
+                index: SampledCandidates(first_tokens(digest.intdigest(), sequence.sample.samples, self.different))
+                for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
+                if sequence.sample is not None and sequence.sample.samples > 1 and not sequence.sample.best
             }
             failed = {index: UNFOLLOWED for index, each in enumerate(step.sequences) if _has(each, UNFOLLOWED)}
             sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))

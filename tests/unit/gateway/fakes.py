@@ -56,7 +56,7 @@ def make_gateway(
     limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
     bodies = body_reader(config, threads)
-    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, keys)
+    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, threads, keys)
     return make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
 
 

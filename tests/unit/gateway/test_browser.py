@@ -1,6 +1,7 @@
 """The page in a real browser, where there is one: what its scripts make of it."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -34,7 +35,8 @@ async def opened(port: int) -> AsyncIterator[Any]:
     wrong: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        page = await browser.new_page(permissions=["clipboard-read", "clipboard-write"])
+        context = await browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        page = await context.new_page()
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(dialog.message))
@@ -80,7 +82,8 @@ async def test_conversation() -> None:
     refused = Overloaded("the queue is full", reason="queue_full", retry_after_s=1.0)
     fake = ready(cluster())
     usage = pb.Usage(prompt_tokens=9, cached_tokens=8)
-    fake.explanations["fake"] = pb.ExplainResponse(timeline=pb.Timeline(usage=usage))
+    placement = pb.Placement(prefill="prefill-1", decode="decode-1")
+    fake.explanations["fake"] = pb.ExplainResponse(timeline=pb.Timeline(usage=usage), placement=placement)
     calls = Calls(fake, iter([says(MARKDOWN), held, [refused], says("again")]))
     async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
         turns = page.locator("#talk > article")
@@ -91,6 +94,7 @@ async def test_conversation() -> None:
         await page.fill("#text", "hi")
         await page.press("#text", "Enter")
         rendered = turns.nth(1).locator(".rendered")
+        await turns.nth(1).locator(".note a").wait_for()
         assert await rendered.locator("h1").text_content() == "Head"
         assert await rendered.locator("pre > code.language-python").text_content() == "print(1)\n"
         assert await rendered.locator("img, a").count() == 0
@@ -111,6 +115,7 @@ async def test_conversation() -> None:
         await asyncio.wait_for(held.ended.wait(), WAIT_MS / 1000)
         stopped = await turns.nth(3).locator(".note").text_content()
         assert stopped.startswith("stopped · 8 of 9 prompt tokens from the cache · TTFT ")
+        assert "prefill-1 → decode-1" in stopped
         assert "2 tokens" in stopped
 
         await page.reload()
@@ -127,7 +132,8 @@ async def test_conversation() -> None:
         assert await turns.nth(2).locator(".said").text_content() == "less"
 
         await turns.nth(3).locator("button", has_text="Regenerate").click()
-        assert await turns.nth(3).locator(".rendered").text_content() == "again\n"
+        await turns.nth(3).locator(".note a").wait_for()
+        assert (await turns.nth(3).locator(".rendered").text_content()).strip() == "again"
         assert await turns.count() == 4
         asked = calls.requests[-1]
         assert [message.content for message in asked.chat.messages] == ["Be brief.", "hi", MARKDOWN, "less"]
@@ -135,10 +141,89 @@ async def test_conversation() -> None:
 
         await page.click("#new")
         assert await turns.count() == 0
-        await page.select_option("#conversations", label="hi")
+        await page.locator("summary", has_text="System prompt").click()
+        await page.fill("#temperature", "9")
+        await page.fill("#text", "too hot")
+        await page.press("#text", "Enter")
+        assert (await page.locator("#ask-problem").text_content()).startswith("temperature: ")
+        assert await turns.count() == 0, "nothing is sent with a parameter that is out of bounds"
+        await page.fill("#text", "")
+        listed = page.locator("#conversations .name")
+        await listed.get_by_text("hi").click()
         assert await turns.count() == 4
-        await page.click("#delete")
-        assert await page.locator("#conversations option").all_text_contents() == ["New conversation"]
+        await page.get_by_role("button", name="Delete hi").click()
+        assert await listed.count() == 0
+        await page.locator("#toast button", has_text="Undo").click()
+        assert await listed.all_text_contents() == ["hi"]
+
+
+def talk(turns: int, code: str) -> str:
+    """A stored conversation of that many turns."""
+    said = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(turns)]
+    said[-1]["content"] = f"```python\n{code}\n```\n\n| a | b |\n|---|---|\n| {code} | x |"
+    return json.dumps({"id": "long", "settings": {}, "turns": said, "changed": 1, "revision": "r"})
+
+
+async def test_long_conversations_and_wide_code_stay_in_the_window() -> None:
+    """200 turns open at their end; code and tables scroll in themselves, also on a phone."""
+    async with serving(ready(cluster()).async_client()) as (_, port), opened(port) as page:
+        stored = talk(200, "x = '" + "wide " * 400 + "'")
+        await page.evaluate("text => localStorage.setItem('moonpool-conversation:long', text)", stored)
+        await page.reload()
+        await page.locator("#conversations .name").click()
+        last = page.locator("#talk > article").nth(199)
+        await last.locator(".code code span").first.wait_for()
+        assert await page.locator("#talk > article").count() == 200
+        assert await page.locator("#talk .rendered").count() < 50, "only what is near the window is rendered"
+        for width in (1280, 390):
+            await page.set_viewport_size({"width": width, "height": 800})
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+            assert await page.evaluate("document.querySelector('#scroll').scrollWidth") <= width
+        await page.evaluate("document.querySelector('#scroll').scrollTop = 0")
+        await page.click("#newest")
+        assert (
+            await page.evaluate(
+                "(box => box.scrollHeight - box.scrollTop - box.clientHeight)(document.querySelector('#scroll'))"
+            )
+            < 2
+        )
+
+
+async def test_two_tabs_keep_both_turns() -> None:
+    """What one tab says is shown in the other; what both say at once is kept as two conversations."""
+    calls = Calls(ready(cluster()), iter([says("one"), says("two"), says("three"), says("four")]))
+    async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
+        await say(page, "hi")
+        other = await page.context.new_page()
+        await other.goto(f"http://127.0.0.1:{port}/")
+        await other.locator("#conversations .name").click()
+        await say(other, "more")
+        await page.locator("#talk > article").nth(3).wait_for()
+
+        await other.close()
+
+        # Both speak at once: storage events come to other tabs only, so this one does not hear of the turn.
+        await page.evaluate(
+            """() => {
+              const [key] = Object.keys(localStorage);
+              const talk = JSON.parse(localStorage.getItem(key));
+              talk.turns.push({ role: "user", content: "from the other tab" });
+              localStorage.setItem(key, JSON.stringify({ ...talk, revision: "other" }));
+            }"""
+        )
+        await say(page, "from here")
+        kept = [json.loads(each) for each in await page.evaluate("Object.values(localStorage)")]
+        last = sorted([turn["content"] for turn in talk["turns"] if turn["role"] == "user"][-1] for talk in kept)
+        assert last == ["from here", "from the other tab"]
+        assert sorted(await page.locator("#conversations .name").all_text_contents()) == ["hi", "hi (other tab)"]
+
+
+async def say(page: Any, text: str) -> None:
+    """Send a turn and wait for its whole answer."""
+    turns = await page.locator("#talk > article").count()
+    await page.fill("#text", text)
+    await page.press("#text", "Enter")
+    await page.locator("#talk > article").nth(turns + 1).locator(".note a").wait_for()
 
 
 async def test_cluster_and_requests() -> None:
@@ -149,7 +234,7 @@ async def test_cluster_and_requests() -> None:
     fake.state.recent.last.add(request_id="of-max", cancelled=True)
     fake.explanations["of-max"] = pb.ExplainResponse(cancelled=True)
     async with serving(fake.async_client()) as (_, port), opened(port) as page:
-        await page.locator("#model", has_text="tiny").wait_for()
+        await page.locator("#model option", has_text="tiny").wait_for(state="attached")
         await page.goto(f"http://127.0.0.1:{port}/nothing")
         await page.goto(f"http://127.0.0.1:{port}/#cluster")
         assert "SSD: 3 blocks, 300 B of 1000 B" in await page.locator("#map article").text_content()

@@ -1,6 +1,9 @@
 """The page's files, and what it may see: of the cluster, and of requests that are one's own or not."""
 
+import asyncio
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -10,13 +13,15 @@ import pytest
 
 from moonpool.base.rpc.api_keys import hash_key
 from moonpool.client.testing import FakeConductor
-from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS, MAX_PARAGRAPH_CHARS
+from moonpool.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS
+from moonpool.gateway.serving.markdown import MarkdownRenderer
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 from .fakes import CHAT, TURNS, Answers, answering
 
 FOLDER = Path(str(resources.files("moonpool.gateway"))) / "static"
+WAIT_S = 30.0
 FILES = sorted(FOLDER.iterdir())
 
 
@@ -58,7 +63,7 @@ def test_parts_that_scripts_use_are_in_the_page() -> None:
     assert named >= {
         "conversations",
         "new",
-        "delete",
+        "search",
         "cancel",
         "stop",
         "system",
@@ -83,7 +88,13 @@ async def html_of(gateway: Answers, text: str) -> str:
     ("text", "html"),
     [
         ("# Hi\n\n**b** `c`", "<h1>Hi</h1>\n<p><strong>b</strong> <code>c</code></p>\n"),
-        ("```python\n1 < 2\n```", '<pre><code class="language-python">1 &lt; 2\n</code></pre>\n'),
+        ("```text\n1 < 2\n```", '<pre><code class="language-text">1 &lt; 2\n</code></pre>\n'),
+        (
+            "```python\n1 < a\n```",
+            '<pre><code class="language-python"><span class="mi">1</span> <span class="o">&lt;</span> '
+            '<span class="n">a</span>\n</code></pre>\n',
+        ),
+        ("```klingon\n1 < 2\n```", '<pre><code class="language-klingon">1 &lt; 2\n</code></pre>\n'),
         ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>\n'),
         ("<https://a.b>", '<p><a href="https://a.b" target="_blank" rel="noopener noreferrer">https://a.b</a></p>\n'),
         ("use <div>", "<p>use &lt;div&gt;</p>\n"),
@@ -143,10 +154,37 @@ class Tags(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
 
 
-async def test_long_paragraph_stays_text(gateway: Answers) -> None:
-    """Of a paragraph alone: others of the same text are rendered."""
-    long = "*a* " * (MAX_PARAGRAPH_CHARS // 4 + 1)
+async def test_costly_paragraph_stays_text(gateway: Answers) -> None:
+    """Of a paragraph alone: others of the same text are rendered while the text's bound lasts."""
+    long = "*a* " * 1100
     assert await html_of(gateway, f"{long}\n\n*b*") == f"<p>{long.strip()}</p>\n<p><em>b</em></p>\n"
+    less = "*a* " * 700
+    paragraphs = (await html_of(gateway, f"{less}\n\n" * 8)).splitlines()
+    assert ["<em>" in paragraph for paragraph in paragraphs] == [True] + [False] * 7
+
+
+async def test_tenants_take_turns_and_a_client_that_leaves_leaves_nothing() -> None:
+    """A tenant with many texts waits for its own, and what waits when its client leaves is not rendered."""
+    rendered: list[str] = []
+    go = threading.Event()
+
+    def render(text: str) -> str:
+        assert go.wait(WAIT_S)
+        rendered.append(text)
+        return text
+
+    with ThreadPoolExecutor(1) as thread:
+        renderer = MarkdownRenderer(thread, render)
+        many = [asyncio.create_task(renderer.html("eve", f"eve {number}")) for number in range(20)]
+        await asyncio.sleep(0)
+        calm = asyncio.create_task(renderer.html("ann", "ann"))
+        await asyncio.sleep(0)
+        for task in many[2:]:
+            task.cancel()
+        go.set()
+        assert await calm == "ann"
+        await asyncio.gather(*many, return_exceptions=True)
+    assert rendered == ["eve 0", "ann", "eve 1"]
 
 
 @pytest.mark.parametrize("body", [{}, {"text": 1}, {"text": "x" * (MAX_MARKDOWN_CHARS + 1)}])

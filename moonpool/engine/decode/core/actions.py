@@ -95,6 +95,18 @@ class StartRun:
 
 
 @frozen
+class BeginPrompt:
+    """A prompt's turn has come: its first chunk is planned next.
+
+    Attributes:
+        cached_tokens: leading tokens that are not computed, because they were cached.
+    """
+
+    id: int
+    cached_tokens: int
+
+
+@frozen
 class StopRun:
     """End the run with the step being computed: a decision is needed.
 
@@ -245,6 +257,7 @@ Action = (
     | ReservationRefused
     | SetBlockTable
     | AppendBlock
+    | BeginPrompt
     | StartRun
     | StopRun
     | FinishSequence

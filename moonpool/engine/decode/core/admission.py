@@ -83,6 +83,9 @@ class DecodeAdmission:
         self, event: ReserveBlocks, request: DecodeRequest, tbt_s: float, others: Collection[DecodeRequest]
     ) -> tuple[str, str] | None:
         """Promise blocks for the prompt and return None; if refused, returns a reason and a sentence."""
+        if event.max_queue_s is not None and (drain_s := self._planner.prompts.drain_s(others)) > event.max_queue_s:
+            # The conductor did not know of other conductors' prompts: it plans again with the real queue (ADR 35).
+            return "stale", f"the prompts here take {drain_s:.4g} s, at most {event.max_queue_s:.4g} s were expected"
         breaks = self._breaks_tbt(event, tbt_s, others) if event.tbt_slo_s else None
         return breaks or self._admit(request, others)
 
@@ -125,7 +128,8 @@ class DecodeAdmission:
         """Promise blocks for the prompt if the blocks expected later fit, too; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
         settings, whole_from = self._state.settings, self._state.settings.first_windowed_block(sequence.tokens)
-        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_size)
+        reuse = request.asked.reuse
+        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_size) if reuse else []
         new = settings.blocks_for(sequence.tokens) - len(held)
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new

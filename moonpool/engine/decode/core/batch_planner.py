@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.state_machine import digest_of
-from moonpool.engine.decode.core.actions import AppendBlock, Chunk, StartRun
+from moonpool.engine.decode.core.actions import AppendBlock, BeginPrompt, Chunk, SetBlockTable, StartRun
 from moonpool.engine.decode.core.batch import RunningBatch
 from moonpool.engine.decode.core.batch_slots import BatchSlots
 from moonpool.engine.decode.core.block_budget import most_blocks
@@ -22,6 +22,7 @@ from moonpool.engine.decode.core.copy_on_write import (
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.overdue import OverdueGrants
 from moonpool.engine.decode.core.preemption import PreemptedRequests, choose_for_holder, choose_victim
+from moonpool.engine.decode.core.prompts import PromptQueue
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from moonpool.engine.decode.core.restoring import begin_prompt_here
 from moonpool.engine.decode.core.runs import RunInFlight, sequences_short_ahead, uninterrupted_steps
@@ -69,7 +70,9 @@ class BatchPlanner:
         recomputed_tokens: tokens recomputed so far.
         drafted_tokens: guessed tokens that were checked so far.
         accepted_tokens: checked tokens that were right and became part of the answer.
-        prompts: prompts computed here so far.
+        prompts: whole prompts that wait for their turn to be computed here, and their order.
+        prompts_begun: prompts computed here so far.
+        unbound: a prompt that cannot begin, as its cached blocks lack slices, though nothing else is here.
     """
 
     def __init__(self, state: DecodeState, preempted: PreemptedRequests, lengths: OutputLengths) -> None:
@@ -89,7 +92,9 @@ class BatchPlanner:
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
         self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
-        self.prompts = 0
+        self.prompts = PromptQueue(state, self.batch)
+        self.prompts_begun = 0
+        self.unbound: DecodeRequest | None = None
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
 
     # --- the lists -------------------------------------------------------------------------------------------------
@@ -131,6 +136,8 @@ class BatchPlanner:
             self.recomputing.remove(request)
         elif request.status is RequestStatus.PREEMPTED:
             self._preempted.queue.remove(request)
+        elif request.status is RequestStatus.QUEUED:
+            self.prompts.remove(request)
         return True
 
     def finish_step(self, request: DecodeRequest) -> None:
@@ -164,6 +171,7 @@ class BatchPlanner:
         if self.run_in_flight is not None:
             return
         self._blocks_awaited, self._batch_changed = 0, False
+        self.prompts.forgive_idle()
         self._preempt_for_diagnosis()
         self._keep_tbt()  # contexts have grown since the last step
         self._serve_overdue()  # before others: any free block or slot would go to a stream of newcomers
@@ -173,11 +181,15 @@ class BatchPlanner:
         gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
         if self._restore() or gave_way:
             self._fill_slots()
+        self._begin_prompts()
         self._rotation.note((*self.batch.requests, *self.recomputing), self.waiting)
         chunks = self._chunks()
+        while not chunks and not len(self.batch) and self._begin_prompt(even_if_others_wait=True):
+            chunks = self._chunks()  # the next prompt's promised window blocks may be what is missing
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
+        self.prompts.idle_since = None
         steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
         patient = self.batch.patient and not chunks
         copies = tuple((copied.source, copied.block) for copied in self.copies)
@@ -189,7 +201,8 @@ class BatchPlanner:
 
     def _run_steps(self) -> int:
         """Return the number of steps in the next run, after giving blocks ahead."""
-        steps = uninterrupted_steps(self.batch, self._settings.run_steps, self.tbt)
+        most = min(self._settings.run_steps, self._most_steps)
+        steps = uninterrupted_steps(self.batch, most, self.tbt)
         # While running requests wait for blocks, no block is given ahead.
         for request, sequence in () if self._blocks_awaited else sequences_short_ahead(self.batch, self._state, steps):
             self._add_block(sequence)
@@ -214,8 +227,19 @@ class BatchPlanner:
     @property
     def _must_ask_after_step(self) -> bool:
         """Whether a decision follows the next step: who fits now, copies made once, the next chunks, the rotation."""
-        follows = self._batch_changed or self.copies or self.recomputing or self._rotation
+        follows = self._batch_changed or self.copies or self._catching_up or self._rotation
         return bool(follows or self._settings.preempt_every)
+
+    @property
+    def _catching_up(self) -> list[DecodeRequest]:
+        """Requests that recompute, and prompts whose remainder was expected to be short: each step has their chunk."""
+        return [request for request in self.recomputing if not request.lacks_first_token]
+
+    @property
+    def _most_steps(self) -> int:
+        """Most steps of answers before the next step with chunks of prompts."""
+        ready = len(self._catching_up) < len(self.recomputing) or self._next_prompt() is not None
+        return max(1, self.prompts.steps_until_due) if ready else self._settings.run_steps
 
     def advance(self, steps: int, *, over: bool) -> None:
         """Count steps in the run in flight; `over`: the run has ended."""
@@ -224,6 +248,9 @@ class BatchPlanner:
         assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
         self._preempted.steps += steps
+        self.prompts.advance(steps)
+        if over:
+            self.prompts.idle_since = self._state.now
         self.overdue.advance(steps, self.batch)
         if self._rotation:
             self._rotation.advance(steps, self.batch.requests)
@@ -231,13 +258,25 @@ class BatchPlanner:
 
     def stop_run(self, *, leaving: bool) -> None:
         """End the run in flight after the current step if a request waits for the end; `leaving`: an ended one does."""
-        queues = self.waiting, self.recomputing, self._preempted.queue
-        if self.run_in_flight is not None and (leaving or any(queues)):
-            self.run_in_flight = self.run_in_flight.stopped(self._state, *queues)
+        flight = self.run_in_flight
+        if flight is None:
+            return
+        queues = self.waiting, self._catching_up, self._preempted.queue
+        # A run of this length was planned with prompts in mind.
+        prompts = [] if flight.run.steps <= max(1, self._settings.num_continuous_decode_steps) else self._ready_prompts
+        if leaving or prompts or any(queues):
+            self.run_in_flight = flight.stopped(self._state, *queues, prompts)
+
+    @property
+    def _ready_prompts(self) -> list[DecodeRequest]:
+        """Prompts that the next step could compute."""
+        begun = [request for request in self.recomputing if request.lacks_first_token]
+        following = self._next_prompt()
+        return [*begun, *([following] if following is not None else ())]
 
     def not_computed(self, flight: RunInFlight) -> None:
         """Undo what an aborted run was to do: its copies were not made."""
-        self.run_in_flight = None
+        self.run_in_flight, self.prompts.idle_since = None, self._state.now
         for copied in flight.copies:
             undo_copy_on_write(self._state, copied)
             if copied.request in self.batch:
@@ -439,7 +478,7 @@ class BatchPlanner:
         New promises leave time for this token: beside batches as slow as allowed, no preempted request would be
         restored.
         """
-        return self.tbt.chunk_s(self.recomputing or self._preempted.queue)
+        return self.tbt.chunk_s(self.recomputing or self._preempted.queue or list(self.prompts.waiting.values()))
 
     def _keep_tbt(self) -> None:
         """Move requests back to waiting while the step is too long for a promise."""
@@ -535,17 +574,68 @@ class BatchPlanner:
         """
         if request.is_group or self._preempted.queue or not self.slots.has_room_for_prompt(request):
             return False
-        settings = self._settings
-        # With a recurrent state, the last token cannot be computed behind its own state.
-        most = (request.spec.tokens - settings.recurrent) // settings.block_size
+        return self._bind_prompt(request)
+
+    def _bind_prompt(self, request: DecodeRequest) -> bool:
+        """Bind a prompt's promised blocks; False if cached blocks lack slices and cannot be given back."""
+        settings, most = self._settings, self.prompts.reusable_blocks(request)
         if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)
         self._budget.bind(request)
         begin_prompt_here(request, held, settings, self._state.blocks)
         self.add_restored(request)
-        self.prompts += 1
+        self.prompts_begun += 1
         return True
+
+    # --- whole prompts ---------------------------------------------------------------------------------------------
+
+    def _next_prompt(self) -> DecodeRequest | None:
+        """Return the waiting prompt whose turn it is, if it may begin beside all others.
+
+        Requests that were preempted, or wait for more slots than are free, go first. A step's worth of prompts is begun
+        at a time: later ones may belong to a tenant with a smaller share, or find more blocks cached.
+        """
+        if not self.prompts.waiting or self._prompt_work >= self._settings.max_num_batched_tokens:
+            return None
+        if self._preempted.queue and (self._active or self._preempted.blocks_being_freed):
+            return None
+        if not all(map(self.slots.has_room, self.waiting)):
+            return None
+        return next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
+
+    @property
+    def _prompt_work(self) -> int:
+        """Tokens that begun prompts have yet to compute."""
+        return self.prompts.tokens_left(self.recomputing)
+
+    def _begin_prompts(self) -> None:
+        """Begin the prompts whose turn it is."""
+        while self._begin_prompt():
+            pass
+
+    def _begin_prompt(self, *, even_if_others_wait: bool = False) -> bool:
+        """Begin the next prompt; return whether there was one that could begin."""
+        request = self._next_prompt()
+        if request is None and even_if_others_wait:
+            request = next(filter(self.slots.has_room_for_prompt, self.prompts.in_turn(self.recomputing)), None)
+        if request is None:
+            return False
+        self._budget.match_again(request, self.prompts.reusable_blocks(request))
+        if not self._bind_prompt(request):
+            idle = not self._active and not self._preempted.queue and not list(self._state.ios)
+            self.unbound = request if idle else None
+            return False
+        self.prompts.remove(request)
+        [sequence] = request.sequences
+        self._state.act(SetBlockTable(request.id, tuple(sequence.table)))
+        self._state.act(BeginPrompt(request.id, sequence.computed))
+        return True
+
+    def answers_begin(self, request: DecodeRequest) -> None:
+        """Note that a prompt's first tokens are known; the request is in no list now."""
+        request.turn = None
+        self.recomputing.remove(request)
 
     def _chunks(self) -> tuple[Chunk, ...]:
         """Plan the chunks computed beside the batch.
@@ -553,12 +643,25 @@ class BatchPlanner:
         If no chunk gets window blocks, and no other event can free any, requests that recompute give up theirs.
         """
         while self.recomputing:
-            chunks = plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
+            chunks = self._plan_chunks()
             stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed
             if not stuck or len(self.recomputing) == 1 or not self._state.blocks.num_slots:
                 return chunks
             self._preempt(self.recomputing[-1])
         return ()
+
+    def _plan_chunks(self) -> tuple[Chunk, ...]:
+        """Plan one step's chunks: of requests that recompute, then of whole prompts if the step is theirs, too."""
+        catching_up = self._catching_up
+        if len(catching_up) == len(self.recomputing) or self.prompts.steps_until_due:
+            return plan_chunks(catching_up, self.tbt.chunk_tokens(catching_up), self._state)
+        requests = self.prompts.in_order(self.recomputing)
+        alone = not len(self.batch)
+        tokens = self._settings.max_num_batched_tokens if alone else self.tbt.chunk_tokens(requests)
+        chunks = plan_chunks(requests, tokens, self._state)
+        owners = {sequence.id: request for request in requests for sequence in request.sequences}
+        self.prompts.planned(chunks, [owners[chunk.id] for chunk in chunks])
+        return chunks
 
     def chunk_computed(self, chunk: Chunk, request: DecodeRequest) -> None:
         """Count a computed chunk.
@@ -568,6 +671,8 @@ class BatchPlanner:
         """
         self.recomputed_tokens += 0 if request.prompt_here else chunk.count
         sequence = take_computed_chunk(request, chunk, self._settings, self._state.blocks)
+        if request.lacks_first_token:
+            return  # the last chunk's first tokens are told by `FirstTokens`
         if chunk.sample:
             self.recomputing.remove(request)
             sequence.tokens += 1
@@ -583,12 +688,14 @@ class BatchPlanner:
         lists = [[request.id for request in requests] for requests in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        return digest_of(counts, run, lists, list(self.slots.kept), self._rotation.digest(), self.overdue.digest())
+        orders = list(self.slots.kept), self._rotation.digest(), self.overdue.digest(), self.prompts
+        return digest_of(counts, run, lists, *orders)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Assert that every request is where the status says, with blocks for all tokens."""
         self.batch.check_invariants()
         self.overdue.check_invariants(requests)
+        self.prompts.check_invariants(requests)
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
         assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)
         for status, found in (

@@ -72,6 +72,16 @@ class BlockBudget:
         sequence.table += self.blocks.allocate(request.promised)
         self._promise_over(request)
 
+    def match_again(self, request: DecodeRequest, most: int) -> None:
+        """Take blocks of a waiting prompt that others have computed since the promise; at most `most` in all."""
+        [sequence] = request.sequences
+        held = len(sequence.table)
+        more = self.blocks.match(sequence.keys[:most])[held:] if not self.blocks.num_slots else []
+        self.blocks.acquire(more)
+        sequence.table += more
+        request.promised -= len(more)
+        self.promised -= len(more)
+
     def bind_to_receive(self, request: DecodeRequest, whole_from: int) -> None:
         """As `bind`, for blocks that the prompt's KV arrives in: blocks before `whole_from` arrive without windows."""
         [sequence] = request.sequences

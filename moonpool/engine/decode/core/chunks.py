@@ -14,15 +14,17 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
     Blocks that a sequence shares are computed first. The chunks' blocks get window blocks; if these are missing, chunks
     are shorter. If a chunk's KV is held, the chunk is a full hit, even if the pool does not find the block by key.
     """
-    found = []
+    found = list[Chunk]()
     for request in recomputing:
         for sequence in request.sequences:
             left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
-            count = min(tokens, left)
-            if count > 0 and _may_recompute(request, sequence):
+            cost = request.spec.token_cost if request.lacks_first_token else 1
+            most = tokens // cost or (0 if found else min(tokens, state.settings.block_size))
+            count = min(most, left)
+            if count > 0 and may_recompute(request, sequence):
                 count = count if full_hit else _give_chunk_window_blocks(state, request, sequence, count)
-            if count > 0 and _may_recompute(request, sequence):
-                tokens -= count
+            if count > 0 and may_recompute(request, sequence):
+                tokens = max(0, tokens - count * cost)
                 sample = sequence.computed + count == sequence.tokens
                 found.append(Chunk(sequence.id, sequence.computed, count, sample, full_hit))
     return tuple(found)
@@ -56,15 +58,18 @@ def _give_chunk_window_blocks(state: DecodeState, request: DecodeRequest, sequen
     return end - start
 
 
-def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
+def may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
     """Return whether the tokens shared with earlier sequences have been computed."""
     before = request.sequences[: request.sequences.index(sequence)]
     return all(other.computed >= min(recompute_goal(request, other), sequence.shared) for other in before)
 
 
 def recompute_goal(request: DecodeRequest, sequence: RequestSequence) -> int:
-    """Return how many tokens a sequence computes before running again; a lone sequence then samples the next token."""
-    return sequence.tokens - request.is_group
+    """Return how many tokens a sequence computes before running again.
+
+    A lone sequence then samples the next token, and a group's prompt the first tokens.
+    """
+    return sequence.tokens - (request.is_group and not request.lacks_first_token)
 
 
 def is_recomputed(request: DecodeRequest) -> bool:

@@ -41,6 +41,9 @@ class ReserveBlocks:
         resumable: another conductor may take the request over (`AdoptRequest`): the request outlives the conductor, and
             the output is kept for a while after the end.
         fence: how often the client has resumed the request.
+        computes_prompt: the whole prompt is computed here (`QueuePrompt`); the request waits for its turn.
+        reuse: cached blocks of the prompt may be used; otherwise every token is computed.
+        max_queue_s: with `computes_prompt`, refuse if the prompts here take longer than this, seconds; None = any time.
     """
 
     id: int
@@ -53,6 +56,9 @@ class ReserveBlocks:
     search: SearchRules | None = None
     resumable: bool = False
     fence: int = 0
+    computes_prompt: bool = False
+    reuse: bool = True
+    max_queue_s: float | None = None
 
 
 @frozen
@@ -120,6 +126,24 @@ class ComputePrompt:
 
 
 @frozen
+class QueuePrompt:
+    """No KV arrives: the whole prompt waits for its turn to be computed here (`ReserveBlocks.computes_prompt`).
+
+    Attributes:
+        stream: the conductor's stream.
+        patient: no client waits for single tokens.
+        delay_s: the prompt stands so many seconds behind in its tenant's order.
+        held: for each kvstore, leading blocks that it is believed to hold; None = unknown. Missing values are None.
+    """
+
+    id: int
+    stream: int
+    patient: bool = False
+    delay_s: float = 0.0
+    held: tuple[int | None, ...] = ()
+
+
+@frozen
 class AbortRequest:
     """The request is cancelled, or cannot continue.
 
@@ -184,6 +208,25 @@ class CheckedDraft:
 
 
 @frozen
+class FirstTokens:
+    """The first token of each answer, sampled with the last chunk of a prompt that `ReserveBlocks.computes_prompt`.
+
+    Attributes:
+        id: the request.
+        finishes: for each answer, why it has ended with these tokens; 0 = continues. One value for a search.
+        candidates: for a search, tokens that may follow the prompt, in place of first tokens.
+        known: for each answer, tokens known behind the first token; empty if no tokens are known.
+        known_keys: keys of the blocks that these tokens fill, without the last token.
+    """
+
+    id: int
+    finishes: tuple[int, ...]
+    candidates: Candidates = ()
+    known: tuple[int, ...] = ()
+    known_keys: tuple[tuple[BlockKey, ...], ...] = ()
+
+
+@frozen
 class RunProgress:
     """Some of the run's steps have ended; the run continues. No sequence ended in these steps.
 
@@ -215,6 +258,7 @@ class RunDone:
         waited_s: as in `RunProgress`.
         late: running sequences that got no token in the last step; they ask again.
         drafts: guesses that the step checked.
+        first_tokens: of the prompts whose last chunk the run computed.
     """
 
     step: int
@@ -227,6 +271,7 @@ class RunDone:
     waited_s: float = 0.0
     late: tuple[int, ...] = ()
     drafts: tuple[CheckedDraft, ...] = ()
+    first_tokens: tuple[FirstTokens, ...] = ()
 
 
 @frozen
@@ -268,6 +313,7 @@ Event = (
     | TransferComplete
     | StartDecoding
     | ComputePrompt
+    | QueuePrompt
     | AbortRequest
     | AdoptRequest
     | StreamOpened

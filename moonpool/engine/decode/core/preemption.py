@@ -75,7 +75,7 @@ class PreemptedRequests:
         tokens = tokens_to_recompute(request, self._settings)
         steps = steps_of(tokens, self._settings.chunked_prefill_size)
         return {
-            Preemption.SWAP: 2 * self._settings.moved_bytes(blocks) / self.swap_bytes_per_s,
+            Preemption.SWAP: 2 * self._settings.moved_bytes(blocks, part_filled=1) / self.swap_bytes_per_s,
             Preemption.RECOMPUTE: prefill_seconds(self._state.tracker.speeds, tokens, 0, steps=steps),
         }
 
@@ -186,7 +186,7 @@ class PreemptedRequests:
     def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
         """Note that a copy has ended. The caller handles a request that has ended meanwhile."""
         if result.ok:
-            self._observe(self._settings.moved_bytes(len(pin.blocks)), result.seconds)
+            self._observe(self._settings.moved_bytes(len(pin.blocks), part_filled=1), result.seconds)
         if pin.out:
             self._swapped_out(pin.request, ok=result.ok)
         else:

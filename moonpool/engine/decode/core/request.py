@@ -8,7 +8,7 @@ from typing import Self
 from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import KVOwner
-from moonpool.base.scheduling.fair_share import priority_rank
+from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
@@ -22,10 +22,12 @@ class RequestStatus(Enum):
 
     PROMISED = "promised"
     """Blocks are promised. Only the cached prefix is in the block table."""
+    QUEUED = "queued"
+    """The prompt is computed here and waits for its turn; the blocks are still promised."""
     RECEIVING = "receiving"
     """Blocks are bound and the prompt's KV arrives."""
     RECEIVED = "received"
-    """All KV has arrived. The first token is not known."""
+    """All KV has arrived and the first token is not known; or a whole prompt was computed here, and answers begin."""
     WAITING = "waiting"
     """Has KV for all tokens but the last. Waits for a slot in the batch, or for a block."""
     RUNNING = "running"
@@ -49,12 +51,13 @@ _S = RequestStatus
 _RESTORED = (_S.WAITING, _S.RECOMPUTING, _S.SWAPPING_IN)
 
 TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
-    _S.PROMISED: frozenset({_S.RECEIVING, _S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
+    _S.PROMISED: frozenset({_S.RECEIVING, _S.QUEUED, _S.WAITING, _S.RECOMPUTING, _S.FINISHING}),
+    _S.QUEUED: frozenset({_S.RECOMPUTING, _S.FINISHING}),
     _S.RECEIVING: frozenset({_S.RECEIVED, _S.FINISHING}),
     _S.RECEIVED: frozenset({_S.WAITING, _S.FINISHING}),
     _S.WAITING: frozenset({_S.RUNNING, _S.PREEMPTED, _S.SWAPPING_OUT, _S.FINISHING, _S.PARKED}),
     _S.RUNNING: frozenset({_S.WAITING, _S.PREEMPTED, _S.SWAPPING_OUT, _S.FINISHING, _S.PARKED}),
-    _S.RECOMPUTING: frozenset({_S.RUNNING, _S.WAITING, _S.PREEMPTED, _S.FINISHING, _S.PARKED}),
+    _S.RECOMPUTING: frozenset({_S.RECEIVED, _S.RUNNING, _S.WAITING, _S.PREEMPTED, _S.FINISHING, _S.PARKED}),
     _S.SWAPPING_OUT: frozenset({_S.PREEMPTED, _S.FINISHING}),
     _S.PREEMPTED: frozenset({*_RESTORED, _S.FINISHING, _S.PARKED}),
     _S.SWAPPING_IN: frozenset({_S.WAITING, _S.PREEMPTED, _S.FINISHING}),
@@ -178,6 +181,8 @@ class DecodeRequest:
         prompt_here: the prompt, or known tokens behind the prompt, are computed here; no other instance writes these to
             the kvstores.
         search: chooses which sequences fork; None = each sequence continues alone.
+        held_by_stores: see `QueuePrompt.held`.
+        turn: place among the whole prompts computed here, until the first token; None = no such prompt.
         takeover: what another conductor needs for a takeover.
         preemption: how the request was preempted.
     """
@@ -203,6 +208,8 @@ class DecodeRequest:
     patient: bool = False
     ended_tokens: int = 0
     prompt_here: bool = False
+    turn: QueueKey | None = None
+    held_by_stores: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
@@ -244,6 +251,11 @@ class DecodeRequest:
         """Number of kvstores that full blocks are written to."""
         return self.asked.stores
 
+    @property
+    def store_beliefs(self) -> list[int | None]:
+        """For each kvstore, leading blocks of the prompt that it is believed to hold; None = unknown."""
+        return [*self.held_by_stores, *[None] * self.stores][: self.stores]
+
     def set_status(self, status: RequestStatus) -> None:
         """Change the status, along `TRANSITIONS` only."""
         assert status in TRANSITIONS[self.status], f"request {self.id} cannot go from {self.status} to {status}"
@@ -260,6 +272,17 @@ class DecodeRequest:
         return self.stream is not None
 
     @property
+    def lacks_first_token(self) -> bool:
+        """Whether the whole prompt is computed here and no answer has begun; there is one sequence."""
+        return self.turn is not None
+
+    @property
+    def waits_as_prompt(self) -> bool:
+        """Whether the whole prompt is, or will be, computed here, and no answer has begun."""
+        coming = self.asked.computes_prompt and self.status is RequestStatus.PROMISED
+        return coming or (self.turn is not None and self.status is not RequestStatus.FINISHING)
+
+    @property
     def is_group(self) -> bool:
         """Whether the request has, or may have, more than one plain sequence."""
         return self.spec.width > 1 or self.search is not None
@@ -267,7 +290,8 @@ class DecodeRequest:
     @property
     def num_seqs(self) -> int:
         """Sequences now, or after the sequences fork: each takes a batch slot."""
-        return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
+        unborn = self.lacks_first_token or self.status in TRANSFERRING
+        return self.spec.width if unborn else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:
         """Return the sequence with this id; None after the sequence's end."""
@@ -322,7 +346,7 @@ class DecodeRequest:
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
             assert sequence.past <= len(sequence.table)
-        assert (self.promised > 0) <= (self.status is RequestStatus.PROMISED)
+        assert not self.promised or self.status in (RequestStatus.PROMISED, RequestStatus.QUEUED)
         assert leased == (self.status in TRANSFERRING)
         self._check_search()
 

@@ -36,6 +36,8 @@ def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[in
     A group's sequences may continue behind any block that they share: all must be whole.
     """
     found: dict[int, int] = {}
+    if request.lacks_first_token and not request.asked.reuse:
+        return found
     match = manager.match if len(request.sequences) == 1 else manager.match_whole
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         for number, block in zip(table, match(sequence.keys), strict=False):
@@ -112,7 +114,8 @@ def resume_with_blocks(
     _skip_held(request, held, settings)
     for sequence in request.sequences:
         pass_windows(sequence, sequence.computed, settings, manager)
-    request.set_status(RequestStatus.WAITING if is_recomputed(request) else RequestStatus.RECOMPUTING)
+    waits = is_recomputed(request) and not request.lacks_first_token  # first tokens are sampled with a chunk
+    request.set_status(RequestStatus.WAITING if waits else RequestStatus.RECOMPUTING)
 
 
 def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSettings) -> None:
@@ -120,7 +123,7 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
-        sequence.computed = min(blocks * settings.block_size, sequence.tokens - 1)
+        sequence.computed = settings.reused_tokens(sequence.tokens, blocks)
         sequence.shared = sequence.computed
         done.update(table)
 
@@ -134,7 +137,8 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
     [sequence] = request.sequences
     # A full last block gets a key on being computed, as an answer's block does.
     del sequence.keys[(sequence.tokens - 1) // settings.block_size :]
-    there = [min(held, len(sequence.keys))] * request.stores
+    most = min(held, len(sequence.keys))
+    there = [most if blocks is None else min(blocks, most) for blocks in request.store_beliefs]
     sequence.stored, sequence.borders = there, list(there)
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
     if held * settings.block_size >= sequence.tokens:

@@ -29,7 +29,9 @@ from moonpool.engine.decode.core.events import (
     ComputePrompt,
     EngineDied,
     Event,
+    FirstTokens,
     IoEnd,
+    QueuePrompt,
     ReserveBlocks,
     RunDone,
     RunProgress,
@@ -56,7 +58,9 @@ from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
 
-_RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
+NO_PLACE = "the prompt cannot be computed here now"
+_Transfer = TransferOpened | TransferProgress | TransferComplete
+_RequestEvent = _Transfer | StartDecoding | ComputePrompt | QueuePrompt | AbortRequest
 _PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
 
 
@@ -141,11 +145,18 @@ class DecodeScheduler:
         # After each event: a run or copy that has ended may have been what a late orphan waited for.
         self._abort(self.orphans.park_late(), "its conductor was lost")
         if not self._dead:
-            self.planner.plan()
+            self._plan()
             if not isinstance(event, RunProgress | RunDone):  # what the run itself reports is no reason to end it
                 self.planner.stop_run(leaving=bool(self._finishing) or self.orphans.waits_for_run)
         out[:0] = self.blocks.take_slot_moves()
         self._state.out = []
+
+    def _plan(self) -> None:
+        self.planner.plan()
+        while (unbound := self.planner.unbound) is not None:
+            self.planner.unbound = None
+            self._abort([unbound], NO_PLACE)
+            self.planner.plan()
 
     # --- before a request starts -----------------------------------------------------------------------------------
 
@@ -195,6 +206,8 @@ class DecodeScheduler:
                 self._start(request, event)
             case ComputePrompt() if not request.is_started:
                 self._compute_prompt(request, event)
+            case QueuePrompt() if request.status is RequestStatus.PROMISED:
+                self._queue_prompt(request, event)
             case AbortRequest():
                 if request.status is RequestStatus.RECEIVING:
                     self.budget.register_leading(request, event.leading)
@@ -223,13 +236,43 @@ class DecodeScheduler:
             self._state.act(SetBlockTable(request.id, tuple(request.blocks)))
         else:
             began = "its KV has begun to come: the prompt is not computed here"
-            self._abort([request], "the prompt cannot be computed here now" if nothing_came else began)
+            self._abort([request], NO_PLACE if nothing_came else began)
+
+    def _queue_prompt(self, request: DecodeRequest, event: QueuePrompt) -> None:
+        if event.stream not in self._streams:
+            self._abort([request], "the conductor's stream ended")
+            return
+        request.stream, request.held_by_stores = event.stream, event.held
+        request.patient = event.patient and not request.tbt_slo_s
+        self._leases.clear(request.id)
+        self.planner.prompts.add(request, event.delay_s)
 
     def _join(self, request: DecodeRequest) -> None:
         """Let a request wait for the first step once both the KV and the first token are there."""
-        if request.status is not RequestStatus.RECEIVED or not request.is_started:
+        if request.status is RequestStatus.RECEIVED and request.is_started:
+            self._leases.clear(request.id)
+            self._begin_answers(request)
+
+    def _take_first_tokens(self, first: FirstTokens) -> None:
+        """Let the answers to a prompt computed here begin."""
+        request = self._table.get(first.id)
+        if request is None or request.status is RequestStatus.FINISHING:
             return
-        self._leases.clear(request.id)
+        [sequence] = request.sequences
+        assert sequence.computed == sequence.tokens, "the prompt is not computed"
+        request.finishes = first.finishes
+        request.takeover.known_tokens, request.takeover.known_keys = first.known, first.known_keys
+        if request.search is not None:
+            request.search.first_candidates = first.candidates
+        if all(first.finishes):
+            self.write_back.write_window(request, sequence)
+        self.planner.answers_begin(request)
+        request.set_status(RequestStatus.RECEIVED)
+        sequence.tokens += 1
+        self._begin_answers(request)
+
+    def _begin_answers(self, request: DecodeRequest) -> None:
+        """Let the answers wait for their first step: the KV and the first tokens are there."""
         fork_sequences(request, self.blocks)
         behind_first = request.take_known_tokens()
         self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences[1:]]
@@ -374,6 +417,8 @@ class DecodeScheduler:
             if (sequence := self._table.find(number)) is not None:
                 self.planner.batch.gained(sequence, -1)
         self._finish_step()
+        for first in event.first_tokens:
+            self._take_first_tokens(first)
         for number, _ in event.ended:
             self._sequence_ended(number)
         for request, candidates in group_by_search(event.candidates, self._table.get):

@@ -1,11 +1,11 @@
 """Settings of the decode scheduler."""
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.settings import setting
+from moonpool.engine.scheduler.settings import PoolSettings
 
 WATERMARK = 0.01
 """Share of the pool that an admission leaves free for the growth of running sequences (ADR 7)."""
@@ -22,46 +22,51 @@ class Preemption(Enum):
     """The blocks are copied to DRAM and back; as `RECOMPUTE` when there is no budget."""
 
 
-@frozen
-class DecodeSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings(PoolSettings):
     """One decode instance's settings.
 
     Attributes:
-        num_blocks: blocks in the pool.
-        block_size: tokens in a block.
-        block_bytes: bytes of KV in a block, all layers.
+        max_num_batched_tokens: most tokens in a step without answers.
         promise_s: seconds for which a promise is renewed at most, while the conductor is connected but no KV comes.
         speeds: the engine's speeds, as measured at the start.
         watermark_blocks: blocks left free by an admission.
         swap_blocks: most blocks swapped out.
         run_steps: most steps in a run (see `StartRun`).
         ahead_steps: sequences get surplus blocks for so many steps ahead, so a run need not end where a block does.
-        recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         draft_tokens: most guessed tokens that a step checks for a sequence; 0 = none.
         patience_steps: steps that a preempted request waits beside other tenants for a grant (`OverdueGrants`). A
             request that needs more than the tenant's block share waits longer.
         grant_steps: steps in a grant.
-        window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
-        window_slots: window blocks in the pool: blocks that may have the slices of windowed layers.
-        window_bytes: bytes of windowed layers in one block.
-        states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
 
-    num_blocks: int
-    block_size: int
-    block_bytes: int
     max_num_seqs: int = setting(64, "sequences in one step at most", ge=1)
     lease_s: float = setting(60.0, "seconds without news after which a promise or transfer ends", gt=0)
     promise_s: float = 600.0
     speeds: Speeds = field(default_factory=Speeds)
-    preemption: Preemption = setting(
+    preemption: Preemption = setting(  # noqa: RUF009  # a field
         Preemption.AUTO,
         "how a preempted sequence's KV comes back: recompute = computed again, where the pool has needed the blocks "
         "for others; swap = copied to DRAM and back; auto = the way predicted to be quicker",
     )
     watermark_blocks: int = 0
     chunked_prefill_size: int = setting(
-        256, "most tokens of preempted sequences and of prompt suffixes computed in one step", ge=1
+        256,
+        "most tokens of preempted sequences and of prompts computed in one step beside answers; with "
+        "--computes-prompts the default is 64 on a CPU and 512 on a GPU",
+        ge=1,
+    )
+    computes_prompts: bool = setting(
+        False,
+        "role both: also compute whole prompts, beside the answers; the conductor places prompts here that stay for "
+        "their answers",
+    )
+    max_num_batched_tokens: int = 512
+    num_continuous_decode_steps: int = setting(
+        2,
+        "with --computes-prompts: steps of answers between two steps that compute prompts beside answers; where a time "
+        "between tokens was promised, the promise limits the prompts' part of each step instead",
+        ge=0,
     )
     swap_blocks: int = 0
     assumed_answer_tokens: int = setting(
@@ -81,27 +86,9 @@ class DecodeSettings:
         ge=0,
     )
     log_bytes: int = setting(16 << 20, "bytes of all tokens kept for that; the oldest are dropped first", ge=0)
-    recurrent: bool = False
     preempt_every: int = setting(
         0, "for diagnosis: preempt a running sequence once in this many steps; 0 = only when blocks run out", ge=0
     )
     patience_steps: int = 64
     grant_steps: int = 64
-    window_blocks: int = 0
     draft_tokens: int = 0
-    window_slots: int = 0
-    window_bytes: int = 0
-    states_alone: bool = False
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_size)
-
-    def moved_bytes(self, blocks: int) -> int:
-        """Bytes of a sequence's last `blocks` blocks when they are moved: behind the window, of full layers alone."""
-        behind = max(0, blocks - self.window_blocks - 1)
-        return blocks * self.block_bytes - behind * self.window_bytes
-
-    def first_windowed_block(self, tokens: int) -> int:
-        """First block of which the token behind `tokens` tokens needs the windowed slices."""
-        return max(0, tokens // self.block_size - self.window_blocks) if self.window_blocks else 0

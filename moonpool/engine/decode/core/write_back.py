@@ -3,6 +3,7 @@
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.engine.decode.core.actions import StoreBlock
+from moonpool.engine.decode.core.chunks import may_recompute
 from moonpool.engine.decode.core.events import StoreEnd
 from moonpool.engine.decode.core.in_flight import StorePin
 from moonpool.engine.decode.core.request import DecodeRequest, RequestSequence
@@ -79,6 +80,8 @@ class BlockWriteBack:
         if not request.prompt_here:
             return
         for sequence in request.sequences:
+            if not may_recompute(request, sequence):
+                continue  # blocks that an earlier sequence computes are still without KV
             full = min(sequence.computed // self._settings.block_size, len(sequence.keys))
             for store, there in enumerate(sequence.stored):
                 for index in range(there, full):

@@ -29,7 +29,7 @@ def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
     """
     if load.layers > 1:
         return (load.progressed_at - load.first_at) / (load.layers - 1)
-    nbytes = state.settings.read_bytes(load.end - load.first) // state.settings.layers
+    nbytes = state.settings.moved_bytes(load.end - load.first) // state.settings.layers
     return load_seconds(state.tracker.speeds, nbytes)
 
 
@@ -191,7 +191,7 @@ def wait_for_other_load_until(state: PrefillState, request: PrefillRequest) -> f
 def _wait_for_replica_until(state: PrefillState, request: PrefillRequest, at: int) -> float | None:
     """Return until when a request waits for a replication that brings block `at`; None if computing is faster."""
     replica = state.replica
-    if replica is None or not replica.first <= at < len(replica.keys) or replica.keys[at] != request.spec.keys[at]:
+    if replica is None or not replica.table.past <= at < len(replica.keys) or replica.keys[at] != request.spec.keys[at]:
         return None
     speeds = state.tracker.speeds
     load_s = load_seconds(speeds.loading_from_peers() if replica.source.peer else speeds, replica.nbytes)

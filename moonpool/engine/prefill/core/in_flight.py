@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from moonpool.base.kv.keys import BlockKey
 from moonpool.base.scheduling.block_manager import KVOwner
 from moonpool.engine.prefill.core.events import KVSource
-from moonpool.engine.prefill.core.request import BlockTable
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 @dataclass(slots=True, eq=False)
@@ -64,17 +64,19 @@ class LoadFlight:
 
 @dataclass(slots=True, eq=False)
 class ReplicaFlight:
-    """A chain's blocks being replicated here since `began_at`, seconds; blocks before `first` were cached."""
+    """A chain's blocks being replicated here since `began_at`, seconds; the table's `past` blocks were cached."""
 
     number: int
     keys: tuple[BlockKey, ...]
     owner: KVOwner
-    blocks: tuple[int, ...]
-    first: int
+    table: BlockTable
     source: KVSource
     nbytes: int
     began_at: float
-    tables: tuple[BlockTable, ...] = ()
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return (self.table,)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +98,13 @@ class SendFlight:
 
 @dataclass(slots=True, eq=False)
 class WriteBackFlight:
-    """Blocks being written to a kvstore; the first `past` blocks are written without their windowed slices."""
+    """Blocks being written to a kvstore; the table's `past` blocks are written without their windowed slices."""
 
-    blocks: tuple[int, ...]
-    past: int
-    tables: tuple[BlockTable, ...] = ()
+    table: BlockTable
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return (self.table,)
 
 
 IoInFlight = StepFlight | LoadFlight | ReplicaFlight | TransferFlight | SendFlight | WriteBackFlight

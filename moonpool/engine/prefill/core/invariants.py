@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from moonpool.engine.prefill.core.in_flight import LoadFlight, ReplicaFlight, SendFlight, StepFlight, WriteBackFlight
-from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest, PrefillStatus
+from moonpool.engine.prefill.core.in_flight import LoadFlight, SendFlight, StepFlight, WriteBackFlight
+from moonpool.engine.prefill.core.request import PrefillRequest, PrefillStatus
 from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
+from moonpool.engine.scheduler.block_table import check_pins
 
 
 def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
@@ -23,26 +24,14 @@ def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
 
 
 def _check_block_pins(state: PrefillState) -> None:
-    pins: Counter[int] = Counter()
-    tables: dict[int, BlockTable] = {}
-    refs: Counter[int] = Counter(state.lending)
     owned = [request.table for request in state.requests.values() if request.table is not None]
     owned += [
         overtaken.table for request in state.requests.values() if (overtaken := request.prefix.overtaken) is not None
     ]
-    for _, flight in state.ios:
-        owned += flight.tables
-        if isinstance(flight, WriteBackFlight | ReplicaFlight):
-            refs.update(flight.blocks)
-    for table in owned:
-        pins[id(table)] += 1
-        tables[id(table)] = table
-    for name, table in tables.items():
-        assert table.pins == pins[name] > 0
-        assert len(set(table.blocks)) == len(table.blocks)
-        refs.update(table.blocks)
-    for block in range(state.manager.num_blocks):
-        assert state.manager.ref_count(block) == refs[block], f"block {block} is held by something else"
+    owned += [state.replica.table] if state.replica is not None else []
+    check_pins(state.manager, owned, state.ios, list(state.lending))
+    writes = [flight.table for _, flight in state.ios if isinstance(flight, WriteBackFlight)]
+    state.writes.check_invariants(writes)
 
 
 def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:

@@ -9,10 +9,11 @@ from moonpool.engine.prefill.core.actions import LoadBlocks, PrefixLoaded, Prefi
 from moonpool.engine.prefill.core.events import KVSource, LoadEnded
 from moonpool.engine.prefill.core.forecast import is_computed_by_other, overtake_at, wait_for_other_load_until
 from moonpool.engine.prefill.core.in_flight import LoadFlight
-from moonpool.engine.prefill.core.request import BlockTable, OvertakenLoad, PrefillRequest, PrefixLoad
+from moonpool.engine.prefill.core.request import OvertakenLoad, PrefillRequest, PrefixLoad
 from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.step_planner import StepPlanner
 from moonpool.engine.prefill.core.transfers import OutgoingTransfers
+from moonpool.engine.scheduler.block_table import BlockTable
 
 FAILED_SOURCE_PAUSE_S = 2.0
 LOAD_SLACK = 4.0
@@ -158,7 +159,7 @@ class PrefixLoads:
         # The load goes on into its blocks; computing gets new ones, as both would write the same.
         own = BlockTable(request.table.blocks[load.first : load.end], pins=2)
         request.table.blocks[load.first : load.end] = state.manager.allocate(load.end - load.first)
-        state.unpin(request.table)
+        request.table.unpin(state.manager)
         flight.tables = (own,)
         request.prefix.load, request.prefix.overtaken = None, OvertakenLoad(load, own)
         self._steps.rewind(request, load.first)
@@ -183,7 +184,7 @@ class PrefixLoads:
         overtaken, request.prefix.overtaken = request.prefix.overtaken, None
         if overtaken is not None:
             self._state.cancel(overtaken.load.io)
-            self._state.unpin(overtaken.table)
+            overtaken.table.unpin(self._state.manager)
 
     def _learn_from_part(self, load: PrefixLoad) -> None:
         """Learn how slow a load was that did not arrive whole: as if half of the next layer had come."""
@@ -248,10 +249,10 @@ class PrefixLoads:
         state = self._state
         assert request.table is not None
         assert first < end <= state.reusable_blocks(request)
-        index, nbytes = request.prefix.next_source, state.settings.read_bytes(end - first)
+        index, nbytes = request.prefix.next_source, state.settings.moved_bytes(end - first)
         source = request.sources[index]
         flight = LoadFlight(request.id, source, nbytes, end - first, (request.table,))
-        io = state.begin(flight)
+        io = state.ios.begin(flight)
         self._in_flight[io] = request.id
         request.prefix.load = PrefixLoad(io, index, first, end, state.now, state.now)
         blocks = tuple(request.table.blocks[first:end])
@@ -270,7 +271,7 @@ class PrefixLoads:
         tokens = request.spec.tokens
         local = prompt_work(tokens, request.prefix.cached, settings.max_num_batched_tokens)
         rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.max_num_batched_tokens)
-        nbytes = settings.read_bytes(lacking)
+        nbytes = settings.moved_bytes(lacking)
         return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
     def expected_seconds(self, request: PrefillRequest, held: int) -> float:
@@ -279,7 +280,7 @@ class PrefixLoads:
         blocks = min(source.blocks, self._state.reusable_blocks(request)) - held if source is not None else 0
         if source is None or blocks <= 0:
             return 0.0
-        return load_seconds(self._speeds(source), self._state.settings.read_bytes(blocks))
+        return load_seconds(self._speeds(source), self._state.settings.moved_bytes(blocks))
 
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
         """Return longest time for reading `nbytes`, seconds."""

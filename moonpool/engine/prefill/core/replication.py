@@ -14,6 +14,7 @@ from moonpool.engine.prefill.core.events import LoadEnded, ReplicateBlocks
 from moonpool.engine.prefill.core.in_flight import ReplicaFlight
 from moonpool.engine.prefill.core.loads import PrefixLoads
 from moonpool.engine.prefill.core.state import PrefillState
+from moonpool.engine.scheduler.block_table import BlockTable
 
 REPLICA_PART = 2
 """A replication takes at most 1 / this number of the free or cached blocks that waiting prompts do not need."""
@@ -68,26 +69,25 @@ class Replication:
         if not missing or full or self._loads.is_paused(event.source):
             return False
         manager.acquire(held, len(held))
-        blocks = (*held, *manager.allocate(missing))
-        manager.give_slots(blocks[len(blocks) - windows :])
-        nbytes, owner = state.settings.read_bytes(missing), KVOwner(event.tenant)
-        state.replica = ReplicaFlight(
-            event.number, event.keys, owner, blocks, len(held), event.source, nbytes, state.now
-        )
-        self._io = state.begin(state.replica)
+        table = BlockTable([*held, *manager.allocate(missing)], past=len(held))
+        manager.give_slots(table.blocks[len(table.blocks) - windows :])
+        nbytes, owner = state.settings.moved_bytes(missing), KVOwner(event.tenant)
+        state.replica = ReplicaFlight(event.number, event.keys, owner, table, event.source, nbytes, state.now)
+        self._io = state.ios.begin(state.replica)
         timeout_s = self._loads.timeout_s(event.source, nbytes)
-        state.act(ReadReplica(self._io, event.number, len(held), blocks[len(held) :], timeout_s))
+        state.act(ReadReplica(self._io, event.number, len(held), tuple(table.blocks[len(held) :]), timeout_s))
         return True
 
     def ended(self, flight: ReplicaFlight, result: LoadEnded) -> None:
         """Keep the blocks that arrived whole."""
         self._io = self._state.replica = None
-        self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
-        manager, end = self._state.manager, flight.first + result.blocks
-        fresh = flight.blocks[flight.first : end]
-        for block, key in zip(fresh, flight.keys[flight.first : end], strict=True):
+        manager, table, first = self._state.manager, flight.table, flight.table.past
+        self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - first, result)
+        end = first + result.blocks
+        fresh = table.blocks[first:end]
+        for block, key in zip(fresh, flight.keys[first:end], strict=True):
             manager.register(block, key, flight.owner)
-        manager.release(flight.blocks, flight.first)
+        table.unpin(manager)  # not before: a block with a key stays in the pool
         manager.note_copies(fresh)
         self.copied_blocks += result.blocks
         self._state.act(EndReplication(flight.number, result.blocks))

@@ -11,6 +11,7 @@ from moonpool.engine.prefill.core.actions import PrefixLoaded, PrefixMiss
 from moonpool.engine.prefill.core.events import AddRequest, KVSource, WriteBackTarget
 from moonpool.engine.prefill.core.outgoing_kv import OutgoingKV
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 class PrefillStatus(Enum):
@@ -36,18 +37,6 @@ TRANSITIONS: Mapping[PrefillStatus, frozenset[PrefillStatus]] = {
     PrefillStatus.ENDED: frozenset(),
 }
 """Statuses that may follow each status. A request begins as WAITING."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """A request's blocks, released when neither the request nor any I/O pins the blocks.
-
-    `past`: leading blocks with windowed slices that the request does not read any more.
-    """
-
-    blocks: list[int]
-    past: int = 0
-    pins: int = 1
 
 
 @dataclass(slots=True, eq=False)

@@ -207,7 +207,7 @@ class PrefillScheduler:
             return RefusalReason.STOPPED
         if self._draining:
             return RefusalReason.DRAINING
-        if self.state.settings.blocks_for(event.request.tokens) > self.state.settings.blocks:
+        if self.state.settings.blocks_for(event.request.tokens) > self.state.settings.num_blocks:
             return RefusalReason.TOO_LONG
         return None if self._may_enter(event) else RefusalReason.QUEUE_FULL
 
@@ -299,7 +299,7 @@ class PrefillScheduler:
                 assert isinstance(result, IoDone | IoFailed)
                 self._transfer_ended(flight, result)
             case WriteBackFlight():
-                self.state.manager.release(flight.blocks, flight.past)
+                self.state.writes.ended(flight.table)
 
     def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
         news = self.steps.ended(io, flight, result)

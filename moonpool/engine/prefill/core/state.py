@@ -5,11 +5,14 @@ from moonpool.base.scheduling.block_manager import BlockManager
 from moonpool.base.scheduling.fair_share import FairQueue, FairShares
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.speed_tracker import SpeedTracker
-from moonpool.base.scheduling.state_machine import CancelIo, PendingIo
+from moonpool.base.scheduling.state_machine import CancelIo
 from moonpool.engine.prefill.core.actions import Action
 from moonpool.engine.prefill.core.in_flight import IoInFlight, ReplicaFlight, StepFlight, requests_of
-from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest
+from moonpool.engine.prefill.core.request import PrefillRequest
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.block_table import PinnedIo
+from moonpool.engine.scheduler.block_writes import BlockWrites
+from moonpool.engine.scheduler.windows import pass_windows
 
 
 class PrefillState:
@@ -26,6 +29,7 @@ class PrefillState:
         waiting: requests without blocks, in fair order.
         started: requests that have, or had, blocks, in the order of starting.
         ios: I/O in flight, with the blocks that each pins.
+        writes: blocks being written to kvstores.
         steps: steps in flight, in order.
         replica: the replication in flight.
         now: time of the event being handled, seconds.
@@ -34,7 +38,7 @@ class PrefillState:
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
         self.settings = settings
-        self.manager = BlockManager(settings.blocks, settings.window_blocks, settings.window_slots)
+        self.manager = BlockManager(settings.num_blocks, settings.window_blocks, settings.window_slots)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.core_share = 1.0
@@ -42,7 +46,8 @@ class PrefillState:
         self.shares = FairShares()
         self.waiting = FairQueue(self.shares)
         self.started: dict[int, PrefillRequest] = {}
-        self.ios: PendingIo[IoInFlight] = PendingIo()
+        self.ios: PinnedIo[IoInFlight] = PinnedIo(self.manager)
+        self.writes = BlockWrites(self.manager)
         self.steps: dict[int, StepFlight] = {}
         self.replica: ReplicaFlight | None = None
         self.now = 0.0
@@ -57,17 +62,9 @@ class PrefillState:
         """Add an action."""
         self.out.append(action)
 
-    def begin(self, flight: IoInFlight) -> int:
-        """Start I/O, which pins the flight's tables; return the I/O's number."""
-        for table in flight.tables:
-            table.pins += 1
-        return self.ios.begin(flight)
-
     def end(self, io: int) -> IoInFlight:
         """End I/O: unpin the tables, and unblock requests that waited for the end."""
         flight = self.ios.end(io)
-        for table in flight.tables:
-            self.unpin(table)
         for number in requests_of(flight):
             request = self.requests.get(number)
             if request is not None and request.blocked_by:
@@ -79,21 +76,15 @@ class PrefillState:
         if io is not None and io in self.ios:
             self.act(CancelIo(io))
 
-    def unpin(self, table: BlockTable) -> None:
-        """Drop one pin; dropping the last pin releases the blocks."""
-        table.pins -= 1
-        if not table.pins:
-            self.manager.release(table.blocks, table.past)
-
     def unbind(self, request: PrefillRequest) -> None:
         """Drop the request's own pin on the blocks."""
         if request.table is not None:
-            self.unpin(request.table)
+            request.table.unpin(self.manager)
             request.table = None
 
     def reusable_blocks(self, request: PrefillRequest) -> int:
         """Return how many full blocks may be cached or loaded; with recurrent states, only before the last token."""
-        return (request.spec.tokens - self.settings.recurrent) // self.settings.block_size if request.reuse else 0
+        return self.settings.reusable_blocks(request.spec.tokens) if request.reuse else 0
 
     def hold_prefix(self, request: PrefillRequest, held: list[int], more: list[int]) -> None:
         """Take cached leading blocks for a request without steps: `held` were taken before; acquire `more`."""
@@ -115,18 +106,13 @@ class PrefillState:
         tokens, size = request.spec.tokens, self.settings.block_size
         found = len(self.manager.find(request.spec.keys))
         # The same prompt is continued behind its last full block, or before that block if a state must not be reused.
-        ends = (tokens // size, (tokens - self.settings.recurrent) // size, request.prefix.blocks, found)
+        ends = (tokens // size, self.settings.reusable_blocks(tokens), request.prefix.blocks, found)
         request.borders = frozenset((*ends, *(copy.held or 0 for copy in request.copies)))
 
     def pass_windows(self, request: PrefillRequest) -> None:
         """Note that the request reads no windowed slices behind the next token's window."""
-        table, first = request.table, self.settings.first_windowed_block(request.computed)
-        if table is not None and first > table.past:
-            window = self.settings.window_blocks
-            at = {index for border in request.borders for index in range(max(0, border - window), border)}
-            kept = [table.blocks[index] for index in range(table.past, first) if index in at]
-            self.manager.pass_windows(table.blocks[table.past : first], kept)
-            table.past = first
+        if request.table is not None:
+            pass_windows(request.table, request.computed, self.settings, self.manager, request.borders)
 
     def advance(self, request: PrefillRequest, end: int) -> None:
         """Register the keys of the full blocks up to token `end`, whose KV is there."""

@@ -15,9 +15,12 @@ from moonpool.engine.prefill.core.actions import ChunkOrder, DropSequenceSlice, 
 from moonpool.engine.prefill.core.events import StepEnded
 from moonpool.engine.prefill.core.forecast import stall_grace, wait_for_layers, wait_for_other_load_until
 from moonpool.engine.prefill.core.in_flight import SequenceSlice, StepFlight
-from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest, PrefillStatus
+from moonpool.engine.prefill.core.request import PrefillRequest, PrefillStatus
 from moonpool.engine.prefill.core.state import PrefillState
 from moonpool.engine.prefill.core.transfers import OutgoingTransfers
+from moonpool.engine.scheduler.block_table import BlockTable
+from moonpool.engine.scheduler.chunks import chunk_end
+from moonpool.engine.scheduler.windows import give_chunk_slots
 
 CORE_SHARE_WEIGHT = 0.2
 """One step's weight in the mean core share."""
@@ -131,7 +134,7 @@ class StepPlanner:
         self._charge(slices)
         tables = tuple(table for part in slices if (table := self._state.requests[part.request].table) is not None)
         flight = StepFlight(slices, tables, any(part.loading for part in slices), self._state.now, self._state.now)
-        io = self._state.begin(flight)
+        io = self._state.ios.begin(flight)
         self._flights[io] = flight
         chunks = tuple(self._order_of(part, table) for part, table in zip(slices, tables, strict=True))
         self._state.act(RunStep(io, chunks, flight.gated))
@@ -172,9 +175,8 @@ class StepPlanner:
     def _give_window_blocks(self, request: PrefillRequest, part: SequenceSlice) -> bool:
         """Give window blocks to a slice's blocks; make the slice shorter if they do not suffice.
 
-        Layers with a window write KV in each block. Recurrent states are written behind the slice, behind the prompt's
-        last full block, and behind further borders if any are left. Idle window blocks take states for blocks between:
-        another prompt may leave the chain there.
+        Recurrent states are written behind the slice, behind the prompt's last full block, and behind further borders
+        if any are left. Idle window blocks take states for blocks between: another prompt may leave the chain there.
 
         Returns:
             False if no token can be computed.
@@ -183,23 +185,14 @@ class StepPlanner:
         if not settings.window_blocks or part.full_hit:
             return True
         assert request.table is not None
-        first, end = part.start // size, settings.blocks_for(part.end)
-        needed, further = set(range(first, end)), set[int]()
-        if settings.states_alone:
-            further = {border - 1 for border in request.borders if first < border <= part.end // size}
-            needed = {end - 1, *further.intersection((request.spec.tokens // size - 1,))}
-        lacking = [index for index in sorted(needed) if manager.is_partial(request.table.blocks[index])]
-        short = len(lacking) - manager.num_slots_available
-        if short > 0:
-            if settings.states_alone:
-                return False
-            part.end, part.last = lacking[-short] * size, False
-            del lacking[-short:]
-        manager.give_slots(request.table.blocks[index] for index in lacking)
-        more = [block for index in sorted(further) if manager.is_partial(block := request.table.blocks[index])]
-        manager.give_slots(more[: manager.num_slots_available])
-        if settings.states_alone and (idle := manager.num_slots_idle // 2):
-            between = [block for block in request.table.blocks[first:end] if manager.is_partial(block)]
+        blocks, borders = request.table.blocks, ((request.spec.tokens // size,), request.borders)
+        available = manager.num_slots_available
+        end = give_chunk_slots(blocks, range(part.start, part.end), borders, settings, manager, available)
+        if end < part.end:
+            part.end, part.last = end, False
+        elif settings.states_alone and (idle := manager.num_slots_idle // 2):
+            first, behind = part.start // size, settings.blocks_for(part.end)
+            between = [block for block in blocks[first:behind] if manager.is_partial(block)]
             manager.give_slots(between[:: -(-len(between) // idle)] if between else ())
         return part.end > part.start
 
@@ -290,9 +283,7 @@ class StepPlanner:
         if request.may_match:
             self.match_again(request)  # others may have computed the prefix while this request waited
         start = self._start(request)
-        end = min(request.spec.tokens, start + most)
-        if end < request.spec.tokens:
-            end -= end % size  # whole blocks only: a block is sent and stored once it does not change any more
+        end = chunk_end(start, request.spec.tokens, most, size)
         if end <= start:
             return None
         begins = request.prefix.load is not None or start == request.prefix.cached + request.prefix.loaded

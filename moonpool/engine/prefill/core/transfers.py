@@ -3,8 +3,9 @@
 from moonpool.engine.prefill.core.actions import AwaitVerdict, CloseTransfer, LayerBlocks, OpenTransfer, SendSlices
 from moonpool.engine.prefill.core.in_flight import SendFlight, TransferFlight
 from moonpool.engine.prefill.core.outgoing_kv import BlockSpan, OutgoingKV
-from moonpool.engine.prefill.core.request import BlockTable, PrefillRequest
+from moonpool.engine.prefill.core.request import PrefillRequest
 from moonpool.engine.prefill.core.state import PrefillState
+from moonpool.engine.scheduler.block_table import BlockTable
 
 
 class OutgoingTransfers:
@@ -16,7 +17,7 @@ class OutgoingTransfers:
     def open(self, request: PrefillRequest) -> None:
         """Open a starting request's transfer, so that the first layer need not wait for the opening."""
         if request.outgoing is not None:
-            request.outgoing.io = self._state.begin(TransferFlight(request.id, opens=True))
+            request.outgoing.io = self._state.ios.begin(TransferFlight(request.id, opens=True))
             self._state.act(OpenTransfer(request.outgoing.io, request.id))
 
     def add(self, request: PrefillRequest, layer: int, first: int, end: int, step: int | None) -> None:
@@ -81,12 +82,12 @@ class OutgoingTransfers:
         table, state = request.table, self._state
         if outgoing.pending and table is not None:
             pieces = tuple([_layer_blocks(span, table) for span in outgoing.take(state.settings.slice_bytes)])
-            io = outgoing.io = state.begin(SendFlight(request.id, (table,)))
+            io = outgoing.io = state.ios.begin(SendFlight(request.id, (table,)))
             state.act(SendSlices(io, request.id, pieces))
         elif request.finished:
             self._state.act(CloseTransfer(request.id, aborted=False))
             self._state.unbind(request)
-            outgoing.io = self._state.begin(TransferFlight(request.id, opens=False))
+            outgoing.io = self._state.ios.begin(TransferFlight(request.id, opens=False))
             self._state.act(AwaitVerdict(outgoing.io, request.id, self._state.settings.verdict_timeout_s))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from moonpool.base.scheduling.block_lending import WRITTEN_PART
 from moonpool.engine.prefill.core.actions import WriteBackBlocks
 from moonpool.engine.prefill.core.in_flight import WriteBackFlight
 from moonpool.engine.prefill.core.request import PrefillRequest
@@ -28,11 +27,9 @@ class PromptWriteBack:
                 blocks = tuple(request.table.blocks[first:full])
                 windowed = self._windowed(request, request.table.blocks, range(first, full), request.copies[copy].held)
                 read = {request.table.blocks[index] for index in windowed}
-                pinned = tuple(sorted(blocks, key=read.__contains__))
-                past = len(blocks) - len(read) if self._state.settings.window_blocks else 0
-                self._state.manager.acquire(pinned, past)
-                flight = self._state.begin(WriteBackFlight(pinned, past))
-                self._state.act(WriteBackBlocks(flight, request.id, copy, first, blocks, windowed))
+                pinned, past = sorted(blocks, key=read.__contains__), len(blocks) - len(read)
+                io = self._state.ios.begin(WriteBackFlight(self._state.writes.hold(pinned, past)))
+                self._state.act(WriteBackBlocks(io, request.id, copy, first, blocks, windowed))
                 request.put_until[copy] = full
 
     def _windowed(
@@ -44,14 +41,9 @@ class PromptWriteBack:
         blocks.
         """
         window = self._state.settings.window_blocks
-        if not window:
+        if not window or self._state.writes.hold_too_many_windows():
             return ()
-        written = sum(
-            len(flight.blocks) - flight.past for _, flight in self._state.ios if isinstance(flight, WriteBackFlight)
-        )
-        if written * WRITTEN_PART > self._state.settings.window_slots:
-            return ()  # slow stores must not hold the window blocks that prompts need
         tokens, size = request.spec.tokens, self._state.settings.block_size
-        ends = (tokens // size, (tokens - self._state.settings.recurrent) // size, held or 0)
+        ends = (tokens // size, self._state.settings.reusable_blocks(tokens), held or 0)
         wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
         return tuple(index for index in wanted if not self._state.manager.is_partial(table[index]))

@@ -26,7 +26,6 @@ def test_slices_have_the_sizes_of_their_groups() -> None:
     assert [GROUPED.slice_bytes(layer) for layer in range(4)] == [1024, 2048, 1024, 2048]
     assert GROUPED.block_bytes == 6144
     assert GROUPED.token_bytes == 384
-    assert GROUPED.mean_slice_bytes == 1536
     assert GROUPED.largest_slice_bytes == 2048
     assert GROUPED.place(2) == slice(3072, 4096)
     assert GROUPED.place(2, 1) == slice(2048, 3072)

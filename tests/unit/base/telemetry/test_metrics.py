@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import urllib.request
 from collections import Counter
 
@@ -10,6 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as plain_text
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.telemetry import metrics_server
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricKind, MetricSet, counter, restless
 from moonpool.base.telemetry.prometheus import PrometheusMetrics
 from moonpool.gateway.serving.metrics import GatewayMetrics
@@ -93,6 +95,19 @@ async def test_a_scrape_shows_kinds_help_labels_and_histograms() -> None:
         await scrape(address)
 
 
+async def test_what_is_no_longer_watched_is_not_exported() -> None:
+    """An engine that changes roles exports under the name of the role that it has."""
+    metrics, held = PrometheusMetrics("prefill"), MetricSet().add(HELD, Held(blocks=5))
+    end = metrics.watch(held, "prefill")
+    async with metrics.served("127.0.0.1:0") as address:
+        assert "moonpool_prefill_blocks_used 5.0" in await scrape(address)
+        end()
+        metrics.watch(held, "decode")
+        text = await scrape(address)
+    assert "moonpool_prefill_blocks_used" not in text
+    assert "moonpool_decode_blocks_used 5.0" in text
+
+
 @pytest.mark.parametrize("accept", ["", PROMETHEUS_2, PROMETHEUS_3])
 async def test_vllm_s_names_keep_their_colons_in_every_format(accept: str) -> None:
     metrics = PrometheusMetrics("gateway")
@@ -138,3 +153,50 @@ async def test_a_taken_port_is_named(family: socket.AddressFamily) -> None:
 
 def test_the_page_of_metrics_is_that_of_the_code() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tools.gen_metrics writes the page"
+
+
+async def test_probes_answer_beside_the_metrics_and_other_paths_are_404() -> None:
+    metrics = PrometheusMetrics("decode")
+    async with metrics.served("127.0.0.1:0") as address:
+        assert await get(address, "/livez") == (200, "ok\n")
+        assert await get(address, "/readyz") == (503, "the service starts\n")
+        metrics.ready = lambda: ""
+        assert await get(address, "/readyz?verbose=1") == (200, "ok\n")
+        assert (await get(address, "/"))[0] == 404
+        assert (await get(address, "/metrics/../x"))[0] == 404
+        assert (await get(address, "/livez", "POST"))[0] == 405
+        assert (await get(address, "/livez", "HEAD")) == (200, "")
+
+
+async def get(address: str, path: str, method: str = "GET") -> tuple[int, str]:
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), body
+
+
+async def test_silent_connections_are_bounded_and_scrapes_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_S", 0.5)
+    metrics = PrometheusMetrics("decode")
+    threads = threading.active_count()
+    async with metrics.served("127.0.0.1:0") as address:
+        host, port = address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+        assert threading.active_count() - threads <= 2
+        # Those above the bound are closed at once, the others when their time is over: then scrapes find room again.
+        assert [await reader.read() for reader, _ in silent] == [b""] * 200
+        assert await get(address, "/livez") == (200, "ok\n")
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_head_that_never_ends_is_refused() -> None:
+    metrics = PrometheusMetrics("decode")
+    async with metrics.served("127.0.0.1:0") as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 10_000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()

@@ -10,7 +10,7 @@ from moonpool.base.kv_transfer.endpoint import KVEndpoint
 from moonpool.base.kv_transfer.sender import TransferSender
 from moonpool.base.transport.dialer import TransportDialer
 from moonpool.base.transport.stream_spec import StreamSettings
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.slices import slice_to_send
 from tests.unit.base.transport.fakes import HELLO, LAYOUT
 from tests.unit.fakes.engine import slice_of_tokens
@@ -70,6 +70,7 @@ class Conductor:
         self.failed: dict[str, str] = {}
         self.outcomes: dict[str, int] = {}
         self.fenced: list[str] = []
+        self.prompts: dict[str, prefill_pb2.FirstToken] = {}
         self._first: dict[str, int] = {}
         self.messages = 0
 
@@ -104,14 +105,25 @@ class Conductor:
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 
-    async def compute(self, request_id: str, target: kv_pb2.TransferTarget) -> None:
-        """Starts a request whose prompt is computed there."""
-        self.expect(request_id, 0)
+    async def compute(
+        self,
+        request_id: str,
+        target: kv_pb2.TransferTarget,
+        answers: int = 1,
+        *,
+        known: Sequence[Sequence[int]] = (),
+        **fields: Any,
+    ) -> None:
+        """Starts a request whose prompt is computed there; perhaps tokens behind the first ones are known."""
+        self.expect(request_id, *(1 + len(tokens) for tokens in known) if known else [0] * answers)
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
             generation=target.generation,
             compute_prompt=True,
+            known_token_ids=known[0] if known else (),
+            further_known=[decode_pb2.KnownTokens(token_ids=tokens) for tokens in known[1:]],
+            **fields,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 
@@ -134,6 +146,9 @@ class Conductor:
                     told = self._first.get(name, 0 if new.HasField("score") else 1)
                     assert new.position == len(have) + told, "tokens come in order, none twice"
                     have.extend(new.token_ids)
+                    if new.HasField("prompt"):
+                        assert name not in self.prompts, "a prompt is told once"
+                        self.prompts[name] = new.prompt
                     if new.finish_reason:
                         self.reasons[name] = new.finish_reason
                         self.scores[name] = new.score

@@ -189,9 +189,10 @@ def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: boo
     layout: Any = SimpleNamespace(
         block_size=16, block_bytes=1, recurrent=recurrent, states_alone=False, window_blocks=0, windowed_bytes=0
     )
-    engine: Any = SimpleNamespace(blocks=9, speeds=Speeds(), run_steps=1, pool=SimpleNamespace(slots=0))
+    pool = SimpleNamespace(slots=0)
+    engine: Any = SimpleNamespace(blocks=9, speeds=Speeds(), run_steps=1, max_num_batched_tokens=512, pool=pool)
     setup: Any = SimpleNamespace(layout=layout, spec=SimpleNamespace(emulated=emulated))
-    context: Any = SimpleNamespace(setup=setup, engine=engine)
+    context: Any = SimpleNamespace(setup=setup, engine=engine, speeds=engine.speeds)
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", speculative="ngram")
     with pytest.raises(ConfigError) as refused:
         core_settings(context, config)

@@ -64,6 +64,26 @@ def test_built_once_per_target_and_sources(fake: Path) -> None:
     assert not [path for path in first.parent.iterdir() if path.is_dir()]  # nothing temporary is left
 
 
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "no hash", "hash of another"])
+def test_a_damaged_library_is_made_anew_and_named(damage: str, fake: Path) -> None:
+    path = build.build("sse2")
+    beside = path.with_suffix(".sha256")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:3])
+    elif damage == "zeroed":
+        path.write_bytes(b"\0" * path.stat().st_size)
+    elif damage == "no hash":
+        beside.unlink()
+    else:
+        beside.write_text("0" * 64)
+    said: list[str] = []
+    assert build.build("sse2", report=said.append) == path
+    assert path.read_text() == "library\n"
+    assert said[0] == f"{path} is damaged: made anew"
+    assert build.build("sse2", report=said.append) == path
+    assert len(fake.read_text().splitlines()) == 2
+
+
 def test_concurrent_builds_make_one_library(fake: Path) -> None:
     program = "from moonpool.base.native.build import build; print(build('sse2'))"
     children = [
@@ -129,7 +149,8 @@ def test_no_compiler_outlives_its_build_and_another_build_takes_over(
             os.close(child)
         library = said_by(second).read().splitlines()[-1]
     assert Path(library).read_text() == "library\n"
-    assert {path.suffix for path in Path(library).parent.iterdir()} == {".so", ".lock"}, "nothing of the first is left"
+    left = {path.suffix for path in Path(library).parent.iterdir()}
+    assert left == {".so", ".sha256", ".lock"}, "nothing of the first is left"
 
 
 def test_progress_counts_files(fake: Path) -> None:

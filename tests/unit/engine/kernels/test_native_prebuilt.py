@@ -44,8 +44,18 @@ def test_found_without_a_compiler(target: str, without_compiler: Path) -> None:
 
 def test_everyone_may_read_what_is_built_for_images(without_compiler: Path) -> None:
     assert without_compiler.stat().st_mode & 0o777 == 0o755
-    assert len(list(without_compiler.iterdir())) == len(ALL)
-    assert {path.stat().st_mode & 0o777 for path in without_compiler.iterdir()} == {0o755}
+    modes = {
+        suffix: [path.stat().st_mode & 0o777 for path in without_compiler.glob(suffix)]
+        for suffix in ("*.so", "*.sha256")
+    }
+    assert modes == {"*.so": [0o755] * len(ALL), "*.sha256": [0o644] * len(ALL)}
+
+
+def test_a_damaged_prebuilt_library_is_passed_over(without_compiler: Path) -> None:
+    [library] = without_compiler.glob("sse2-*.so")
+    library.write_bytes(b"")
+    with pytest.raises(build.BuildError, match="no C"):
+        build.build("sse2")
 
 
 def test_root_may_own_it(without_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

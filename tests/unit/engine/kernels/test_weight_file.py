@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.engine.kernels import weight_file
-from moonpool.engine.kernels.weight_file import WeightFile
+from moonpool.engine.kernels.weight_file import WeightFile, gives_large_pages, in_use
 
 
 def write(folder: Path, name: str, nbytes: int = 4096) -> WeightFile:
@@ -44,6 +44,51 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
     damaged.finish([1])
     os.truncate(tmp_path / "a.weights", 100)
     assert WeightFile(tmp_path, "a").notes is None
+
+
+@pytest.mark.parametrize("at", [0, 5000, 9 * 4096 - 1])
+def test_a_changed_byte_is_noticed(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any piece; a hole between pieces is nobody's."""
+    monkeypatch.setattr(weight_file, "PIECE_BYTES", 4096)
+    made = WeightFile(tmp_path, "a")
+    made.allocate(0, 3 * 4096)
+    made.allocate(3 * 4096, 100)
+    made.allocate(8 * 4096, 4096)
+    os.pwrite(made.descriptor, bytes(range(1, 101)) * 120, 0)
+    made.finish([1])
+    made.close()
+    whole = WeightFile(tmp_path, "a")
+    assert whole.notes == [1]
+    whole.close()
+    with (tmp_path / "a.weights").open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+    assert WeightFile(tmp_path, "a").notes is None
+
+
+@pytest.mark.parametrize(
+    "notes", ["", "[]", "null", '{"bytes": 4096, "notes": [1]}', '{"bytes": 4096, "pieces": [[1]]}']
+)
+def test_notes_that_cannot_be_read_make_a_file_anew(notes: str, tmp_path: Path) -> None:
+    write(tmp_path, "a").close()
+    (tmp_path / "a.json").write_text(notes)
+    assert WeightFile(tmp_path, "a").notes is None
+
+
+def test_only_this_user_may_change_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir(mode=0o777)
+    write(folder, "a").close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "b.weights").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        WeightFile(folder, "b")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user's"):
+        WeightFile(tmp_path, "a")
 
 
 def test_a_file_that_is_not_finished_goes(tmp_path: Path) -> None:
@@ -107,3 +152,26 @@ def test_a_file_that_was_long_not_used_goes(tmp_path: Path) -> None:
     os.utime(tmp_path / "old.weights", (1e9, 1e9))
     write(tmp_path, "new").close()
     assert files(tmp_path) == ["new.json", "new.weights"]
+
+
+def test_a_file_is_in_use_while_one_has_it_whole(tmp_path: Path) -> None:
+    assert not in_use(tmp_path, "a")
+    begun = WeightFile(tmp_path, "a-0-4")
+    begun.allocate(0, 100)
+    assert not in_use(tmp_path, "a")  # may yet fail
+    begun.finish("")
+    assert in_use(tmp_path, "a")
+    assert not in_use(tmp_path, "b")
+    begun.close()
+    assert not in_use(tmp_path, "a")
+
+
+def test_whether_files_lie_on_large_pages_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays; the answer is what the process's own map says."""
+    folder = tmp_path / "weights"
+    gives_large_pages(folder)
+    assert files(folder) == []
+    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 2 << 20)
+    assert gives_large_pages(folder)
+    monkeypatch.setattr(weight_file, "_large_bytes", lambda address: 0)
+    assert not gives_large_pages(folder)

@@ -91,7 +91,7 @@ def test_a_copy_that_is_called_off_ends_or_never_begins() -> None:
     assert world.post(StopReplicating(keys(2, BT)[-1])) == [], "nobody has ordered it"
     assert world.post(StopReplicating(keys(0, 4 * BT)[-1])) == [CancelIo(copy.io)]
     assert world.post(IoEnded(copy.io, LoadEnded(0))) == [EndReplication(1, 0)]
-    assert world.core.state.manager.num_free == world.settings.blocks
+    assert world.core.state.manager.num_free == world.settings.num_blocks
 
 
 def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:
@@ -102,7 +102,7 @@ def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:
     assert world.post(order(2, 1, family=1)) == [EndReplication(2, 0)]
     world.post(StopAllRequests())
     assert world.post(IoEnded(copy.io, LoadEnded(0))) == [EndReplication(1, 0)]
-    assert world.core.state.manager.num_free == world.settings.blocks
+    assert world.core.state.manager.num_free == world.settings.num_blocks
 
 
 def test_kv_that_is_deleted_while_it_comes_is_not_kept() -> None:
@@ -112,7 +112,7 @@ def test_kv_that_is_deleted_while_it_comes_is_not_kept() -> None:
     world.post(DeleteKV(1, KVSelection(tenants=frozenset({"tenant"}))))
     world.post(IoEnded(copy.io, LoadEnded(4)))
     assert world.core.state.manager.match(keys(0, 4 * BT)) == []
-    assert world.core.state.manager.num_free == world.settings.blocks
+    assert world.core.state.manager.num_free == world.settings.num_blocks
 
 
 async def test_what_a_peer_wants_at_which_the_core_fails_is_not_done_and_that_is_all() -> None:

@@ -308,3 +308,27 @@ def test_names_are_bounded() -> None:
         cache.rank(0).apply(stored(at))
         cache.rank(0).apply(BlockRemoved((at,)))
         cache.check_invariants()
+
+
+ODD_EVENTS = {
+    "token_ids": [2**40],
+    "group_idx": -1,
+    "block_size": -4,
+    "parent_block_hash": 1.5,
+    "block_hashes": [None],
+    "extra_keys": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("field", ODD_EVENTS)
+def test_an_odd_event_is_an_unreadable_batch_that_names_the_field(field: str) -> None:
+    stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    assert read_batch([0.0, [stored]]).events
+    with pytest.raises(InvalidRequest, match=rf"event\.{field}"):
+        read_batch([0.0, [{**stored, field: ODD_EVENTS[field]}]])
+
+
+@pytest.mark.parametrize("group", [-1, 2**40])
+def test_an_odd_group_of_a_removal_is_unreadable(group: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"event\.group_idx"):
+        read_batch([0.0, [{"type": "BlockRemoved", "block_hashes": [1], "group_idx": group}]])

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,21 @@ def ssd_of(driven: Driven) -> SsdTier:
     backend = driven.store.tiers.ssd
     assert backend is not None
     return backend
+
+
+def test_only_this_user_reads_what_users_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    before = os.umask(0)
+    try:
+        with store(folder, 2 * RECORD) as driven:
+            driven.flush(KEYS[:2], "t")
+        (folder / "index" / "data.mdb").chmod(0o644)  # as older versions made the file
+        with store(folder, 2 * RECORD) as driven:
+            assert driven.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
+    finally:
+        os.umask(before)
+    open_to_others = [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077]
+    assert not open_to_others
 
 
 @pytest.mark.parametrize(

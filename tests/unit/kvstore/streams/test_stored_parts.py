@@ -146,10 +146,10 @@ def test_a_layout_is_divided_only_if_some_layers_have_windows() -> None:
 async def test_bytes_of_a_prompt(name: str, layout: KVLayout, tokens: int, least: float) -> None:
     """What a prompt takes on the wire and in a store, beside all of its slices."""
     settings = PrefillSettings(
-        blocks=512,
+        num_blocks=512,
         block_size=layout.block_size,
         layers=layout.layers,
-        slice_bytes=layout.mean_slice_bytes,
+        block_bytes=layout.block_bytes,
         max_num_batched_tokens=512,
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,

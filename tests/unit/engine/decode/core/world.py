@@ -43,6 +43,8 @@ from moonpool.engine.decode.core.events import (
     CheckedDraft,
     ComputePrompt,
     Event,
+    FirstTokens,
+    QueuePrompt,
     ReceiveEnd,
     ReserveBlocks,
     RunDone,
@@ -106,6 +108,8 @@ class World:
         self.hypotheses: dict[int, dict[int, array[int]]] = {}
         self.searched: dict[int, list[tuple[list[int], float]]] = {}
         """Answers and scores of the searches that are over."""
+        self.known: dict[int, int] = {}
+        """Tokens known behind each first one, of prompts computed here."""
         self.refused: list[ReservationRefused] = []
         self.failed: dict[int, str] = {}
         self.started: set[int] = set()
@@ -148,6 +152,10 @@ class World:
         tenant: str = "",
         weight: float = 1.0,
         logprob_bytes: int = 0,
+        whole: bool = False,
+        reuse: bool = True,
+        token_cost: int = 1,
+        max_queue_s: float | None = None,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -165,9 +173,11 @@ class World:
             tenant,
             priority,
             weight,
+            token_cost=token_cost,
         )
         asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
-        self.asked[number] = ReserveBlocks(number, *asked)
+        prompt_here = {"computes_prompt": whole, "reuse": reuse, "max_queue_s": max_queue_s}
+        self.asked[number] = ReserveBlocks(number, *asked, **prompt_here)  # type: ignore[arg-type]
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
@@ -208,9 +218,14 @@ class World:
         behind = (tuple(more), tuple(keys)) if known else ((), ())
         self.post(StartDecoding(number, stream, finish, tuple(others), (), *behind))
 
-    def compute(self, number: int, stream: int = 1) -> list[Action]:
-        self.answers[number], self.heard[number], self.followers[number] = [], [], stream
-        return self.post(ComputePrompt(number, stream))
+    def compute(self, number: int, stream: int = 1, known: int = 0, **fields: object) -> list[Action]:
+        """The prompt is computed here; so many tokens are known behind each first one."""
+        self.known[number] = known
+        self.followers |= {other: stream for other, _ in self.group(number)[:1]}
+        for other, _ in self.group(number) if not self.asked[number].search else ():
+            self.answers[other], self.heard[other], self.followers[other] = [], [], stream
+        kind = QueuePrompt if self.asked[number].computes_prompt else ComputePrompt
+        return self.post(kind(number, stream, **fields))  # type: ignore[arg-type]
 
     def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
         """A conductor resumes for a client that has what it has heard."""
@@ -239,7 +254,7 @@ class World:
         """The running step is done, and the run with it if it was the last one or somebody has ended."""
         assert self.run is not None
         run = self.run
-        ended, filled, candidates, drafts = [], [], [], list[CheckedDraft]()
+        ended, filled, candidates, drafts, first_tokens = [], [], [], list[CheckedDraft](), list[FirstTokens]()
         context = sum(len(self.sequences[number].tokens) for number in run.batch)
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
@@ -260,6 +275,9 @@ class World:
                 continue
             assert start + count == len(sequence.tokens)
             filled += self._filled(number)
+            if self.core.requests[sequence.request].lacks_first_token:
+                first_tokens.append(self._first_tokens(sequence.request))
+                continue
             if self.core.requests[sequence.request].search is not None:
                 candidates.append((number, self._candidates(sequence)))
                 continue
@@ -279,7 +297,24 @@ class World:
             return
         self.run = None
         told = tuple(ended), tuple(filled), 1, tuple(candidates)
-        self.post(RunDone(run.step, False, seconds, *told, drafts=tuple(drafts)))
+        rest = {"drafts": tuple(drafts), "first_tokens": tuple(first_tokens)}
+        self.post(RunDone(run.step, False, seconds, *told, **rest))  # type: ignore[arg-type]
+
+    def _first_tokens(self, number: int) -> FirstTokens:
+        """The first token of each answer to a prompt that is computed, and those known behind."""
+        if self.core.requests[number].search is not None:
+            return FirstTokens(number, (0,), self._candidates(self.sequences[number]))
+        known, finishes, more, keys = self.known[number], [], [], []
+        for other, sequence in self.group(number):
+            self.answers[other] = sequence.go_on(1 + min(known, sequence.answer - 1))
+            if other in self.followers:
+                self.heard[other] = list(self.answers[other])
+            finishes.append(STOP if len(self.answers[other]) == sequence.answer else 0)
+            more.append(len(self.answers[other]) - 1)
+            full = len(self.asked[number].request.keys)
+            keys.append(tuple(sequence.keys()[full : (len(sequence.tokens) - 1) // BT]))
+        behind = (tuple(more), tuple(keys)) if known else ((), ())
+        return FirstTokens(number, tuple(finishes), (), *behind)
 
     def _append(self, number: int) -> None:
         """A sequence gets its next token."""

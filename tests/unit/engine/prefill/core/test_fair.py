@@ -13,7 +13,7 @@ LONG = 10 * STEP
 
 
 def wide(**changes: int | float) -> World:
-    return World(staged(1, blocks=200, max_num_batched_tokens=STEP, **changes))
+    return World(staged(1, num_blocks=200, max_num_batched_tokens=STEP, **changes))
 
 
 def steps(world: World, count: int) -> list[list[int]]:

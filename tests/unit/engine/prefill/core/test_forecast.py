@@ -13,7 +13,7 @@ FAR = replace(SPEEDS, load_bytes_per_s=5e6)
 
 def loading(blocks: int = 3) -> tuple[World, actions.LoadBlocks]:
     """A prompt of which so many blocks are being loaded."""
-    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=40 * BT), FAR)
+    world = World(replace(SETTINGS, num_blocks=100, max_num_batched_tokens=40 * BT), FAR)
     world.arrive(blocks * BT + 8, sources=(events.KVSource("store", blocks),))
     return world, next(action for action in world.done if isinstance(action, actions.LoadBlocks))
 
@@ -71,7 +71,7 @@ def test_when_the_one_that_loads_leaves_the_next_one_goes_on() -> None:
 
 def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() -> None:
     """A store has a part of it only: who loads that computes the rest once more."""
-    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    world = World(replace(SETTINGS, num_blocks=100, max_num_batched_tokens=4 * BT))
     first = world.arrive(8 * BT + 8)
     second = world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
     world.settle()
@@ -81,7 +81,7 @@ def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() ->
 
 
 def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -> None:
-    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    world = World(replace(SETTINGS, num_blocks=100, max_num_batched_tokens=4 * BT))
     world.arrive(8 * BT + 8)
     second = world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),))
     world.post(events.CancelPrefill(1))
@@ -93,7 +93,7 @@ def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -
 
 
 def test_who_goes_before_the_one_that_computes_loads_for_itself() -> None:
-    world = World(replace(SETTINGS, blocks=100, max_num_batched_tokens=4 * BT))
+    world = World(replace(SETTINGS, num_blocks=100, max_num_batched_tokens=4 * BT))
     world.arrive(8 * BT + 8)
     world.arrive(8 * BT + 9, sources=(events.KVSource("store", 2),), priority=-1)
     assert [action.id for action in world.done if isinstance(action, actions.LoadBlocks)] == [2]

@@ -17,7 +17,7 @@ COMPUTE_S = 4.8
 def loading(layer_s: float = LAYER_LOAD_S, token_s: float = 0.1) -> tuple[World, int]:
     """A prompt of 60 tokens whose first 48 are being loaded; the others take 1.2 s, 0.4 s per layer."""
     speeds = Speeds(prefill_per_token_s=token_s, load_bytes_per_s=3 * SETTINGS.slice_bytes / layer_s)
-    world = World(staged(1, max_num_batched_tokens=4 * BT, blocks=32), speeds)
+    world = World(staged(1, max_num_batched_tokens=4 * BT, num_blocks=32), speeds)
     world.arrive(60, sources=(events.KVSource("store", 3),))
     (io,) = [io for io, action in world.ios.items() if isinstance(action, actions.LoadBlocks)]
     return world, io

@@ -16,7 +16,7 @@ LOAD_S = 0.6
 def loading(blocks: int = 32, held: int | None = None) -> tuple[World, Client, int]:
     """A prompt whose leading blocks are being loaded, and do not come."""
     speeds = Speeds(prefill_per_token_s=0.1, load_bytes_per_s=BLOCKS * 3 * SETTINGS.slice_bytes / LOAD_S)
-    world = World(staged(1, max_num_batched_tokens=2 * BT, blocks=blocks), speeds)
+    world = World(staged(1, max_num_batched_tokens=2 * BT, num_blocks=blocks), speeds)
     client = world.arrive(TOKENS, sources=(events.KVSource("store", BLOCKS),), held=held)
     if held is not None:
         (opening,) = [io for io, action in world.ios.items() if isinstance(action, actions.OpenTransfer)]

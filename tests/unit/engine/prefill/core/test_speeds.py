@@ -11,7 +11,7 @@ TOLD = Speeds(prefill_base_s=0.001, prefill_per_token_s=1e-3)
 
 def served(seconds: float) -> World:
     """Twenty rounds of two prompts that share a step, which takes so long."""
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     for family in range(0, 40, 2):
         world.arrive(BT + 3, family)
         world.arrive(BT + 5, family + 1)
@@ -29,7 +29,7 @@ def test_steps_that_prompts_share_teach_and_last_until_they_are_heard_of() -> No
 
 
 def test_a_step_that_runs_is_partly_done() -> None:
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(2 * BT)
     world.arrive(2 * BT, 1)
     one_s = prefill_seconds(TOLD, 2 * BT, 0)
@@ -41,7 +41,7 @@ def test_a_step_that_runs_is_partly_done() -> None:
 
 def test_a_step_of_which_nothing_is_heard_tells_before_it_is_over() -> None:
     """An engine that hangs goes on reporting through its process."""
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(2 * BT)
     one_s = prefill_seconds(TOLD, 2 * BT, 0)
     assert world.core.speeds(world.now + 2.0 * one_s) == TOLD
@@ -55,7 +55,7 @@ def test_a_step_of_which_nothing_is_heard_tells_before_it_is_over() -> None:
 
 def test_what_a_prompt_shares_with_one_before_it_is_counted_once() -> None:
     """It is found when the prompt begins; one that was given up is not."""
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     first, second, alone_s = world.arrive(8 * BT), world.arrive(10 * BT), world.core.drain_seconds
     assert alone_s() == pytest.approx(prefill_seconds(TOLD, 10 * BT, 0, steps=3))
     other = world.arrive(6 * BT, reuse=False)
@@ -71,7 +71,7 @@ def test_what_a_prompt_shares_with_one_before_it_is_counted_once() -> None:
 
 
 def test_nobody_finds_what_a_prompt_computes_whose_kv_was_deleted() -> None:
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(8 * BT, transient=True)
     one_s = world.core.drain_seconds()
     second = world.arrive(8 * BT)
@@ -81,7 +81,7 @@ def test_nobody_finds_what_a_prompt_computes_whose_kv_was_deleted() -> None:
 
 
 def test_what_a_prompt_would_have_computed_that_left_is_computed_by_the_next_one() -> None:
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=4 * BT), TOLD)
     world.arrive(4 * BT, 1)
     for blocks in (8, 8, 10, 6):
         world.arrive(blocks * BT)

@@ -12,7 +12,7 @@ Span = tuple[int, int, int]
 
 
 def make_world(*, stages: int = 1, max_num_batched_tokens: int = 2 * BT, blocks: int = 16) -> World:
-    return World(staged(stages, max_num_batched_tokens=max_num_batched_tokens, blocks=blocks))
+    return World(staged(stages, max_num_batched_tokens=max_num_batched_tokens, num_blocks=blocks))
 
 
 def spans(world: World, io: int) -> list[Span]:
@@ -108,7 +108,7 @@ def test_two_full_hits_share_a_step() -> None:
 
 def test_a_recurrent_state_is_never_gone_back_from() -> None:
     """A prompt of full blocks that are all there computes the last one again."""
-    world = World(staged(1, max_num_batched_tokens=2 * BT, blocks=16, recurrent=True))
+    world = World(staged(1, max_num_batched_tokens=2 * BT, num_blocks=16, recurrent=True))
     world.arrive(2 * BT)
     world.run_step(1)
     world.arrive(2 * BT)
@@ -171,7 +171,7 @@ def test_requests_are_not_started_far_ahead() -> None:
 def test_a_request_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: float, at_once: bool) -> None:
     """Seven blocks are left before the request: three more than two steps have, which take 0.75 s."""
     speeds = Speeds(prefill_per_token_s=0.25 / BT, load_bytes_per_s=6 * 3 * SETTINGS.slice_bytes / load_s)
-    world = World(staged(1, max_num_batched_tokens=2 * BT, blocks=32), speeds)
+    world = World(staged(1, max_num_batched_tokens=2 * BT, num_blocks=32), speeds)
     world.arrive(9 * BT)
     world.arrive(6 * BT + 1, 1, sources=(events.KVSource("store", 6),))
     assert bool(loads(world)) is at_once
@@ -180,7 +180,7 @@ def test_a_request_with_a_load_starts_as_much_sooner_as_the_load_takes(load_s: f
 
 
 def test_what_is_refused() -> None:
-    world = World(staged(1, blocks=2, max_queue=2))
+    world = World(staged(1, num_blocks=2, max_queue=2))
     world.arrive(33)
     world.arrive(32)
     world.arrive(1, 1)
@@ -401,7 +401,7 @@ def test_full_blocks_are_written_back_as_they_are_computed() -> None:
 def test_many_small_prompts_count_each_by_itself() -> None:
     """A hundred equal prompts take a hundred times one's seconds, not the square in pairs of tokens."""
     speeds = Speeds(prefill_per_token_s=1e-3, prefill_per_pair_s=1e-3)
-    world = World(staged(1, blocks=1000, max_num_batched_tokens=2 * BT), speeds)
+    world = World(staged(1, num_blocks=1000, max_num_batched_tokens=2 * BT), speeds)
     world.arrive(2 * BT)
     alone_s = world.core.drain_seconds()
     assert alone_s == pytest.approx(32e-3 + 32 * 33 / 2 * 1e-3)
@@ -413,10 +413,10 @@ def test_many_small_prompts_count_each_by_itself() -> None:
 
 
 def test_stages_share_the_queue_and_cached_prompts_cost_little() -> None:
-    world = World(staged(4, blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
+    world = World(staged(4, num_blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
     for family in range(4):
         world.arrive(2 * BT, family)
-    single = World(staged(1, blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
+    single = World(staged(1, num_blocks=100, max_num_batched_tokens=2 * BT), SPEEDS)
     single.arrive(2 * BT)
     step_s = single.core.drain_seconds()
     # Four steps of four stages: the first stage has taken the last one after the time of one step.

@@ -14,7 +14,7 @@ def needed(world: World) -> int:
 
 def small(window: int, slots: int, stages: int = 1, *, states: bool = False) -> World:
     settings = {"windowed_layers": frozenset({1}), "window_blocks": window, "window_slots": slots}
-    return World(staged(stages, blocks=40, recurrent=states, states_alone=states, **settings))
+    return World(staged(stages, num_blocks=40, recurrent=states, states_alone=states, **settings))
 
 
 def most_needed(world: World) -> int:
@@ -101,5 +101,5 @@ def test_a_store_gets_the_state_at_the_border_of_what_it_held() -> None:
 def test_a_read_leaves_out_what_lies_behind_the_window() -> None:
     """Three layers with 1,024 bytes a block, of which one has a window of two blocks."""
     settings = staged(1, windowed_layers=frozenset({1}), window_blocks=2, window_slots=9, window_bytes=1024)
-    assert [settings.read_bytes(blocks) for blocks in (1, 2, 5)] == [3072, 6144, 5 * 2048 + 2 * 1024]
-    assert staged(1).read_bytes(5) == 5 * 3072
+    assert [settings.moved_bytes(blocks) for blocks in (1, 2, 5)] == [3072, 6144, 5 * 2048 + 2 * 1024]
+    assert staged(1).moved_bytes(5) == 5 * 3072

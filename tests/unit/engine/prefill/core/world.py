@@ -22,7 +22,7 @@ from moonpool.engine.prefill.core.settings import PrefillSettings
 BT = 16
 LAYERS = 3
 SETTINGS = PrefillSettings(
-    blocks=12, block_size=BT, layers=LAYERS, slice_bytes=1 << 10, max_num_batched_tokens=40, stages=1
+    num_blocks=12, block_size=BT, layers=LAYERS, block_bytes=LAYERS << 10, max_num_batched_tokens=40, stages=1
 )
 SPEEDS = Speeds(prefill_base_s=1e-3, prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
 
