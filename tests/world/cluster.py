@@ -156,6 +156,7 @@ class Service:
     Attributes:
         disk: of a kvstore; None: the kvstore has DRAM alone.
         stages: of the engine in this life, if a checkpoint's own engine computes.
+        kind_now: role of an engine that has changed roles; a test that changes them says so.
         journals: folder in which each life's core keeps a journal; None: none is kept.
     """
 
@@ -167,6 +168,7 @@ class Service:
         self._computes = computes
         self.skew_s = 0.0
         self._life = 0
+        self.kind_now = self.kind
         self.disk: Disk | None = None
         self.stages: Sequence[Stage] = ()
         self.journals: Path | None = None
@@ -204,6 +206,7 @@ class Service:
     def begin(self) -> None:
         """Begin a life, without waiting for it."""
         self._life += 1
+        self.kind_now = self.kind
         self.node = Node(self.name, self._life, self.skew_s)
         copy_context().run(self._begin)
 
@@ -324,7 +327,7 @@ class Cluster:
         for name in names or self.services:
             service = self.services[name]
             channel = world.CURRENT.get().network.channel(service.address, ())
-            for gauge in (await rpc(STATS[service.kind](channel))).gauges:
+            for gauge in (await rpc(STATS[service.kind_now](channel))).gauges:
                 rest = gauge.at_rest if gauge.HasField("at_rest") else None
                 found.append(GaugeReading(name, gauge.name, gauge.value, rest))
         return found

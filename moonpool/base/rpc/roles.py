@@ -21,7 +21,9 @@ from moonpool.base.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 ROLE_URI = "moonpool:role:"
-ENGINES = frozenset({"prefill", "decode"})
+ENGINE = "engine"
+"""An instance that joins as prefill and as decode instance, in turn (`either_role`)."""
+ENGINES = frozenset({"prefill", "decode", ENGINE})
 ADAPTER = "adapter"
 """An adapter joins as prefill and as decode instance, for an engine that moves its own KV."""
 INSTANCES = ENGINES | {"kvstore", ADAPTER}
@@ -30,7 +32,7 @@ OPERATORS = frozenset({"operator"})
 KEEPERS = ENGINES | {"client"}
 """Roles that keep KV in kvstores; a client only under one tenant's keys (`moonpool.base.kv.values.check_owned`)."""
 READERS = OPERATORS | {"conductor"}
-ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator", ADAPTER)
+ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator", ENGINE, ADAPTER)
 _CONDUCTOR = {
     "Generate": CLIENTS,
     "Join": INSTANCES,
@@ -147,13 +149,13 @@ def is_client() -> bool:
 
 
 def require_role(role: str) -> None:
-    """Check that the caller has this role, or is an adapter in an engine's role, where connections are secured.
+    """Check that the caller has this role, or may have it as engine or adapter, where connections are secured.
 
     Raises:
         Mismatch: the caller has another role.
     """
     who = current_caller()
-    if who is not None and who.role != role and not (who.role == ADAPTER and role in ENGINES):
+    if who is not None and who.role != role and not (who.role in (ENGINE, ADAPTER) and role in ENGINES):
         raise Mismatch("instance.kind", f"the certificate's role is {who.role}, not {role}")
 
 

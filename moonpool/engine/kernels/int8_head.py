@@ -67,11 +67,19 @@ def _error_bounds(outputs: int) -> int:
 
 
 def make_int8_head(panels: ArrangedWeight, arena: WeightArena) -> Int8Head | None:
-    """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite."""
+    """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite.
+
+    In a whole file, the bytes are those that the file's writer made of the same panels.
+    """
     native = library.get()
     nbytes = native.int8_panels_bytes(panels.structure) if native is not None else 0
     if native is None or not nbytes:
         return None
-    bounds = torch.empty(_error_bounds(panels.structure.outputs)).view(3, -1)
-    made = Int8Head(native, panels, arena.take(nbytes), bounds)
-    return made if native.make_int8(panels.structure, made.structure) else None
+    memory = arena.take(nbytes)
+    bounds = arena.take(_error_bounds(panels.structure.outputs) * 4).view(torch.float32).view(3, -1)
+    made = Int8Head(native, panels, memory, bounds)
+    if arena.whole:
+        return made if arena.recorded() else None
+    finite = native.make_int8(panels.structure, made.structure)
+    arena.record(finite)
+    return made if finite else None

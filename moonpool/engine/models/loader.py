@@ -25,7 +25,7 @@ from moonpool.base.families.spec import (
     RecurrentSpec,
 )
 from moonpool.engine.kernels.arranged_weights import ArrangedWeight, recorded_weight
-from moonpool.engine.kernels.int8_head import make_int8_head
+from moonpool.engine.kernels.int8_head import Int8Head, make_int8_head
 from moonpool.engine.kernels.memory import WeightArena
 from moonpool.engine.kernels.native import library
 from moonpool.engine.kernels.weight_file import WeightFile
@@ -140,6 +140,9 @@ def load_stage(
             parts = _LayerReader(reader, decoder.every[index], slots[index], arena)
             layers.append(parts.read())
             on_layer(len(layers), len(every))
+        int8_head = None
+        if kept.int8_head and last and head is not None and head.panels is not None:
+            int8_head = _int8_head(head.panels, kept, name, arena)
         return StageModel(
             config,
             layer_begin,
@@ -151,11 +154,19 @@ def load_stage(
             positions=positions,
             final_norm=norm,
             head=head if last else None,
-            int8_head=make_int8_head(head.panels, WeightArena() if kept.file else arena)  # not what others share
-            if kept.int8_head and last and head is not None and head.panels is not None
-            else None,
+            int8_head=int8_head,
             notes=WeightNotes(arena.finish(reader.changed()), arena.mapped_bytes),
         )
+
+
+def _int8_head(panels: ArrangedWeight, kept: KeptWeights, name: str, arena: WeightArena) -> Int8Head | None:
+    """Return the head in bytes; in a file of its own, as engines without one share the other weights."""
+    if kept.file is None:
+        return make_int8_head(panels, arena)
+    with _weight_memory(kept, f"{name}-int8-head", lambda: None) as own:
+        made = make_int8_head(panels, own)
+        own.finish("")
+        return made
 
 
 def _check_whole(config: ModelConfig, layers: int) -> None:

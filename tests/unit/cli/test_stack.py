@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moonpool.cli.stack import ServiceProcess, StackPlan, memory_share
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, memory_share
+from moonpool.engine.roles import DecodeProcessConfig, EngineProcessConfig, PrefillProcessConfig
 from tests.unit.cli.fake_services import instead
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +110,8 @@ def test_a_service_ends_whose_parent_ended_while_it_started(tmp_path: Path, monk
 
 
 GPU = ["--device", "cuda:0"]
+TLS = [part for name in ("cert", "key", "ca") for part in ("--set", f"tls_{name}={name}.pem")]
+PROCESSES: dict[str, type[EngineProcessConfig]] = {"prefill": PrefillProcessConfig, "decode": DecodeProcessConfig}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,43 @@ def test_engines_on_one_gpu_share_it(
 ) -> None:
     plan = StackPlan(model="m", data_dir=tmp_path, prefill=counts[0], decode=counts[1], extra=extra)
     assert tuple(memory_share(plan, kind) for kind in ("prefill", "decode")) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("plan", "either"),
+    [
+        ({}, (False, False)),
+        ({"decode": 2}, (True, True)),
+        ({"prefill": 2, "pipeline_parallel_size": 2}, (False, False)),
+        ({"prefill": 2, "extra": {"prefill": ["--set", "pipeline_parallel_size=2"]}}, (False, False)),
+        ({"prefill": 2, "extra": {"decode": ["--set", "either_role=false"]}}, (True, False)),
+        ({"prefill": 2, "extra": {"prefill": TLS, "decode": [*TLS, "--set", "either_role=true"]}}, (False, True)),
+        ({"decode": 2, "extra": {"decode": ["--set", "computes_prompts=true"]}}, (False, False)),
+        ({"extra": {"prefill": ["--set", "either_role=true"]}}, (True, False)),
+    ],
+)
+def test_engines_may_change_roles_where_one_may_leave_its_pool(
+    tmp_path: Path, plan: dict[str, Any], either: tuple[bool, bool]
+) -> None:
+    """Not the last one of a kind, nor with pipeline stages, a certificate of one role, or both roles at once."""
+    stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, **plan))
+    stack.addresses = ["127.0.0.1:1"]
+    loaded = [PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0")) for kind in ("prefill", "decode")]
+    assert tuple(config.either_role for config in loaded) == either
+
+
+def test_an_engine_that_may_change_knows_the_settings_of_both_roles(tmp_path: Path) -> None:
+    """What both roles have is the engine's own: another pool or device is no part of a role."""
+    extra = {
+        "prefill": ["--max-num-batched-tokens", "64", "--set", "max_queue=9", "--set", "blocks=7"],
+        "decode": ["--max-num-seqs", "5", "--set", "blocks=8", "--set", "grace_s=3"],
+    }
+    stack = LocalStack(StackPlan(model="m", data_dir=tmp_path, prefill=2, extra=extra))
+    stack.addresses = ["127.0.0.1:1"]
+    for kind, blocks in (("prefill", 7), ("decode", 8)):
+        config = PROCESSES[kind].load(stack.member_arguments(kind, f"{kind}-0"))
+        assert (config.max_queue, config.max_num_batched_tokens) == (9, 64)
+        assert (config.max_num_seqs, config.grace_s, config.blocks) == (5, 3.0, blocks)
 
 
 def test_stages_of_a_pipeline_count_with_the_devices_that_they_reach(

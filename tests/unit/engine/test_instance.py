@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 from benchmarks.peers.gguf_files import write_gguf
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.errors import Mismatch as MismatchError
+from moonpool.base.kv.delete_kv import DeletionLog
 from moonpool.base.rpc.channels import Channels, probe
 from moonpool.base.rpc.process import ProcessContext
 from moonpool.base.rpc.server import serving
 from moonpool.base.scheduling.block_manager import BlockManager
+from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.telemetry.metrics import Metric, MetricSet
 from moonpool.base.telemetry.spans import Recorder
 from moonpool.engine import setup
@@ -24,16 +27,23 @@ from moonpool.engine.decode.config import DecodeConfig
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.instance import EngineRole, Handover, InstanceContext, run_instance
+from moonpool.engine.loras import InstanceLoras
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.role_engine import RoleEngine
+from moonpool.engine.roles import DecodeProcessConfig, PrefillProcessConfig
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.start_listener import StartListener
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.unit.base.checkpoint.folder import write_config, write_weights
 from tests.unit.engine.models.gguf_files import make_folder
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
 
 WAIT_S = 60.0
+SPEEDS = Speeds(prefill_base_s=7.0)
+PREFILL, DECODE = kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE
 
 
 class AnyConfig(EngineConfig):
@@ -172,6 +182,7 @@ class Idle:
 
     def __init__(self, shared: InstanceContext) -> None:
         self.shared = shared
+        self.handed_over = False
         self.manager = BlockManager(shared.engine.blocks)
         self.draining = False
         self.finish = asyncio.Event()
@@ -197,7 +208,9 @@ class Idle:
         await self.finish.wait()
 
     def hand_over(self) -> Handover:
-        raise AssertionError("it has one role")
+        self.handed_over = True
+        loras = InstanceLoras(self.shared.engine, 0, set)
+        return Handover(self.manager, DeletionLog(self.shared.setup.namespace, time.monotonic), loras, SPEEDS)
 
 
 class Life:
@@ -207,22 +220,50 @@ class Life:
         self.conductor = FakeConductor()
         self.out = io.StringIO()
         self.service: Idle | None = None
+        self.services: list[Idle] = []
         self.engine: FakeEngine | None = None
         self.context = ProcessContext("x-0", Recorder("x-0", None), self.out)
         self.task: asyncio.Task[None] | None = None
 
     def build(self, shared: InstanceContext) -> tuple[Idle, object]:
         self.service = Idle(shared)
-        return self.service, object()
+        self.services.append(self.service)
+        return self.service, Stats(shared.instance)
 
-    @property
-    def role(self) -> EngineRole:
-        service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
-        return EngineRole(kv_pb2.INSTANCE_KIND_DECODE, service, self.build)
+    def roles(self, *, either: bool) -> list[EngineRole]:
+        decode = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
+        prefill = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
+        both = [
+            EngineRole(kv_pb2.INSTANCE_KIND_DECODE, decode, self.build),
+            EngineRole(kv_pb2.INSTANCE_KIND_PREFILL, prefill, self.build, lambda engine: 64),
+        ]
+        return both if either else both[:1]
+
+    async def changed(self, services: int) -> conductor_pb2.JoinHello:
+        """Waits until the instance has joined again, with so many services built so far."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.services) < services or self.services[-1].shared.instance != self.conductor.instance:
+                self.conductor.has_load.clear()
+                await self.conductor.has_load.wait()
+        assert self.conductor.hello is not None
+        return self.conductor.hello
+
+
+class Stats:
+    """Answers one RPC of each role."""
+
+    def __init__(self, instance: kv_pb2.Instance) -> None:
+        self._instance = instance
+
+    async def DecodeStats(self, request: Any, context: Any) -> decode_pb2.DecodeStatsResponse:
+        return decode_pb2.DecodeStatsResponse(instance=self._instance)
+
+    async def PrefillStats(self, request: Any, context: Any) -> prefill_pb2.PrefillStatsResponse:
+        return prefill_pb2.PrefillStatsResponse(instance=self._instance)
 
 
 @asynccontextmanager
-async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
+async def living(folder: Path, *, either: bool = False, **settings: Any) -> AsyncIterator[Life]:
     life = Life()
 
     @asynccontextmanager
@@ -235,7 +276,7 @@ async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     descriptor = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with serving("127.0.0.1:0", [(descriptor, life.conductor)], grace_s=0.1) as server:
         settings = {"blocks": 4, "conductor": server.address, **settings}
-        running = run_instance(life.context, config(folder, **settings), [life.role], start=start)
+        running = run_instance(life.context, config(folder, **settings), life.roles(either=either), start=start)
         life.task = asyncio.ensure_future(running)
         try:
             yield life
@@ -292,3 +333,102 @@ async def test_drain_ends_in_time(folder: Path) -> None:
         life.context.stopping.set()
         assert life.task is not None
         await asyncio.wait_for(life.task, WAIT_S)
+
+
+def to(kind: kv_pb2.InstanceKind.ValueType) -> conductor_pb2.JoinResponse:
+    """An order to change the role."""
+    return conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind))
+
+
+async def test_changes_its_role_over_the_same_engine_at_the_same_address(folder: Path) -> None:
+    """It joins again as another epoch; RPCs of the role that it has not are refused."""
+    async with living(folder, either=True) as life, Channels() as channels:
+        first = await life.changed(1)
+        assert (first.instance.kind, first.either_role, first.in_place_role) == (DECODE, True, True)
+        assert first.max_num_batched_tokens == 0
+        channel = channels.get(first.instance.address)
+        decode, prefill = DecodeServiceStub(channel), PrefillServiceStub(channel)
+        answered: Any = await decode.DecodeStats(decode_pb2.DecodeStatsRequest())
+        assert answered.instance == first.instance
+        with pytest.raises(Unavailable, match="x-0 is no prefill instance now"):
+            await prefill.PrefillStats(prefill_pb2.PrefillStatsRequest())
+
+        life.conductor.send(to(DECODE))  # the role that it has
+        life.conductor.send(to(PREFILL))
+        life.services[0].finish.set()
+        second = await life.changed(2)
+        assert (second.instance.id, second.instance.address) == (first.instance.id, first.instance.address)
+        assert (second.instance.kind, second.max_num_batched_tokens) == (PREFILL, 64)
+        assert second.instance.epoch != first.instance.epoch
+        assert second.speed.prefill_base_s == SPEEDS.prefill_base_s
+        assert [service.draining for service in life.services] == [True, False]
+        handover = life.services[1].shared.handover
+        assert handover is not None
+        assert handover.blocks is life.services[0].manager
+        await probe(second.instance.address, WAIT_S)
+        answered = await prefill.PrefillStats(prefill_pb2.PrefillStatsRequest())
+        assert answered.instance == second.instance
+        with pytest.raises(Unavailable, match="x-0 is no decode instance now"):
+            await decode.DecodeStats(decode_pb2.DecodeStatsRequest())
+
+        life.conductor.send(to(DECODE))
+        life.services[1].finish.set()
+        third = await life.changed(3)
+        assert third.instance.kind == DECODE
+        assert len({first.instance.epoch, second.instance.epoch, third.instance.epoch}) == 3
+        told = [line for line in life.out.getvalue().splitlines() if line.startswith("ready: ")]
+        assert told == [f"ready: {first.instance.address}"]
+
+
+async def test_a_stop_during_a_change_of_roles_ends_the_instance(folder: Path) -> None:
+    async with living(folder, either=True) as life:
+        await life.changed(1)
+        life.conductor.send(to(PREFILL))
+        async with asyncio.timeout(WAIT_S):
+            while not life.conductor.draining:
+                life.conductor.has_load.clear()
+                await life.conductor.has_load.wait()
+        life.context.stopping.set()
+        life.services[0].finish.set()
+        assert life.task is not None
+        await asyncio.wait_for(life.task, WAIT_S)
+        assert len(life.services) == 1
+        assert not life.services[0].handed_over
+
+
+async def test_an_instance_with_one_role_keeps_it(folder: Path) -> None:
+    async with living(folder) as life:
+        hello = await life.changed(1)
+        assert not hello.either_role
+        life.conductor.send(to(PREFILL))
+        life.conductor.has_load.clear()
+        await asyncio.wait_for(life.conductor.has_load.wait(), WAIT_S)
+        assert not life.services[0].draining
+        assert not isinstance(life.services[0].shared.engine, RoleEngine)
+
+
+@pytest.mark.parametrize("size", [0, 40])
+async def test_steps_must_have_room_for_both_roles(folder: Path, size: int) -> None:
+    """Where the device's memory decides how large steps are, as well."""
+    flags = ["--conductor", "127.0.0.1:1", "--model", str(folder), "--set", "either_role=true"]
+    settings = [f"--max-num-batched-tokens={size}"] if size else []
+    both = PrefillProcessConfig.load([*flags, *settings, "--max-num-seqs", "700", "--set", "chunked_prefill_size=100"])
+    assert engine_setup(both).spec.max_num_batched_tokens == 800
+    assert engine_setup(both).spec.graph_rows == 700
+    assert engine_setup(both).spec.int8_head
+    on_device = engine_setup(both.model_copy(update={"device": "cuda"})).spec
+    assert on_device.max_num_batched_tokens == (800 if size else 0)
+    plain = PrefillProcessConfig.load(flags[:-2])
+    assert (plain.roles, plain.most_decoded, plain.least_step_tokens) == (["prefill"], 0, 0)
+    assert not engine_setup(plain).spec.int8_head
+
+
+def test_settings_of_the_other_role_are_for_engines_that_may_have_it(folder: Path) -> None:
+    flags = ["--conductor", "127.0.0.1:1", "--model", str(folder), "--set", "max_num_seqs=3"]
+    with pytest.raises(ConfigError, match="no such setting") as refused:
+        PrefillProcessConfig.load(flags)
+    assert refused.value.field == "max_num_seqs"
+    assert PrefillProcessConfig.load([*flags, "--set", "either_role=true"]).max_num_seqs == 3
+    with pytest.raises(ConfigError, match="decode computes in one stage") as refused:
+        DecodeProcessConfig.load([*flags, "--set", "either_role=true", "--set", "pipeline_parallel_size=2"])
+    assert refused.value.field == "either_role"

@@ -63,6 +63,8 @@ class ExactEngine:
 
     def abort(self, step_id: int) -> None: ...
 
+    async def idle(self) -> None: ...
+
 
 async def test_coefficients_are_recovered() -> None:
     engine: Engine = ExactEngine(100)

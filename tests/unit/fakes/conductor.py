@@ -26,11 +26,21 @@ class FakeConductor:
     has_load: asyncio.Event = field(default_factory=asyncio.Event)
     has_snapshot: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    _told: "asyncio.Queue[conductor_pb2.JoinResponse]" = field(default_factory=asyncio.Queue)
 
     @property
     def draining(self) -> bool:
         """Whether the last report of load says so."""
         return bool(self.loads) and self.loads[-1].draining
+
+    @property
+    def instance(self) -> kv_pb2.Instance | None:
+        """The instance that has joined last."""
+        return None if self.hello is None else self.hello.instance
+
+    def send(self, message: conductor_pb2.JoinResponse) -> None:
+        """Tell the instance that joins or has joined, when it reports next."""
+        self._told.put_nowait(message)
 
     async def Join(self, requests: Any, context: Any) -> None:
         try:
@@ -41,6 +51,8 @@ class FakeConductor:
                     welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5, conductor=conductor)
                     for message in (conductor_pb2.JoinResponse(welcome=welcome), *self.orders):
                         await context.write(message)
+                while request.HasField("load") and not self._told.empty():
+                    await context.write(self._told.get_nowait())
         finally:
             self.left.set()
 

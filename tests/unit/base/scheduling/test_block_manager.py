@@ -52,6 +52,32 @@ def test_a_registered_block_is_cached_when_released_and_found_again() -> None:
     assert state(manager) == (1, 1, 1)
 
 
+def test_another_manager_takes_over_keys_and_the_order_of_eviction() -> None:
+    """What one has cached, the other finds and evicts in the same order; nobody is told of it as a change."""
+    former, manager = BlockManager(4), BlockManager(4)
+    blocks = former.allocate(3)
+    for n, block in enumerate(blocks):
+        former.register(block, key(n))
+    former.release([2])
+    former.release([0, 1])
+    manager.take_over(former)
+    assert state(manager) == (0, 3, 1)
+    assert set(manager.keys()) == {key(0), key(1), key(2)}
+    assert manager.take_events() == KeyChanges()
+    assert manager.match([key(0), key(1)]) == [0, 1]
+    assert manager.allocate(2) == [3, 2]
+    assert manager.take_events() == KeyChanges((), (key(2),))
+
+
+def test_a_pool_with_references_or_of_another_size_is_not_taken_over() -> None:
+    former = BlockManager(4)
+    with pytest.raises(AssertionError, match="not the same pool"):
+        BlockManager(5).take_over(former)
+    former.allocate(1)
+    with pytest.raises(AssertionError, match="1 blocks are referenced"):
+        BlockManager(4).take_over(former)
+
+
 def test_eviction_takes_the_tail_of_the_least_recently_used_chain() -> None:
     manager = BlockManager(4)
     first, second = manager.allocate(2), manager.allocate(2)

@@ -18,7 +18,7 @@ def chain(number: int, blocks: int) -> list[BlockKey]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_match_is_the_longest_that_can_be_continued(seed: int) -> None:
-    """Random windows, chains that lack slices here and there, and evictions, beside a search of all borders."""
+    """Random windows, chains that lack slices here and there, evictions and roles, beside a search of all borders."""
     rng = random.Random(seed)
     window, length = rng.randint(0, 5), rng.randint(1, 14)
     slots = rng.choice([6, 12, 24])
@@ -51,6 +51,10 @@ def test_a_match_is_the_longest_that_can_be_continued(seed: int) -> None:
         manager.check_invariants()
         manager.release(held, past)
         manager.check_invariants()
+        if rng.random() < 0.2:  # another role goes on with the pool
+            former, manager = manager, BlockManager(24, window, slots if window else 0)
+            manager.take_over(former)
+            manager.check_invariants()
         told = set(manager.keys())
         lacking |= {key for key in told if window and window_key(key) not in told}
         there = {key for key in told if manager.find([key])}

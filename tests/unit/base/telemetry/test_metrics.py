@@ -95,6 +95,19 @@ async def test_a_scrape_shows_kinds_help_labels_and_histograms() -> None:
         await scrape(address)
 
 
+async def test_what_is_no_longer_watched_is_not_exported() -> None:
+    """An engine that changes roles exports under the name of the role that it has."""
+    metrics, held = PrometheusMetrics("prefill"), MetricSet().add(HELD, Held(blocks=5))
+    end = metrics.watch(held, "prefill")
+    async with metrics.served("127.0.0.1:0") as address:
+        assert "moonpool_prefill_blocks_used 5.0" in await scrape(address)
+        end()
+        metrics.watch(held, "decode")
+        text = await scrape(address)
+    assert "moonpool_prefill_blocks_used" not in text
+    assert "moonpool_decode_blocks_used 5.0" in text
+
+
 @pytest.mark.parametrize("accept", ["", PROMETHEUS_2, PROMETHEUS_3])
 async def test_vllm_s_names_keep_their_colons_in_every_format(accept: str) -> None:
     metrics = PrometheusMetrics("gateway")
