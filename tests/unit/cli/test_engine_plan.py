@@ -29,7 +29,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackPlan:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine_plan, "gives_large_pages", lambda folder: True)
     monkeypatch.setattr(engine_plan, "available_bytes", lambda: 100 * EACH)
-    monkeypatch.setattr(engine_plan, "ONE_ENGINE_WORKS", True)
     return StackPlan(str(model_dir()), tmp_path, engines="auto")
 
 
@@ -156,7 +155,7 @@ def test_a_stack_of_one_engine_has_no_prefill_instance(plan: StackPlan, monkeypa
         for kind, count in stack.plan.engine_counts.items():
             stack._spawn_members(kind, count)
         assert started == wanted
-        settings = stack._member_arguments("decode", "x")
+        settings = stack.member_arguments("decode", "x")
         assert (BOTH_ROLES in settings) == (engines == "one")
 
 
