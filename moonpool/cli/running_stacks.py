@@ -38,7 +38,7 @@ class RunningStack:
         model: the model, as the services are told.
         address: the conductors' addresses, separated by commas; "" until the stack is ready.
         http_address: the gateway's, likewise.
-        engines: "one" for one engine in both roles, "split" for prefill and decode instances; "" until they are started.
+        engines: "one" = one engine in both roles, "split" = prefill and decode instances, "" until they are started.
     """
 
     pid: int
