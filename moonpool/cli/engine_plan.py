@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import CheckpointReport, inspect_checkpoint, kv_layout, resolve
-from moonpool.base.config import config_class
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
@@ -26,7 +25,6 @@ from moonpool.engine.setup import DEFAULT_KV_BYTES, weights_folder
 
 LEAST_SHARED_BYTES = 32 << 20
 """Weights of so many bytes are worth a file that engines share."""
-ONE_ENGINE_WORKS = "computes_prompts" in config_class("decode").model_fields
 _ROOM = 1.1
 """Free bytes on the disk, as a multiple of the weights, before they are put into a file unasked."""
 _ENGINE_KINDS = ("prefill", "decode")
@@ -61,8 +59,6 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
 
 
 def _chosen_engines(plan: StackPlan, *, one_client: bool) -> tuple[Engines, str]:
-    if not ONE_ENGINE_WORKS:
-        return "split", "decode instances do not compute whole prompts yet"
     if plan.engine.startswith(SCHEME):
         return "split", "compute is emulated as a cluster's"
     if plan.prefill != 1 or plan.decode != 1:

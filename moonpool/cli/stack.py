@@ -454,7 +454,8 @@ class LocalStack:
         return [part for address in self.addresses for part in ("--conductor", address)]
 
     def _gateway_arguments(self, port: int) -> list[str]:
-        arguments = [*self._join_arguments(), "--model", self.plan.model]
+        batches = self.plan.data_dir / GATEWAY_ID / "batches"
+        arguments = [*self._join_arguments(), "--model", self.plan.model, "--set", f"batch_dir={batches}"]
         return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, port)]
 
     def member_arguments(self, kind: str, service_id: str) -> list[str]:

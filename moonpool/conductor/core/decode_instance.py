@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.base.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.base.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.base.scheduling.state_machine import digest_of
 from moonpool.conductor.core.health_monitor import HealthMonitor
 from moonpool.conductor.core.instances import InstanceFacts, LoadFacts
 from moonpool.conductor.core.kv_links import KVLink
 from moonpool.conductor.core.output_lengths import Stratum
+from moonpool.conductor.core.prefill_instance import PrefillInstanceState
 from moonpool.conductor.core.tpot_model import TpotModel
 from moonpool.conductor.placement.base import DecodeLoad, make
 
@@ -25,6 +26,7 @@ class DecodeInstanceState:
         speeds: as the instance reports them; learns from the instance's steps.
         answers: answers that this conductor has placed here, by claim.
         tpot: what answers took here.
+        prompts: the instance's prompts, if it is in the role both; None for plain decode.
         unreported, unreported_blocks: sequences and blocks of these that no report includes.
         own_sequences, own_context_tokens: totals over all these answers.
         sequences: sequences in the last report and answers that the report does not include; at least `own_sequences`.
@@ -42,6 +44,7 @@ class DecodeInstanceState:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     tpot: TpotModel = field(init=False)
     link: KVLink = field(default_factory=KVLink)
+    prompts: PrefillInstanceState | None = None
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
@@ -63,6 +66,14 @@ class DecodeInstanceState:
     def there(self) -> DecodeLoad:
         blocks = self.available_blocks, self.facts.total_blocks
         return make(DecodeLoad, (self.sequences, self.context_tokens, *blocks, self.turn))
+
+    @property
+    def least_chunk_s(self) -> float:
+        """Seconds by which prompts that wait here lengthen a step at least: of one block; 0 if none waits."""
+        prompts, shape = self.prompts, self.facts.shape
+        if prompts is None or shape is None or not (prompts.prompts or prompts.load.queued_tokens):
+            return 0.0
+        return prefill_seconds(self.speeds, shape.block_size, 0, begins=False)
 
     def count(self) -> None:
         """Count sequences, context and memory anew: the last report, and answers that the report does not include."""

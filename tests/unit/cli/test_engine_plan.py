@@ -29,7 +29,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackPlan:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine_plan, "gives_large_pages", lambda folder: True)
     monkeypatch.setattr(engine_plan, "available_bytes", lambda: 100 * EACH)
-    monkeypatch.setattr(engine_plan, "ONE_ENGINE_WORKS", True)
     return StackPlan(str(model_dir()), tmp_path, engines="auto")
 
 
