@@ -24,6 +24,7 @@ from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS
 from moonpool.conductor.chat_prompt import chat_chars, render_chat
 from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.conductor.config import ConductorConfig
@@ -189,6 +190,7 @@ def read_request(
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
         block_size=served.layout.block_size,
         bad_tokens=bad_tokens,
+        thinking=_read_thinking(sampling, served, prompt),
         whole=message.whole,
         resume=resume,
         cache_salt=message.cache_salt,
@@ -231,6 +233,27 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) ->
     require(field, all(run and max(run) < vocabulary for run in runs), "a word has no tokens, or unknown ones")
     require(field, not runs or len(runs) + ends < vocabulary, "no token is left to choose")
     return tuple(runs)
+
+
+def _read_thinking(sampling: SamplingParams, served: ServedModel, prompt: array[int]) -> kv_pb2.ThinkingBudget | None:
+    """Return the budget of the answer's thinking, with the marks as tokens; None = none."""
+    if sampling.thinking_budget is None:
+        return None
+    tokenizer, vocabulary = served.tokenizer, served.config.vocab_size
+    marks = []
+    for mark in sampling.thinking_marks:
+        special = tokenizer.special_id(mark)
+        tokens = tokenizer.encode(mark, False) if special is None else [special]
+        known = 0 < len(tokens) <= MAX_MARK_TOKENS and max(tokens) < vocabulary
+        require("sampling.thinking_marks", known, f"{mark!r} is not 1 to {MAX_MARK_TOKENS} tokens of the model")
+        marks.append(tokens)
+    end = tokenizer.decode(prompt[-MAX_MARK_TOKENS:], skip_special=False)
+    return kv_pb2.ThinkingBudget(
+        tokens=sampling.thinking_budget,
+        begin_token_ids=marks[0],
+        end_token_ids=marks[1],
+        is_open=end.rstrip().endswith(sampling.thinking_marks[0]),
+    )
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest) -> None:

@@ -31,6 +31,7 @@ class ValidRequest:
         chain_root: the root of the prompt's block keys.
         prompt_keys: keys of the prompt's full blocks, `block_size` tokens each.
         bad_tokens: runs of tokens; a run's last token is never chosen after the others.
+        thinking: how many tokens the answer may think; None = any number.
         whole: the client reads the answer only at the end.
         resume: the client's progress, if the client resumes the request.
         cache_salt: the salt in `chain_root`; "" for none.
@@ -46,6 +47,7 @@ class ValidRequest:
     prompt_keys: tuple[BlockKey, ...]
     block_size: int
     bad_tokens: tuple[tuple[int, ...], ...] = ()
+    thinking: kv_pb2.ThinkingBudget | None = None
     whole: bool = False
     resume: ResumeRequest | None = None
     cache_salt: str = ""
@@ -88,6 +90,7 @@ class ValidRequest:
             chain_root=self.chain_root,
             cache_salt=self.cache_salt,
             lora=self.lora,
+            thinking=self.thinking,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.spec.priority,
             weight=self.spec.weight,

@@ -19,6 +19,7 @@ from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SCO
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.steps import SequenceSampling, TokenHistory
+from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS, ThinkingBudget
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
 
@@ -93,7 +94,8 @@ class IncomingRequest:
         bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
         if bad_tokens and params.response_format:
             raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
-        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
+        thinking = _thinking(spec, vocab_size)
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens, thinking)
         seen = EngineRequest(
             tuple(keys),
             len(tokens),
@@ -128,6 +130,20 @@ def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[S
     if not all(0 <= token < vocab_size for run in runs for token in run):
         raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
     return [tuple(run) for run in runs]
+
+
+def _thinking(spec: kv_pb2.SequenceSpec, vocab_size: int) -> ThinkingBudget | None:
+    """The checked budget of the answer's thinking; None = none."""
+    if not spec.HasField("thinking"):
+        return None
+    budget = spec.thinking
+    for name in ("begin_token_ids", "end_token_ids"):
+        field, tokens = f"sequence.thinking.{name}", getattr(budget, name)
+        if not 0 < len(tokens) <= MAX_MARK_TOKENS:
+            raise InvalidRequest(field, f"must be 1 to {MAX_MARK_TOKENS} tokens")
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    return ThinkingBudget(budget.tokens, tuple(budget.begin_token_ids), tuple(budget.end_token_ids), budget.is_open)
 
 
 def _check_name(field: str, name: str, *, least: int) -> None:

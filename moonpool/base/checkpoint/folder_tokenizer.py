@@ -8,6 +8,7 @@ the older `special_tokens_map.json` and `added_tokens.json`; `config.json` for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from moonpool.base.checkpoint.config import TokenizerParts, ends_answer
-from moonpool.base.errors import CheckpointError
+from moonpool.base.errors import CheckpointError, MoonpoolError
 from moonpool.base.families.fields import read_json
 
 _TOKENIZER = "tokenizer.json"
@@ -63,6 +64,30 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     Raises:
         CheckpointError: `tokenizer.json` is missing or damaged, or another file is malformed.
     """
+    with _named(folder):
+        return _folder_tokenizer(folder)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turn what damaged files may raise into an error that names the folder.
+
+    The readers take the files' shape as they should have it; what is missing or of another kind raises there.
+    """
+    try:
+        yield
+    except MoonpoolError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the tokenizer's files are damaged: {type(error).__name__}: {error}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the tokenizers library, for what it did not expect
+            raise
+        raise CheckpointError(f"{folder}: the tokenizer's files are damaged: {error}") from None
+
+
+def _folder_tokenizer(folder: Path) -> TokenizerParts:
+    """See `folder_tokenizer`."""
     file = folder / _TOKENIZER
     if not file.exists():
         raise CheckpointError(f"{folder}: no {_TOKENIZER} in this folder")
@@ -89,6 +114,12 @@ def folder_end_tokens(folder: Path, *, by_text: bool = True) -> tuple[int, ...]:
     Raises:
         CheckpointError: a file is malformed.
     """
+    with _named(folder):
+        return _folder_end_tokens(folder)
+
+
+def _folder_end_tokens(folder: Path) -> tuple[int, ...]:
+    """See `folder_end_tokens`."""
     if not (folder / _TOKENIZER).exists():
         return ()
     content = read_json(folder / _TOKENIZER)

@@ -22,6 +22,7 @@ from moonpool.gateway.serving.structured_outputs import (
     only_format,
     schema_format,
 )
+from moonpool.gateway.serving.thinking import Effort, ThinkingLimit, budget_field
 
 
 class StreamOptions(Body):
@@ -73,6 +74,9 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
     regex: str | None = Field(None, min_length=1)
     ebnf: str | None = Field(None, min_length=1)
     grammar: str | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = None
+    reasoning_budget: Annotated[Integer, Field(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,6 +89,10 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
 
     def session_name(self, header: str) -> str:
         return self.session_id or super().session_name(header)
+
+    def thinking_limit(self) -> ThinkingLimit:
+        asked = self.reasoning_budget if self.thinking_token_budget is None else self.thinking_token_budget
+        return ThinkingLimit(budget_field(asked), self.reasoning_effort)
 
     def wants_logprobs(self) -> bool:
         return super().wants_logprobs() or self.prompt_logprobs is not None

@@ -83,7 +83,16 @@ class RequestBuilder:
             request_id=checked.request_id,
             client_id=checked.client_id,
             format_field=body.format_field,
+            thinking=body.thinking_limit(),
         )
+
+    def limit_thinking(self, job: GenerationJob) -> None:
+        """Bound the thinking of the answers, if the request asks for that, the model thinks, and no format forbids."""
+        reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
+        budget = job.thinking.budget(template_has_effort=self._tokenizer.template_has("reasoning_effort"))
+        if reasoning is not None and budget is not None and not job.sampling.embedding:
+            marks = reasoning.begin, reasoning.end
+            job.arguments["sampling"] = replace(job.sampling, thinking_budget=budget, thinking_marks=marks)
 
     def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
         """Let the model call `tools`. Returns the parser that finds thinking and calls in the answers.
@@ -94,6 +103,7 @@ class RequestBuilder:
             InvalidRequest: the format of tool calls is unknown, or a forced call conflicts with a response format.
             Mismatch: the cluster serves another model than the gateway's tokenizer is for.
         """
+        self.limit_thinking(job)
         offered = tools or known
         if tools is not None:
             job.arguments["tools"] = tools.definitions
@@ -135,7 +145,8 @@ class RequestBuilder:
             self._tokenizer.check_model(job.state.model)
             raise InvalidRequest("tools", self._tokenizer.unknown_format())
         schema = to_json_bytes(offered.schema()).decode()
-        job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
+        unbound = replace(job.sampling, thinking_budget=None, thinking_marks=())  # the format has no thinking
+        job.arguments["sampling"] = replace(unbound, response_format="json_schema", grammar=schema)
         job.format_field = "tools"
         return AnswerParser(AnswerReading(offered))
 

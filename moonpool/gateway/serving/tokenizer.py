@@ -198,6 +198,10 @@ class GatewayTokenizer:
             self._thinks_at_once[key] = reasoning is not None and reasoning.is_open(prompt)
         return self._thinks_at_once[key]
 
+    def template_has(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        return variable in self._tokenizer.chat_template
+
     def special_id(self, text: str) -> int | None:
         """Id of a special token, which answers lack unless requested; None if the text is none."""
         return self._tokenizer.special_id(text)

@@ -40,6 +40,8 @@ EVERY_FIELD_SET = SamplingParams(
     bad_words=("x", "y z"),
     prompt_logprobs=0,
     skip_special_tokens=False,
+    thinking_budget=0,
+    thinking_marks=("<think>", "</think>"),
     embedding=True,
 )
 

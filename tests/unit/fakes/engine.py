@@ -14,6 +14,7 @@ import xxhash
 from moonpool.base.errors import Unavailable
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool
+from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import (
     LayerDone,
@@ -244,7 +245,7 @@ class FakeEngine:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
                 await asyncio.sleep(0)
             sampled = tuple(
-                8 + digest.intdigest() % self.different if sequence.sample is not None else None
+                self._sample(sequence.sample, digest.intdigest()) if sequence.sample is not None else None
                 for sequence, digest in zip(step.sequences, digests, strict=True)
             )
             several = {
@@ -266,6 +267,9 @@ class FakeEngine:
             sampled = tuple(None if index in late else token for index, token in enumerate(sampled))
             end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
             return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns, late=late)
+
+    def _sample(self, sample: SampleSpec, digest: int) -> int:
+        return 8 + digest % self.different if sample.forced is None else sample.forced
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

@@ -87,6 +87,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
             "max_completion_tokens": (7, {}),
             "logprobs": (True, {}),
             "top_logprobs": (2, {"logprobs": True}),
+            "reasoning_effort": ("low", {}),
             "tools": (TOOLS, {}),
             "tool_choice": ("required", {"tools": TOOLS}),
             "parallel_tool_calls": (False, {"tools": TOOLS, "tool_choice": "required"}),
@@ -128,6 +129,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
             "text": ({"format": {"type": "json_object"}}, {}),
             "include": (["message.output_text.logprobs"], {}),
             "top_logprobs": (2, {}),
+            "reasoning": ({"effort": "low"}, {}),
             "tools": (FLAT, {}),
             "tool_choice": ("required", {"tools": FLAT}),
             "parallel_tool_calls": (False, {"tools": FLAT, "tool_choice": "required"}),
@@ -151,10 +153,13 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
         },
     ),
 }
+THINKING = {"thinking_token_budget", "reasoning_budget"}
 WITHOUT_EFFECT = {
+    CHAT: THINKING,
+    PLAIN: {*THINKING, "reasoning_effort"},
     RESPONSES: {"stream_options"},  # a stream has the usage anyway
 }
-"""Fields that are known for their members, none of which changes anything."""
+"""Fields that are known for their members, none of which changes anything, or count for models that think."""
 
 
 async def outcome(path: str, body: dict[str, Any]) -> tuple[list[bytes], str]:
