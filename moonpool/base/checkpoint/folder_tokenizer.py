@@ -115,10 +115,10 @@ def folder_end_tokens(folder: Path, *, by_text: bool = True) -> tuple[int, ...]:
         CheckpointError: a file is malformed.
     """
     with _named(folder):
-        return _folder_end_tokens(folder)
+        return _folder_end_tokens(folder, by_text=by_text)
 
 
-def _folder_end_tokens(folder: Path) -> tuple[int, ...]:
+def _folder_end_tokens(folder: Path, *, by_text: bool) -> tuple[int, ...]:
     """See `folder_end_tokens`."""
     if not (folder / _TOKENIZER).exists():
         return ()
