@@ -132,6 +132,15 @@ class GatewayConfig(ServiceConfig):
         description="SQLite file of the stored responses and conversations, which outlives the gateway; gateways of "
         "one machine may share the file. Default: in memory",
     )
+    batch_dir: Path | None = Field(
+        None,
+        description="folder of files and batches (/v1/files, /v1/batches), which outlive the gateway; one gateway to a "
+        "folder. Default: the gateway keeps none",
+    )
+    batch_bytes: ByteSize = Field(1 << 30, ge=1 << 10, description="bytes of files that a tenant may keep in batch_dir")
+    batch_concurrency: int = Field(
+        16, ge=1, description="requests of batches that run at the same time; none begins while other requests wait"
+    )
     max_background_responses: int = Field(
         64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )

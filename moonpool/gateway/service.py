@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 
 from starlette.applications import Starlette
 
@@ -21,6 +22,9 @@ from moonpool.base.telemetry.logs import get_logger
 from moonpool.base.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
 from moonpool.base.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
 from moonpool.client import AsyncClient, ClusterState
+from moonpool.gateway.batches.in_process import InProcessClient
+from moonpool.gateway.batches.runner import BatchRunner
+from moonpool.gateway.batches.store import BatchStore
 from moonpool.gateway.config import GatewayConfig
 from moonpool.gateway.http_server import HttpServer, http_serving
 from moonpool.gateway.responses.background import BackgroundResponses
@@ -87,6 +91,7 @@ async def application(
         handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies, rendering)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
+        handlers = replace(handlers, batches=await stack.enter_async_context(running_batches(config, handlers)))
         app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
         watched = MetricSet().add(RESPONSE_METRICS, responses).add(BODY_METRICS, bodies.memory)
         yield app, watched.add(PROCESS_METRICS, None)
@@ -110,6 +115,34 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer, archit
         metrics.ready = lambda: ""
         async with metrics.served(config.metrics_listen):
             yield config.advertised(port)
+
+
+@asynccontextmanager
+async def running_batches(config: GatewayConfig, handlers: ResponsesContext) -> AsyncIterator[BatchRunner | None]:
+    """Run the batches of `config.batch_dir` while the body of the `async with` runs; None without such a folder.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    if config.batch_dir is None:
+        yield None
+        return
+
+    async def waiting() -> int:
+        queue = (await handlers.cluster.state()).queue
+        return queue.for_limits + queue.for_room
+
+    with world.thread_pool(1, "batches") as threads:
+        store = BatchStore(config.batch_dir, config.batch_bytes, threads, world.unix_time)
+        app = make_app(handlers, AllowedHosts(["*"]))  # the runner's own: any host is the gateway itself
+        runner = BatchRunner(store, InProcessClient(app), waiting, config.batch_concurrency, config.max_body_bytes)
+        running = asyncio.create_task(runner.run())
+        try:
+            yield runner
+        finally:
+            running.cancel()
+            await runner.close()
+            store.close()
 
 
 def tell_formats(tokenizer: GatewayTokenizer) -> None:

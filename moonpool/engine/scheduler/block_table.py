@@ -88,5 +88,5 @@ def check_pins(manager: BlockManager, owned: list[BlockTable], ios: PinnedIo[F],
             refs[block] += 1
     for block in lent:
         refs[block] += 1
-    for block, count in enumerate(refs):
-        assert manager.ref_count(block) == count, f"block {block} is held by something else, or lost"
+    held = list(map(manager.ref_count, range(manager.num_blocks)))
+    assert held == refs, "a block is held by something else, or lost"

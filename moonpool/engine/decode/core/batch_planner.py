@@ -36,7 +36,8 @@ from moonpool.engine.decode.core.tenant_shares import (
     several_tenants,
     tenant_use,
 )
-from moonpool.engine.decode.core.windows import count_lacking_window_blocks, pass_windows
+from moonpool.engine.decode.core.windows import count_lacking_window_blocks
+from moonpool.engine.scheduler.windows import pass_windows
 
 
 class BatchPlanner:
@@ -401,7 +402,7 @@ class BatchPlanner:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
         request.ended_tokens += sequence.tokens - request.spec.prompt_tokens
-        self._state.blocks.release(sequence.table, sequence.past)
+        sequence.table.unpin(self._state.blocks)
         if request.id in self.slots.kept:
             self.slots.keep(request)
         request.expected_blocks = 0  # of fewer sequences: forecast anew
@@ -501,7 +502,7 @@ class BatchPlanner:
     def _add_block(self, sequence: RequestSequence) -> None:
         [block] = self._state.blocks.allocate(1)
         self._state.blocks.give_slots([block])
-        sequence.table.append(block)
+        sequence.table.blocks.append(block)
         self._state.act(AppendBlock(sequence.id, block))
 
     def _give_blocks(self, request: DecodeRequest) -> bool:
@@ -509,7 +510,7 @@ class BatchPlanner:
         blocks_for, blocks = self._settings.blocks_for, self._state.blocks
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
         for sequence in request.sequences:
-            pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
+            pass_windows(sequence.table, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
         due = 0 if request is self.overdue.holder else self._blocks_due
         while True:
             lacking = count_lacking_blocks(writes, blocks)
@@ -529,11 +530,11 @@ class BatchPlanner:
             if victim is request:
                 return False
         for sequence, index in writes:
-            if index == len(sequence.table):
+            if index == len(sequence.table.blocks):
                 self._add_block(sequence)
                 continue
-            if blocks.is_partial(sequence.table[index]):
-                blocks.give_slots([sequence.table[index]])
+            if blocks.is_partial(sequence.table.blocks[index]):
+                blocks.give_slots([sequence.table.blocks[index]])
             if (copied := copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
         self.update_expected(request)
@@ -628,7 +629,7 @@ class BatchPlanner:
             return False
         self.prompts.remove(request)
         [sequence] = request.sequences
-        self._state.act(SetBlockTable(request.id, tuple(sequence.table)))
+        self._state.act(SetBlockTable(request.id, tuple(sequence.table.blocks)))
         self._state.act(BeginPrompt(request.id, sequence.computed))
         return True
 
@@ -706,7 +707,7 @@ class BatchPlanner:
             assert expected == [request for request in found if request not in finishing]
         for request in self.waiting:
             for sequence in request.sequences:
-                assert len(sequence.table) >= self._settings.blocks_for(sequence.tokens - 1)
+                assert len(sequence.table.blocks) >= self._settings.blocks_for(sequence.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
         if self.run_in_flight is not None:
             check_block_writes(self.batch, self._state, self.run_in_flight.copies)

@@ -64,7 +64,7 @@ class PromptQueue:
 
     def _computes_next_block(self, other: DecodeRequest, request: DecodeRequest) -> bool:
         """Return whether a started prompt is about to compute the block that `request` would compute first."""
-        at, keys = len(request.sequences[0].table), request.spec.keys
+        at, keys = len(request.sequences[0].table.blocks), request.spec.keys
         usable = request.asked.reuse and not other.owner.transient and at < self.reusable_blocks(request)
         if not usable or other.sequences[0].computed >= (at + 1) * self._settings.block_size:
             return False
@@ -130,7 +130,7 @@ class PromptQueue:
     def _left(self, request: DecodeRequest) -> int:
         sequence = request.sequences[0]
         begun = request.status not in (RequestStatus.PROMISED, RequestStatus.QUEUED)
-        done = sequence.computed if begun else len(sequence.table) * self._settings.block_size
+        done = sequence.computed if begun else len(sequence.table.blocks) * self._settings.block_size
         return max(1, sequence.tokens - done)
 
     def drain_s(self, requests: Collection[DecodeRequest]) -> float:

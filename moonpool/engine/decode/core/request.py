@@ -12,6 +12,7 @@ from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.engine.decode.core.beam_search import BeamSearch
 from moonpool.engine.decode.core.events import ReserveBlocks
+from moonpool.engine.scheduler.block_table import BlockTable
 
 NO_STREAM = 0
 """`DecodeRequest.stream` after losing the conductor."""
@@ -95,23 +96,20 @@ class RequestSequence:
         keys: keys of full blocks: the prompt's, then the answer's.
         tokens: prompt and answer so far, with the first sampled token once started. In the batch: less
             `RunningBatch.ticks`.
-        table: block table; each block is referenced once.
         computed: leading tokens that have KV, or get KV from an earlier sequence; while recomputing.
         stored: for each of the request's kvstores, leading full blocks believed to be there.
         borders: for each kvstore, the most leading blocks whose window is believed to be there; only with windows.
         shared: leading tokens whose KV another sequence writes; while recomputing.
-        past: leading blocks whose windowed slices the sequence does not read any more.
     """
 
     id: int
     keys: list[BlockKey]
     tokens: int
-    table: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     stored: list[int] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
     shared: int = 0
-    past: int = 0
 
 
 @dataclass(slots=True)
@@ -310,14 +308,19 @@ class DecodeRequest:
     def blocks(self) -> list[int]:
         """The request's blocks, each once: the first sequence's in order, then blocks of further sequences only."""
         if len(self.sequences) == 1:
-            return self.sequences[0].table
-        return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table))
+            return self.sequences[0].table.blocks
+        return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table.blocks))
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """The sequences' block tables."""
+        return tuple([sequence.table for sequence in self.sequences])
 
     def blocks_of(self, sharing: BlockSharing) -> Iterator[int]:
         """Return the blocks that `sharing` counts, in order, while the sequences still have them."""
         seen = set[int]()
         for sequence, table in zip(self.sequences, sharing.tables, strict=True):
-            for number, block in zip(table, sequence.table, strict=False):
+            for number, block in zip(table, sequence.table.blocks, strict=False):
                 if number not in seen:
                     seen.add(number)
                     yield block
@@ -325,7 +328,7 @@ class DecodeRequest:
     @property
     def refs(self) -> Iterator[int]:
         """Block references: a block appears once for each sequence that has the block."""
-        return (block for sequence in self.sequences for block in sequence.table)
+        return (block for sequence in self.sequences for block in sequence.table.blocks)
 
     @property
     def answer_tokens(self) -> int:
@@ -343,9 +346,6 @@ class DecodeRequest:
     def check_invariants(self, *, leased: bool) -> None:
         """Assert what the status means. `leased`: the request has a lease."""
         assert 1 <= len(self.sequences) <= self.spec.width
-        for sequence in self.sequences:
-            assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
-            assert sequence.past <= len(sequence.table)
         assert not self.promised or self.status in (RequestStatus.PROMISED, RequestStatus.QUEUED)
         assert leased == (self.status in TRANSFERRING)
         self._check_search()
@@ -356,7 +356,9 @@ class DecodeRequest:
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
         assert len(self.sequences) == len(search.scores) == self.spec.width
-        assert len({(sequence.tokens, len(sequence.table), len(sequence.keys)) for sequence in self.sequences}) == 1
+        assert (
+            len({(sequence.tokens, len(sequence.table.blocks), len(sequence.keys)) for sequence in self.sequences}) == 1
+        )
         search.check_invariants()
 
 

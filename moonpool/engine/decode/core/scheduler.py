@@ -43,7 +43,7 @@ from moonpool.engine.decode.core.events import (
     TransferOpened,
     TransferProgress,
 )
-from moonpool.engine.decode.core.in_flight import ReceivePin, StorePin, SwapPin
+from moonpool.engine.decode.core.in_flight import ReceiveFlight, SwapFlight, WriteBackFlight
 from moonpool.engine.decode.core.orphans import OrphanedRequests
 from moonpool.engine.decode.core.output_lengths import OutputLengths
 from moonpool.engine.decode.core.preemption import PreemptedRequests
@@ -57,6 +57,7 @@ from moonpool.engine.decode.core.runs import observe_run
 from moonpool.engine.decode.core.settings import DecodeSettings
 from moonpool.engine.decode.core.state import DecodeState
 from moonpool.engine.decode.core.write_back import BlockWriteBack
+from moonpool.engine.scheduler.block_table import check_pins
 
 NO_PLACE = "the prompt cannot be computed here now"
 _Transfer = TransferOpened | TransferProgress | TransferComplete
@@ -275,7 +276,9 @@ class DecodeScheduler:
         """Let the answers wait for their first step: the KV and the first tokens are there."""
         fork_sequences(request, self.blocks)
         behind_first = request.take_known_tokens()
-        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences[1:]]
+        self._state.out += [
+            SetBlockTable(sequence.id, tuple(sequence.table.blocks)) for sequence in request.sequences[1:]
+        ]
         reasons = zip(request.sequences, request.finishes, strict=False)
         ended = [(sequence, reason) for sequence, reason in reasons if reason]
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
@@ -351,7 +354,7 @@ class DecodeScheduler:
         """Stop an ending request's transfer; return whether there is a transfer."""
         if request.status is not RequestStatus.RECEIVING:
             return False
-        self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
+        self._state.act(StopReceiving(self._state.ios.begin(ReceiveFlight(request, request.tables)), request.id))
         return True
 
     def _finish_step(self) -> None:
@@ -455,12 +458,12 @@ class DecodeScheduler:
     def _io_ended(self, event: IoEnded[IoEnd]) -> None:
         pin = self._state.ios.end(event.io)
         match pin, event.result:
-            case StorePin(), _:
+            case WriteBackFlight(), _:
                 self.write_back.written(pin, event.result)
                 return
-            case SwapPin(), SwapEnd() as result:
+            case SwapFlight(), SwapEnd() as result:
                 self.preempted.swap_ended(pin, result)
-            case _ if not isinstance(pin, ReceivePin):
+            case _ if not isinstance(pin, ReceiveFlight):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if pin.request.status is RequestStatus.FINISHING:
             self._free(pin.request)
@@ -478,10 +481,9 @@ class DecodeScheduler:
         self.orphans.check_invariants()
         self._table.check_invariants()
         ios = [pin for _, pin in self._state.ios]
-        held = [block for request in requests for block in request.refs]
-        held += [*self.lending, *(pin.block for pin in ios if isinstance(pin, StorePin))]
-        assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
-        copying = [pin.request for pin in ios if not isinstance(pin, StorePin)]
+        owned = [table for request in requests for table in request.tables]
+        check_pins(self.blocks, owned, self._state.ios, list(self.lending))
+        copying = [pin.request for pin in ios if not isinstance(pin, WriteBackFlight)]
         self.write_back.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)
@@ -498,7 +500,7 @@ class DecodeScheduler:
             (self.preempted, self._lengths),
             self.tracker.speeds,
             (self._streams, self.orphans),
-            [(io, pin.request.id, pin.block if isinstance(pin, StorePin) else -1) for io, pin in self._state.ios],
+            [(io, pin.request.id, pin.tables) for io, pin in self._state.ios],
             self.lending,
             self._dead,
         )
