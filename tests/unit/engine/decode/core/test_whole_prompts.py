@@ -450,7 +450,7 @@ def test_random_walks(way: Preemption, every: int, window_blocks: int, states: b
         for other in range(number, number + asked.request.width):
             assert world.heard[other] == world.answers[other]
     planner, preempted = world.core.planner, world.core.preempted
-    print(f"{way}: {planner.prompts_begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
-    assert planner.prompts_begun > 10
+    print(f"{way}: {planner.starts.begun} prompts, {preempted.preemptions} preemptions, {len(cancelled)} cancelled")
+    assert planner.starts.begun > 10
     assert loaded > 3
     assert preempted.preemptions > 0
