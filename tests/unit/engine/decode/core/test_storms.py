@@ -5,6 +5,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -76,10 +77,8 @@ class Storm:
         asked = prompt(rng.randint(1, 4 * BT), rng.randrange(3))
         if len(asked) > BT and rng.random() < 0.3:
             asked = asked[:-BT] + prompt(BT, 9)
-        kind, options = (
-            rng.random(),
-            {"stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab")},
-        )
+        kind = rng.random()
+        options: dict[str, Any] = {"stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab")}
         if kind < 0.6:
             answer = rng.randint(2, 8 * BT)
             number = world.reserve(asked, answer, total=len(asked) + 9 * BT, resumable=True, **options)
