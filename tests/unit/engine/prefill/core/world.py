@@ -17,6 +17,7 @@ from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 from tests.unit.engine.kv_memory import KVMemory
 
 BT = 16
@@ -119,7 +120,7 @@ class World:
         family: int = 0,
         *,
         held: int | None = None,
-        sources: tuple[events.KVSource, ...] = (),
+        sources: tuple[KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         tenant: str = "",
         priority: int = 0,
@@ -157,7 +158,7 @@ class World:
     def load_layer(self, io: int) -> None:
         """The next layer of a load comes."""
         order, layer = self.ios[io], self.loaded[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
             comes = self._is_read(layer, index, end)
@@ -172,10 +173,10 @@ class World:
     def load_all(self, io: int) -> None:
         """The rest of a load comes, and it ends well."""
         order = self.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         while self.loaded[io] < LAYERS:
             self.load_layer(io)
-        self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+        self.end(io, LoadEnded(len(order.blocks), seconds=0.01))
 
     def lend(self, family: int, blocks: int) -> int:
         """Another instance begins to read a chain; returns the read's number."""
@@ -198,7 +199,7 @@ class World:
     def copy(self, family: int, blocks: int) -> None:
         """A chain is to be copied here."""
         chain = keys(family, blocks * BT)
-        self.post(events.ReplicateBlocks(len(self.done) + 1, chain, events.KVSource("peer", blocks, peer=True)))
+        self.post(events.ReplicateBlocks(len(self.done) + 1, chain, KVSource("peer", blocks, peer=True)))
 
     def end_copy(self, io: int, blocks: int) -> list[actions.Action]:
         """So many blocks of a copy have come."""
@@ -210,7 +211,7 @@ class World:
             for layer in range(LAYERS):
                 comes = self._is_read(layer, index, end)
                 self.memory[layer, block] = ("key", key) if comes else ("behind the window",)
-        return self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
+        return self.end(io, LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
         step = self.steps[io]
@@ -277,7 +278,7 @@ class World:
                 self.steps[action.step].dropped.add(action.index)
             case actions.GiveUpStep():
                 self.steps[action.step].aborted = True
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 self.loaded[action.io] = 0
             case CancelIo():
                 assert action.io in self.ios
@@ -378,9 +379,9 @@ class World:
                     self.end_step(io, aborted=True)
                 elif io == min(self.steps):
                     self.run_step(io)
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 if cancelled:
-                    self.end(io, events.LoadEnded(0, failed=True))
+                    self.end(io, LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
             case actions.ReadReplica():
