@@ -271,6 +271,18 @@ class AnswerGrammar:
         self._rules.append(r"SPACE: /[ \n\t]{1,4}/")
         return "\n".join([f"start: {thought} SPACE? {form}" if thought else f"start: {form}", *self._rules])
 
+    def expression(self, expression: str) -> str:
+        """Return what matches a regular expression."""
+        return f"/{_unslashed(expression)}/"
+
+    def piece(self, text: str, trigger: str, form: str) -> str:
+        """Return text of a terminal up to the first `trigger`, which may be a special token, and then a form."""
+        return self._piece(text, trigger, form)
+
+    def lark_of(self, start: str) -> str:
+        """Return the grammar whose answers are `start`, made with the other methods; its free text is TEXT."""
+        return "\n".join([f"start: {start}", *self._rules])
+
     def lark(self) -> str:
         """Return the grammar."""
         if self._thinking is not None and not self._opening:

@@ -29,6 +29,8 @@ SCORED_TOKEN_COST = 10
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
+MAX_SUPPRESSED_TOKENS = 4096
+"""Tokens that a checkpoint may forbid in every answer."""
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1 << 16
@@ -117,7 +119,7 @@ class SamplingParams:
     )
     """0 = greedy.
 
-    If this option, the next two or `repetition_penalty` are not given, they are the checkpoint's own, if its
+    If this option, the next three or `repetition_penalty` are not given, they are the checkpoint's own, if its
     `generation_config.json` has them and the conductor uses that file (docs/sampling.md).
     """
     top_p: float = field(
@@ -130,7 +132,7 @@ class SamplingParams:
         metadata=_option((lambda value: value >= 0, "must be at least 0 (0 = all)"), with_beams=False),
     )
     """Number of most likely tokens considered; 0 = all."""
-    min_p: float = field(default=0.0, metadata=_option(_in(0, 1), http=float, with_beams=False))
+    min_p: float = field(default=Unset(0.0), metadata=_option(_in(0, 1), http=float, with_beams=False))
     """Least probability relative to the most likely token."""
     presence_penalty: float = field(
         default=0.0, metadata=_option(_in(-MAX_PENALTY, MAX_PENALTY), http=float, with_beams=False)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.base import world
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.grammar import check_grammar
@@ -89,6 +90,7 @@ class RequestValidator:
             model.max_tokens,
             self._config.queue_deadline_s,
             checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
+            checkpoint.config.answer_rules if self._config.generation_config == "auto" else AnswerRules(),
             self._config.tenant_weights,
             self._loras.get,
         )
@@ -190,6 +192,7 @@ def read_request(
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
         block_size=served.layout.block_size,
         bad_tokens=bad_tokens,
+        suppressed=served.rules.suppressed,
         thinking=_read_thinking(sampling, served, prompt),
         whole=message.whole,
         resume=resume,
@@ -231,7 +234,8 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) ->
     vocabulary, field = served.config.vocab_size, "sampling.bad_words"
     require(field, all(len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs), "a word has too many tokens")
     require(field, all(run and max(run) < vocabulary for run in runs), "a word has no tokens, or unknown ones")
-    require(field, not runs or len(runs) + ends < vocabulary, "no token is left to choose")
+    never = ends + len(served.rules.suppressed)
+    require(field, not runs or len(runs) + never < vocabulary, "no token is left to choose")
     return tuple(runs)
 
 
@@ -340,7 +344,7 @@ def _read_sampling(
     """Return the checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
-    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens, served.rules.max_tokens or params.max_tokens)
     scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)
     many = f"{scores} log probabilities of {prompt_tokens} tokens are too many, at most {MAX_PROMPT_SCORES}"
     require("sampling.prompt_logprobs", scores <= MAX_PROMPT_SCORES, many)

@@ -928,7 +928,9 @@ class Sampling(_message.Message):
     suggests.
     """
     min_p: _builtins.float
-    """Least probability relative to the most likely token; default 0."""
+    """Least probability relative to the most likely token; 0 = unset, which means 0; 2^-126 = 0, whatever the checkpoint
+    suggests.
+    """
     presence_penalty: _builtins.float
     """Subtracted from the logit of each token already generated."""
     frequency_penalty: _builtins.float
@@ -1162,6 +1164,7 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
+    SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1204,6 +1207,10 @@ class SequenceSpec(_message.Message):
     def thinking(self) -> Global___ThinkingBudget:
         """`Sampling.thinking_budget` as tokens; unset = the answer may think as long as it likes."""
 
+    @_builtins.property
+    def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never chosen, because the checkpoint says so."""
+
     def __init__(
         self,
         *,
@@ -1222,10 +1229,11 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.str = ...,
         lora: Global___LoraAdapter | None = ...,
         thinking: Global___ThinkingBudget | None = ...,
+        suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,7 +138,6 @@ def test_embeddings(one: CheckedStack, reference: Reference) -> None:
         assert each.embedding == pytest.approx(reference.embedding(prompt), abs=1e-3)
 
 
-@pytest.mark.xfail(reason="an engine in the role both loads no prefixes yet", strict=True)
 def test_a_prefix_is_loaded_from_the_kvstore_after_a_restart(one: CheckedStack, reference: Reference) -> None:
     prompt = tokens(8 * BLOCK + 5, "kept")
     first = ask(one, prompt)

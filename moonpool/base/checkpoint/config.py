@@ -86,11 +86,27 @@ class DefaultSampling:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    min_p: float | None = None
 
     @property
     def given(self) -> dict[str, float | int]:
         """Suggested values, by the sampling parameters' names."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """What `generation_config.json` says of every answer, whatever a request says.
+
+    Attributes:
+        max_tokens: most tokens of an answer (`max_new_tokens`); None: as many as the model takes.
+        suppressed: tokens that are never chosen (`suppress_tokens`).
+        unread: names of further settings that would change answers, and that are not honoured.
+    """
+
+    max_tokens: int | None = None
+    suppressed: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +126,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+    answer_rules: AnswerRules = AnswerRules()
 
     @property
     def num_layers(self) -> int:
@@ -149,7 +166,7 @@ def config_hash(config: ModelConfig) -> bytes:
     fields = _llama_fields(config)
     if fields is None:
         fields = dataclasses.asdict(config)
-        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
+        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules"):
             del fields[name]
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()

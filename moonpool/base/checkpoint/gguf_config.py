@@ -99,6 +99,7 @@ def _default_sampling(fields: JsonFields) -> DefaultSampling:
         top_p=suggested("top_p"),
         top_k=None if top_k is None else int(top_k),
         repetition_penalty=suggested("penalty_repeat"),
+        min_p=suggested("min_p"),
     )
 
 

@@ -207,6 +207,8 @@ class SequenceSampling:
     """Tokens that are never chosen before `params.min_tokens`."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     """Token runs: the last token is never chosen after the others, if all others are in the answer."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are never chosen, because the checkpoint says so."""
     thinking: ThinkingBudget | None = None
     """How many tokens the answer may think; None = any number."""
 
@@ -218,6 +220,7 @@ class SequenceSampling:
         end_token_ids: Iterable[int],
         bad_tokens: Iterable[Sequence[int]] = (),
         thinking: ThinkingBudget | None = None,
+        suppressed: Iterable[int] = (),
     ) -> Self:
         """A request's sampling; `end_token_ids` are the model's end tokens."""
         stop = frozenset(params.stop_token_ids)
@@ -229,6 +232,7 @@ class SequenceSampling:
             banned_token_ids=tuple(sorted(all_ends)),
             bad_tokens=tuple(tuple(tokens) for tokens in bad_tokens),
             thinking=thinking,
+            suppressed=tuple(suppressed),
         )
 
     @property
@@ -280,7 +284,8 @@ class SequenceSampling:
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
         """Tokens that are banned at a position in the answer, found from the tokens alone: no state is kept."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()
-        return banned + tuple(bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
+        ends = (bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
+        return (*self.suppressed, *banned, *ends)
 
     def scored(self, tokens: "array[int]", start: int, end: int) -> ScoredTokens | None:
         """Prompt tokens that get log probabilities in a step that computes the prompt's tokens [start, end)."""

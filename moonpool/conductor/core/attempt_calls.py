@@ -151,6 +151,7 @@ class AttemptCalls:
             demand.choices,
             spec.stratum,
             begins_at,
+            prompt_s=decision.prefill.prefill_s if decision.at_decode else 0.0,
         )
         claim = self._cluster.claim_decode(choice.id, answer)
         epoch = self._cluster.epoch(choice.id)

@@ -282,8 +282,7 @@ class ClusterView:
         """Note that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
         for instance in self._claims.get(claim, ()):
             if isinstance(instance, DecodeInstanceState):
-                answer = instance.answers[claim]
-                answer.generated, answer.reported_at = tokens, now
+                instance.grew(claim, tokens, now)
 
     def release(self, claim: int, now: float) -> None:
         """Stop counting a claim: the prompt has a first token, the answer has ended, or neither will happen.

@@ -55,9 +55,9 @@ class RoutingConfig:
     shadow_policy: PlacementPolicy | None = None
     seed: int = 0
     decode_prompt_tokens: int = setting(
-        0,
-        "a decode instance that holds all of a prompt except at most this many tokens computes the remainder if that "
-        "is predicted to be quicker, counting the cost for other requests; 0 = never; docs/placement.md",
+        1 << 20,
+        "a decode instance computes what it lacks of a prompt, this many tokens at most, if that is predicted to be "
+        "quicker, counting the cost for other requests; 0 = never; docs/placement.md",
         ge=0,
     )
     slow_factor: float = setting(

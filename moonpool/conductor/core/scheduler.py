@@ -358,8 +358,8 @@ class RequestScheduler:
         """Route a request and begin an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
-        # Decode computes the rest of a prompt for one plain answer, and as a first try only: what is placed again has
-        # met a failure, and takes the usual way. Prompt scores come from prefill.
+        # Plain decode computes a prompt for one plain answer, and as a first try only: it may have no place for
+        # prompts, and what is placed again has met a failure. Prompt scores come from prefill.
         # An instance in the role both computes prompts like prefill, and always may.
         at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
@@ -494,9 +494,9 @@ class RequestScheduler:
     def _placed(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Carry out a placement, whose instances are all known now."""
         decision, target = attempt.decision, attempt.reservation
-        # Decode can compute only what follows the blocks that it held when it reserved: if it lacks some of the
-        # expected prefix, prefill may be better after all.
-        if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
+        # Decode computes what follows the blocks that it held when it reserved: if it lacks some of the expected
+        # prefix, prefill may be better after all.
+        if decision.at_decode and target is not None and target.held_blocks < decision.prefill.used_blocks:
             self._calls.end_attempt(request, now)
             self._place(now, request)
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import DefaultSampling
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import serving
@@ -143,11 +144,16 @@ def tiny() -> Checkpoint:
 
 @asynccontextmanager
 async def stack(
-    *members: FakeMember, suggested: DefaultSampling | None = None, **settings: Any
+    *members: FakeMember, suggested: DefaultSampling | None = None, rules: AnswerRules | None = None, **settings: Any
 ) -> AsyncIterator[Stack]:
     """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
     checkpoint = tiny()
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
+    checkpoint = replace(
+        checkpoint,
+        config=replace(
+            checkpoint.config, default_sampling=suggested or DefaultSampling(), answer_rules=rules or AnswerRules()
+        ),
+    )
     usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}
     config = ConductorConfig(**{**usual, **settings})
     metrics = PrometheusMetrics(config.service())

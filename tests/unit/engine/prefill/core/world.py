@@ -5,6 +5,7 @@ read the same right contents from their begin to their end, and nobody writes wh
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from moonpool.base.kv.keys import BlockKey
@@ -79,6 +80,7 @@ class World:
         self.steps: dict[int, Flying] = {}
         self.ios: dict[int, actions.Action] = {}
         self.loaded: dict[int, int] = {}
+        self._versions: dict[int, list[object]] = {}  # of the slices that an I/O reads
         self.cancelled: set[int] = set()
         self.lent: dict[int, list[tuple[int, BlockKey]]] = {}
         """By read: blocks that another instance reads, and their keys."""
@@ -102,12 +104,13 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         """Time passes; the core is ticked when it wants to be."""
-        end = self.now + seconds
+        end, late = self.now + seconds, 0
         while (due := self.core.due()) is not None and due <= end:
             self.now = max(self.now, due)
             self.post(Tick())
             again = self.core.due()
-            assert again is None or again > self.now, "ticked for nothing, again and again"
+            late = late + 1 if again is not None and again <= self.now else 0
+            assert late <= len(self.core.state.requests), "ticked for nothing, again and again"
         self.now = max(self.now, end)
 
     def arrive(
@@ -302,18 +305,27 @@ class World:
                 assert client.sent[piece.layer, index] == 1, "a slice leaves once"
 
     def _look(self, action: actions.Action, io: int) -> None:
-        """What is read from the pool must be right, at the begin and at the end of reading."""
+        """What is read from the pool must be right at the begin of reading, and nobody writes it until the end."""
+        slices = list(self._slices_read(action))
+        for layer, index, block in slices:
+            assert self.memory[layer, block] == self.clients[action.id].content(index), (
+                f"block {index} of io {io} is wrong"
+            )
+        versions = [self.memory.version(layer, block) for layer, _, block in slices]
+        assert self._versions.pop(io, versions) == versions, f"written while io {io} reads"
+        self._versions[io] = versions
+
+    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, int]]:
+        """Layer, index and block of the slices that an action reads."""
         if isinstance(action, actions.SendSlices):
-            content = self.clients[action.id].content
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
-                    assert self.memory[piece.layer, block] == content(index), f"slice of io {io} is wrong"
+                    yield piece.layer, index, block
         if isinstance(action, actions.WriteBackBlocks):
-            content = self.clients[action.id].content
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
                     if layer not in self.settings.windowed_layers or index in action.windowed:
-                        assert self.memory[layer, block] == content(index), f"block of put {io} is wrong"
+                        yield layer, index, block
 
     def _tell(self, action: actions.Action) -> None:
         match action:
