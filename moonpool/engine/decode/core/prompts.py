@@ -126,7 +126,9 @@ class PromptQueue:
     def _left(self, request: DecodeRequest) -> int:
         sequence = request.sequences[0]
         begun = request.status not in (RequestStatus.PROMISED, RequestStatus.QUEUED)
-        done = sequence.computed if begun else len(sequence.table.blocks) * self._settings.block_size
+        there = request.prefix.asked_end if request.status is RequestStatus.LOADING else len(sequence.table.blocks)
+        begun = begun and request.status is not RequestStatus.LOADING
+        done = sequence.computed if begun else there * self._settings.block_size
         return max(1, sequence.tokens - done)
 
     def drain_s(self, requests: Collection[DecodeRequest]) -> float:

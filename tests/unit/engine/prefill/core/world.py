@@ -18,6 +18,7 @@ from moonpool.base.scheduling.state_machine import CancelIo, IoEnded, Tick
 from moonpool.engine.prefill.core import actions, events
 from moonpool.engine.prefill.core.scheduler import PrefillScheduler
 from moonpool.engine.prefill.core.settings import PrefillSettings
+from moonpool.engine.scheduler.prefix_sources import KVSource, LoadBlocks, LoadEnded
 
 BT = 16
 LAYERS = 3
@@ -142,7 +143,7 @@ class World:
         family: int = 0,
         *,
         held: int | None = None,
-        sources: tuple[events.KVSource, ...] = (),
+        sources: tuple[KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         tenant: str = "",
         priority: int = 0,
@@ -180,7 +181,7 @@ class World:
     def load_layer(self, io: int) -> None:
         """The next layer of a load comes."""
         order, layer = self.ios[io], self.loaded[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
             comes = self._is_read(layer, index, end)
@@ -195,10 +196,10 @@ class World:
     def load_all(self, io: int) -> None:
         """The rest of a load comes, and it ends well."""
         order = self.ios[io]
-        assert isinstance(order, actions.LoadBlocks)
+        assert isinstance(order, LoadBlocks)
         while self.loaded[io] < LAYERS:
             self.load_layer(io)
-        self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+        self.end(io, LoadEnded(len(order.blocks), seconds=0.01))
 
     def lend(self, family: int, blocks: int) -> int:
         """Another instance begins to read a chain; returns the read's number."""
@@ -222,7 +223,7 @@ class World:
         """A chain is to be copied here."""
         number = len(self.done) + 1
         self.copied[number] = keys(family, blocks * BT)
-        self.post(events.ReplicateBlocks(number, self.copied[number], events.KVSource("peer", blocks, peer=True)))
+        self.post(events.ReplicateBlocks(number, self.copied[number], KVSource("peer", blocks, peer=True)))
 
     def end_copy(self, io: int, blocks: int) -> None:
         """So many blocks of a copy have come."""
@@ -234,7 +235,7 @@ class World:
             for layer in range(LAYERS):
                 comes = self._is_read(layer, index, end)
                 self.pool[layer, block] = ("key", key) if comes else ("behind the window",)
-        self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
+        self.end(io, LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
         step = self.steps[io]
@@ -301,7 +302,7 @@ class World:
                 self.steps[action.step].dropped.add(action.index)
             case actions.GiveUpStep():
                 self.steps[action.step].aborted = True
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 self.loaded[action.io] = 0
             case CancelIo():
                 assert action.io in self.ios
@@ -393,9 +394,9 @@ class World:
                     self.end_step(io, aborted=True)
                 elif io == min(self.steps):
                     self.run_step(io)
-            case actions.LoadBlocks():
+            case LoadBlocks():
                 if cancelled:
-                    self.end(io, events.LoadEnded(0, failed=True))
+                    self.end(io, LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
             case actions.ReadReplica():
