@@ -67,7 +67,6 @@ VLLM_REFUSED: Refused = {
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),

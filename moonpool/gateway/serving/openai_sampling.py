@@ -15,6 +15,7 @@ from moonpool.gateway.serving.known_fields import (
     COMPLETION_IGNORED,
     COMPLETION_REFUSED,
 )
+from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_text
 from moonpool.gateway.serving.structured_outputs import (
     FormatAndGrammar,
     ResponseFormatBody,
@@ -73,6 +74,7 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
     json_schema: TextOr[dict[str, Any]] | None = None
     regex: str | None = Field(None, min_length=1)
     ebnf: str | None = Field(None, min_length=1)
+    structural_tag: TextOr[dict[str, Any]] | None = None
     grammar: str | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = None
@@ -133,6 +135,8 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
             yield "json_schema", schema_format("json_schema", self.json_schema)
         if self.regex is not None:
             yield "regex", ("regex", self.regex)
+        if self.structural_tag is not None:
+            yield STRUCTURAL_TAG, (STRUCTURAL_TAG, tag_text(STRUCTURAL_TAG, self.structural_tag))
         for name, grammar in (("ebnf", self.ebnf), ("grammar", self.grammar)):
             if grammar:
                 yield name, ("lark", grammar)

@@ -9,6 +9,7 @@ from functools import partial
 from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar, Thinking
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import (
     ClusterState,
     GenerateArguments,
@@ -18,6 +19,7 @@ from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_grammar
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 from moonpool.gateway.serving.tool_set import ToolSet
 
@@ -62,7 +64,7 @@ class RequestBuilder:
         body = checked.body
         model, shown = self._model_of(body.model or "", state)
         arguments: GenerateArguments = {
-            "sampling": body.to_sampling_params(max_tokens),
+            "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
             "tenant": checked.caller.tenant,
@@ -85,6 +87,14 @@ class RequestBuilder:
             format_field=body.format_field,
             thinking=body.thinking_limit(),
         )
+
+    def _sampling(self, body: GenerateBody, max_tokens: int) -> SamplingParams:
+        """Sampling parameters; structural tags become a grammar with the model's tokens."""
+        sampling = body.to_sampling_params(max_tokens)
+        if str(sampling.response_format) != STRUCTURAL_TAG:
+            return sampling
+        grammar = tag_grammar(body.format_field, sampling.grammar, self._tokenizer.special_id)
+        return replace(sampling, response_format="lark", grammar=grammar, skip_special_tokens=False)
 
     def limit_thinking(self, job: GenerationJob) -> None:
         """Bound the thinking of the answers, if the request asks for that, the model thinks, and no format forbids."""

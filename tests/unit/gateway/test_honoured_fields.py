@@ -74,6 +74,7 @@ OPENAI: dict[str, Given] = {
     "guided_whitespace_pattern": (" ?", {"guided_json": SCHEMA}),
     "regex": ("a", {}),
     "ebnf": (GBNF, {}),
+    "structural_tag": ({"format": {"type": "const_string", "value": "a"}}, {}),
     "grammar": (GBNF, {}),
     "json_schema": (SCHEMA, {}),
 }
