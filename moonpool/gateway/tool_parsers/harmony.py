@@ -55,7 +55,7 @@ class HarmonyParser(ToolParser):
             pass
         return output
 
-    def end(self) -> list[ParserOutput]:
+    def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         output: list[ParserOutput] = []
         if self._state in ("text", "thinking"):
             self._show(self._held, output)
