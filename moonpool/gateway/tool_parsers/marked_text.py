@@ -69,7 +69,9 @@ class MarkedTextParser(ToolParser):
     def end(self, *, is_cut: bool = False) -> list[ParserOutput]:
         output: list[ParserOutput] = []
         if self._call is not None:
-            self._take(self._call.end(is_cut=is_cut), output)
+            self._take(parts := self._call.end(is_cut=is_cut), output)
+            if not parts:
+                self._part()
             rest, self._call = self._call.rest, None
             if rest:
                 return [*output, *self.push(rest), *self.end(is_cut=is_cut)]
