@@ -137,6 +137,12 @@ class GatewayConfig(ServiceConfig):
         "auto", description="marks around the model's thinking; auto: derived from the chat template"
     )
 
+    embedding_dimensions: Literal["auto", "any", "none"] = Field(
+        "auto",
+        description="sizes to which `dimensions` of a request may cut embeddings; auto: as config.json of the checkpoint "
+        "says (is_matryoshka, matryoshka_dimensions); any: any size; none: none",
+    )
+
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
