@@ -139,7 +139,7 @@ class GatewayConfig(ServiceConfig):
 
     embedding_dimensions: Literal["auto", "any", "none"] = Field(
         "auto",
-        description="sizes to which `dimensions` of a request may cut embeddings; auto: as config.json of the checkpoint "
+        description="sizes to which `dimensions` of a request may cut embeddings; auto: as the checkpoint "
         "says (is_matryoshka, matryoshka_dimensions); any: any size; none: none",
     )
 
