@@ -13,6 +13,8 @@ from moonpool.v1 import kv_pb2
 
 _ALL_TOKENS = 2**31 - 1
 """`top_k` for all tokens, which 0 does not express."""
+_NO_MIN_P = 2.0**-126
+"""`min_p` of 0, which 0 does not express; a service that does not know this drops no token for it either."""
 _EARLY_STOPPING: dict[object, int] = {
     True: kv_pb2.EARLY_STOPPING_WHEN_FULL,
     "never": kv_pb2.EARLY_STOPPING_NEVER,
@@ -33,6 +35,8 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
             value = _EARLY_STOPPING.get(value, value)
         if isinstance(parameter.default, UnsetInt) and value == 0 and not isinstance(value, UnsetInt):
             value = _ALL_TOKENS
+        if parameter.name == "min_p" and value == 0 and not isinstance(value, Unset):
+            value = _NO_MIN_P
         if value is not None:
             assign(f"{field_prefix}.{parameter.name}", partial(_set, message, parameter.name, value, parameter.default))
     return message
@@ -50,6 +54,8 @@ def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling"
     given = {field.name: _plain(value) for field, value in message.ListFields()}
     if given.get("top_k") == _ALL_TOKENS:
         given["top_k"] = 0
+    if given.get("min_p") == _NO_MIN_P:
+        given["min_p"] = 0.0
     if (early := given.get("early_stopping")) is not None:
         given["early_stopping"] = _OF_EARLY_STOPPING.get(early, "unknown")
     return SamplingParams(**given)

@@ -29,13 +29,18 @@ SCORED_TOKEN_COST = 10
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
+MAX_SUPPRESSED_TOKENS = 4096
+"""Tokens that a checkpoint may forbid in every answer."""
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1 << 16
+MAX_THINKING_BUDGET = 1 << 30
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 
-UNCOMMON = ("bad_words", "beam_width", "embedding", "logprobs", "n", "prompt_logprobs", "response_format")
+UNCOMMON = (
+    "bad_words", "beam_width", "embedding", "logprobs", "n", "prompt_logprobs", "response_format", "thinking_budget",
+)  # fmt: skip
 """Options that engines other than Moonpool's may lack. Instances say which ones they do not have as they join."""
 LORA = "lora"
 """What instances that take no LoRA adapters say beside these options."""
@@ -114,7 +119,7 @@ class SamplingParams:
     )
     """0 = greedy.
 
-    If this option, the next two or `repetition_penalty` are not given, they are the checkpoint's own, if its
+    If this option, the next three or `repetition_penalty` are not given, they are the checkpoint's own, if its
     `generation_config.json` has them and the conductor uses that file (docs/sampling.md).
     """
     top_p: float = field(
@@ -127,7 +132,7 @@ class SamplingParams:
         metadata=_option((lambda value: value >= 0, "must be at least 0 (0 = all)"), with_beams=False),
     )
     """Number of most likely tokens considered; 0 = all."""
-    min_p: float = field(default=0.0, metadata=_option(_in(0, 1), http=float, with_beams=False))
+    min_p: float = field(default=Unset(0.0), metadata=_option(_in(0, 1), http=float, with_beams=False))
     """Least probability relative to the most likely token."""
     presence_penalty: float = field(
         default=0.0, metadata=_option(_in(-MAX_PENALTY, MAX_PENALTY), http=float, with_beams=False)
@@ -202,6 +207,13 @@ class SamplingParams:
     """
     skip_special_tokens: bool = field(default=True, metadata=_option(http=bool))
     """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
+    thinking_budget: int | None = field(
+        default=None, metadata=_option(_in_or_none(0, MAX_THINKING_BUDGET), with_beams=False)
+    )
+    """Tokens that the answer may think, at most; then what ends the thinking is forced. None = any number."""
+    thinking_marks: Sequence[str] = field(default=(), metadata=_option(max_items=2, with_beams=False))
+    """With `thinking_budget`: the model's two texts, before and behind its thinking. The thinking begins within the
+    answer's first 16 tokens, or has begun at the prompt's end."""
     embedding: bool = field(default=False, metadata=_option(with_beams=False, with_format=False))
     """The result has the prompt's embedding: the last token's hidden state after the last norm, scaled to length 1."""
 
@@ -269,6 +281,7 @@ class SamplingParams:
         self._check_tokens(require, vocab_size)
         self._check_format(require)
         self._check_beams(require)
+        self._check_thinking(require)
         require("embedding", not self.embedding or self.prompt_logprobs is None, "has no place for prompt_logprobs")
 
     def check_end_tokens(
@@ -300,6 +313,13 @@ class SamplingParams:
         for name in _NOT_WITH_FORMAT if self.response_format else ():
             unset = getattr(self, name) == _DEFAULTS[name]
             require(name, unset, "has no meaning with response_format, which says where the answer may end")
+
+    def _check_thinking(self, require: partial[None]) -> None:
+        marks = 0 if self.thinking_budget is None else 2
+        named = "must name what is before and what is behind the thinking" if marks else "needs thinking_budget"
+        require("thinking_marks", len(self.thinking_marks) == marks and all(self.thinking_marks), named)
+        few = f"each needs at most {MAX_STOP_CHARS} characters"
+        require("thinking_marks", all(len(mark) <= MAX_STOP_CHARS for mark in self.thinking_marks), few)
 
     def _check_lengths(self, require: partial[None]) -> None:
         require("max_tokens", self.max_tokens >= 1, "must be at least 1")
@@ -401,6 +421,8 @@ class SampleSpec:
     """How many of them are the prompt's."""
     banned: tuple[int, ...] = ()
     """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
+    forced: int | None = None
+    """The token that must be chosen, because the answer has thought enough; None = any may. A run has no next step."""
     answer: bytes = b""
     """The answer's tokens so far, little-endian int32; only with a response format."""
 
@@ -409,4 +431,4 @@ class SampleSpec:
         encoded = token.to_bytes(_TOKEN_BYTES, "little")
         history = self.history + encoded if self.history is not None else None
         answer = self.answer + encoded if self.params.response_format else b""
-        return replace(self, position=self.position + 1, history=history, answer=answer)
+        return replace(self, position=self.position + 1, history=history, answer=answer, forced=None)

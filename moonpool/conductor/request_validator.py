@@ -17,6 +17,7 @@ from typing import TypeVar
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from moonpool.base import world
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.grammar import check_grammar
@@ -24,6 +25,7 @@ from moonpool.base.kv.keys import MAX_SALT_CHARS, block_keys, chain_root
 from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, lora_option
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.sessions import SessionTurn
+from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS
 from moonpool.conductor.chat_prompt import chat_chars, render_chat
 from moonpool.conductor.checkpoint import Checkpoint
 from moonpool.conductor.config import ConductorConfig
@@ -88,6 +90,7 @@ class RequestValidator:
             model.max_tokens,
             self._config.queue_deadline_s,
             checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
+            checkpoint.config.answer_rules if self._config.generation_config == "auto" else AnswerRules(),
             self._config.tenant_weights,
             self._loras.get,
         )
@@ -189,6 +192,8 @@ def read_request(
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_size)),
         block_size=served.layout.block_size,
         bad_tokens=bad_tokens,
+        suppressed=served.rules.suppressed,
+        thinking=_read_thinking(sampling, served, prompt),
         whole=message.whole,
         resume=resume,
         cache_salt=message.cache_salt,
@@ -229,8 +234,30 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) ->
     vocabulary, field = served.config.vocab_size, "sampling.bad_words"
     require(field, all(len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs), "a word has too many tokens")
     require(field, all(run and max(run) < vocabulary for run in runs), "a word has no tokens, or unknown ones")
-    require(field, not runs or len(runs) + ends < vocabulary, "no token is left to choose")
+    never = ends + len(served.rules.suppressed)
+    require(field, not runs or len(runs) + never < vocabulary, "no token is left to choose")
     return tuple(runs)
+
+
+def _read_thinking(sampling: SamplingParams, served: ServedModel, prompt: array[int]) -> kv_pb2.ThinkingBudget | None:
+    """Return the budget of the answer's thinking, with the marks as tokens; None = none."""
+    if sampling.thinking_budget is None:
+        return None
+    tokenizer, vocabulary = served.tokenizer, served.config.vocab_size
+    marks = []
+    for mark in sampling.thinking_marks:
+        special = tokenizer.special_id(mark)
+        tokens = tokenizer.encode(mark, False) if special is None else [special]
+        known = 0 < len(tokens) <= MAX_MARK_TOKENS and max(tokens) < vocabulary
+        require("sampling.thinking_marks", known, f"{mark!r} is not 1 to {MAX_MARK_TOKENS} tokens of the model")
+        marks.append(tokens)
+    end = tokenizer.decode(prompt[-MAX_MARK_TOKENS:], skip_special=False)
+    return kv_pb2.ThinkingBudget(
+        tokens=sampling.thinking_budget,
+        begin_token_ids=marks[0],
+        end_token_ids=marks[1],
+        is_open=end.rstrip().endswith(sampling.thinking_marks[0]),
+    )
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest) -> None:
@@ -317,7 +344,7 @@ def _read_sampling(
     """Return the checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
-    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
+    max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens, served.rules.max_tokens or params.max_tokens)
     scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)
     many = f"{scores} log probabilities of {prompt_tokens} tokens are too many, at most {MAX_PROMPT_SCORES}"
     require("sampling.prompt_logprobs", scores <= MAX_PROMPT_SCORES, many)

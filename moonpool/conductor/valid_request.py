@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from moonpool.base.checkpoint import ModelConfig, Tokenizer
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.contracts import sampling_to_proto
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.kv.keys import BlockKey, block_keys, pack_keys, tokens_to_bytes
@@ -31,6 +32,8 @@ class ValidRequest:
         chain_root: the root of the prompt's block keys.
         prompt_keys: keys of the prompt's full blocks, `block_size` tokens each.
         bad_tokens: runs of tokens; a run's last token is never chosen after the others.
+        suppressed: tokens that are never chosen.
+        thinking: how many tokens the answer may think; None = any number.
         whole: the client reads the answer only at the end.
         resume: the client's progress, if the client resumes the request.
         cache_salt: the salt in `chain_root`; "" for none.
@@ -46,6 +49,8 @@ class ValidRequest:
     prompt_keys: tuple[BlockKey, ...]
     block_size: int
     bad_tokens: tuple[tuple[int, ...], ...] = ()
+    suppressed: tuple[int, ...] = ()
+    thinking: kv_pb2.ThinkingBudget | None = None
     whole: bool = False
     resume: ResumeRequest | None = None
     cache_salt: str = ""
@@ -88,6 +93,8 @@ class ValidRequest:
             chain_root=self.chain_root,
             cache_salt=self.cache_salt,
             lora=self.lora,
+            thinking=self.thinking,
+            suppressed_token_ids=self.suppressed,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.spec.priority,
             weight=self.spec.weight,
@@ -109,6 +116,8 @@ class ServedModel:
     """Seconds that requests may wait for a placement if they set no `slo.queue_s`."""
     suggested: Mapping[str, float | int]
     """Sampling parameters for requests that do not set them."""
+    rules: AnswerRules
+    """What holds for every answer."""
     weights: Mapping[str, float]
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
     lora: Callable[[str], kv_pb2.LoraAdapter | None] = lambda name: None

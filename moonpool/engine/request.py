@@ -15,10 +15,11 @@ from moonpool.base.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.base.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.base.kv.native_library import chain_keys, tokens_below
 from moonpool.base.logprobs import bytes_per_token
-from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SCORED_TOKEN_COST
+from moonpool.base.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_SUPPRESSED_TOKENS, SCORED_TOKEN_COST
 from moonpool.base.scheduling.fair_share import check_priority
 from moonpool.base.scheduling.request import EngineRequest
 from moonpool.base.scheduling.steps import SequenceSampling, TokenHistory
+from moonpool.base.scheduling.thinking import MAX_MARK_TOKENS, ThinkingBudget
 from moonpool.base.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
 
@@ -90,10 +91,12 @@ class IncomingRequest:
         keys = chain_keys(root, spec.token_ids, block_size)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
-        bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
+        suppressed = _suppressed(spec, ends, vocab_size)
+        bad_tokens = _bad_tokens(spec, len(ends) + len(suppressed), vocab_size)
         if bad_tokens and params.response_format:
             raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
-        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
+        thinking = _thinking(spec, vocab_size)
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens, thinking, suppressed)
         seen = EngineRequest(
             tuple(keys),
             len(tokens),
@@ -128,6 +131,30 @@ def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[S
     if not all(0 <= token < vocab_size for run in runs for token in run):
         raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
     return [tuple(run) for run in runs]
+
+
+def _suppressed(spec: kv_pb2.SequenceSpec, ends: frozenset[int], vocab_size: int) -> tuple[int, ...]:
+    """Checked tokens that are never chosen: others are left."""
+    field, tokens = "sequence.suppressed_token_ids", spec.suppressed_token_ids
+    if len(tokens) > max(0, min(MAX_SUPPRESSED_TOKENS, vocab_size - len(ends) - 1)):
+        raise InvalidRequest(field, f"{len(tokens)} are too many")
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    return tuple(tokens)
+
+
+def _thinking(spec: kv_pb2.SequenceSpec, vocab_size: int) -> ThinkingBudget | None:
+    """The checked budget of the answer's thinking; None = none."""
+    if not spec.HasField("thinking"):
+        return None
+    budget = spec.thinking
+    for name in ("begin_token_ids", "end_token_ids"):
+        field, tokens = f"sequence.thinking.{name}", getattr(budget, name)
+        if not 0 < len(tokens) <= MAX_MARK_TOKENS:
+            raise InvalidRequest(field, f"must be 1 to {MAX_MARK_TOKENS} tokens")
+        if not all(0 <= token < vocab_size for token in tokens):
+            raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    return ThinkingBudget(budget.tokens, tuple(budget.begin_token_ids), tuple(budget.end_token_ids), budget.is_open)
 
 
 def _check_name(field: str, name: str, *, least: int) -> None:

@@ -130,7 +130,10 @@ class _RowGroup:
         specs = [spec for _, spec in wanted if not spec.best]
         self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
         self._seen: dict[int, memoryview] = {}
-        self._masks = _NO_MASKS
+        vocab = model.config.vocab_size
+        self._forced = {row: _only(spec.forced, vocab) for row, spec in enumerate(specs) if spec.forced is not None}
+        """Masks of rows whose next token is forced: these have no further step in a run."""
+        self._masks = self._forced or _NO_MASKS
 
     def choose(
         self,
@@ -204,14 +207,15 @@ class _RowGroup:
     def _row_masks(self, masks: PendingMasks | None, output: StepOutput) -> dict[int, memoryview]:
         """Return masks by row, the same object if unchanged; add to the output the sequences without a mask."""
         if masks is None:
-            return _NO_MASKS
+            return self._masks
         made = masks.now()
         output.awaited_ns = made.waited_ns
         output.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
         output.late |= made.late.intersection(index for _, index in self._drawn)
         if made.masks is not self._seen:
             self._seen = made.masks
-            self._masks = {at: made.masks[index] for at, (_, index) in enumerate(self._drawn) if index in made.masks}
+            found = {at: made.masks[index] for at, (_, index) in enumerate(self._drawn) if index in made.masks}
+            self._masks = found | self._forced
         return self._masks
 
     def _record(self, chosen: SamplerOutput, output: StepOutput) -> None:
@@ -228,6 +232,13 @@ class _RowGroup:
                 output.several[index] = SampledCandidates(tuple(tokens))
             if at in chosen.logprobs:
                 output.logprobs[index] = chosen.logprobs[at]
+
+
+def _only(token: int, vocab: int) -> memoryview:
+    """Return a mask that allows one token."""
+    mask = bytearray(-(-vocab // 8))
+    mask[token // 8] = 1 << token % 8
+    return memoryview(mask)
 
 
 def _top_candidates(logits: Tensor, index: int, spec: SampleSpec, output: StepOutput) -> None:

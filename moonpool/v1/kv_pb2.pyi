@@ -911,6 +911,8 @@ class Sampling(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    THINKING_BUDGET_FIELD_NUMBER: _builtins.int
+    THINKING_MARKS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most; default 128."""
     min_tokens: _builtins.int
@@ -926,7 +928,9 @@ class Sampling(_message.Message):
     suggests.
     """
     min_p: _builtins.float
-    """Least probability relative to the most likely token; default 0."""
+    """Least probability relative to the most likely token; 0 = unset, which means 0; 2^-126 = 0, whatever the checkpoint
+    suggests.
+    """
     presence_penalty: _builtins.float
     """Subtracted from the logit of each token already generated."""
     frequency_penalty: _builtins.float
@@ -963,6 +967,10 @@ class Sampling(_message.Message):
     """The answer's text leaves out special tokens; default true. Some models mark calls of functions with them."""
     embedding: _builtins.bool
     """The prompt's embedding is wanted: the hidden state of its last token after the last norm, scaled to length 1."""
+    thinking_budget: _builtins.int
+    """Tokens that the answer may think, at most: then the tokens of the second of `thinking_marks` are forced. Unset = any
+    number.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation ends before any of these texts."""
@@ -980,6 +988,10 @@ class Sampling(_message.Message):
         """Texts that the answer must not have: of each, and of it with a space before it, the last token is not chosen after
         the others.
         """
+
+    @_builtins.property
+    def thinking_marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With `thinking_budget`: the model's texts before and behind its thinking."""
 
     def __init__(
         self,
@@ -1009,10 +1021,12 @@ class Sampling(_message.Message):
         grammar: _builtins.str = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         embedding: _builtins.bool = ...,
+        thinking_budget: _builtins.int | None = ...,
+        thinking_marks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_thinking_budget", b"_thinking_budget", "_top_p", b"_top_p", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "thinking_budget", b"thinking_budget", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "bad_words", b"bad_words", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding", b"embedding", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_thinking_budget", b"_thinking_budget", "_top_p", b"_top_p", "bad_words", b"bad_words", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding", b"embedding", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_budget", b"thinking_budget", "thinking_marks", b"thinking_marks", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
@@ -1032,6 +1046,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
@@ -1052,6 +1068,8 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_budget) -> _WhichOneofReturnType__thinking_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
@@ -1145,6 +1163,8 @@ class SequenceSpec(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1183,6 +1203,14 @@ class SequenceSpec(_message.Message):
     def lora(self) -> Global___LoraAdapter:
         """The LoRA adapter that computes it; unset = the base model. Its id is a part of `chain_root`."""
 
+    @_builtins.property
+    def thinking(self) -> Global___ThinkingBudget:
+        """`Sampling.thinking_budget` as tokens; unset = the answer may think as long as it likes."""
+
+    @_builtins.property
+    def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never chosen, because the checkpoint says so."""
+
     def __init__(
         self,
         *,
@@ -1200,14 +1228,54 @@ class SequenceSpec(_message.Message):
         weight: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
         lora: Global___LoraAdapter | None = ...,
+        thinking: Global___ThinkingBudget | None = ...,
+        suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "sampling", b"sampling", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "lora", b"lora", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "suppressed_token_ids", b"suppressed_token_ids", "tenant", b"tenant", "thinking", b"thinking", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ThinkingBudget(_message.Message):
+    """How many tokens an answer may think."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BEGIN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Most tokens between the marks."""
+    is_open: _builtins.bool
+    """The prompt has begun the thinking."""
+    @_builtins.property
+    def begin_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the mark before the thinking."""
+
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the mark behind it, which are forced."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        begin_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_open: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_token_ids", b"begin_token_ids", "end_token_ids", b"end_token_ids", "is_open", b"is_open", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingBudget: _TypeAlias = ThinkingBudget  # noqa: Y015
 
 @_typing.final
 class LoraAdapter(_message.Message):

@@ -14,11 +14,8 @@ from tests.journals import check_journals
 from tests.world.cluster import Cluster, Simulation, answer, prompt, rpc, until
 from tests.world.process import on_virtual_time
 
-ENGINE = ["--block-size", "16", "--set", "either_role=true", "--set", "drain_s=4"]
-FLAGS = {
-    "prefill": [*ENGINE, "--max-num-batched-tokens", "256", "--set", "grace_s=1"],
-    "decode": [*ENGINE, "--set", "max_queue=50"],
-}
+ENGINE = ["--block-size", "16", "--max-num-batched-tokens", "256", "--set", "either_role=true"]
+FLAGS = {"prefill": [*ENGINE, "--set", "grace_s=1"], "decode": [*ENGINE, "--set", "max_queue=50"]}
 OTHER = {"prefill": kv_pb2.INSTANCE_KIND_DECODE, "decode": kv_pb2.INSTANCE_KIND_PREFILL}
 CLIENTS, CHANGES = 6, 12
 LONGEST = 60
@@ -67,11 +64,23 @@ async def change(cluster: Cluster, client: AsyncClient, drawn: random.Random) ->
     return name
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "drain_s"),
+    [
+        (1, 4.0),
+        pytest.param(2, 4.0, marks=pytest.mark.slow),
+        (3, 0.1),
+        pytest.param(4, 0.1, marks=pytest.mark.slow),
+        pytest.param(5, 1.0, marks=pytest.mark.slow),
+    ],
+)
 @on_virtual_time
-async def test_roles_change_while_clients_ask(simulation: Simulation, tmp_path: Path, seed: int) -> None:
-    """Answers are whole; each instance lives on at its address, and all that was held comes back."""
-    cluster = Cluster(simulation, {"conductor": 2, "prefill": 2, "decode": 2, "kvstore": 1}, FLAGS)
+async def test_roles_change_while_clients_ask(
+    simulation: Simulation, tmp_path: Path, seed: int, drain_s: float
+) -> None:
+    """Answers are whole, also if instances give up what does not end in time; all that was held comes back."""
+    flags = {kind: [*given, "--set", f"drain_s={drain_s}"] for kind, given in FLAGS.items()}
+    cluster = Cluster(simulation, {"conductor": 2, "prefill": 2, "decode": 2, "kvstore": 1}, flags)
     for service in cluster.services.values():
         if service.kind in OTHER:
             service.journals = tmp_path

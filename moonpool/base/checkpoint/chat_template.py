@@ -10,21 +10,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import islice
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2 import Template, meta
 
+from moonpool.base.answer_formats import found_format
 from moonpool.base.checkpoint.generic_tools import with_generic_tools
-from moonpool.base.checkpoint.past_calls import call_arguments
+from moonpool.base.checkpoint.past_calls import past_arguments
+from moonpool.base.checkpoint.past_ids import with_own_ids
+from moonpool.base.checkpoint.template_sandbox import TemplateSandbox, begin_rendering, bounded_text
 from moonpool.base.errors import CheckpointError, InvalidRequest
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that `template_kwargs` cannot set."""
+_ROLES = ("assistant", "developer", "function", "ipython", "model", "system", "tool", "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,17 @@ class ControlTokens:
         return begin, end, stop
 
     def mark(self, value: Any, begin: str, end: str, *, assistant: bool = False) -> Any:
-        """Return plain JSON data with `begin` and `end` around every control token within strings."""
+        """Return plain JSON data with `begin` and `end` around every control token within strings and keys."""
         tokens = self._special if assistant else self._all
         if isinstance(value, str):
             return tokens.sub(lambda match: f"{begin}{match[0]}{end}", value)
         if isinstance(value, dict):
-            return {key: self.mark(item, begin, end, assistant=assistant) for key, item in value.items()}
+            return {
+                tokens.sub(lambda match: f"{begin}{match[0]}{end}", key): self.mark(
+                    item, begin, end, assistant=assistant
+                )
+                for key, item in value.items()
+            }
         if isinstance(value, list):
             return [self.mark(item, begin, end, assistant=assistant) for item in value]
         return value
@@ -117,12 +122,12 @@ class ChatTemplate:
         """
         self.source = source
         self._special = dict(special)
-        environment = _environment()
+        environment = TemplateSandbox()
         try:
             self._template: Template = environment.from_string(source)
             self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise CheckpointError(f"chat template: {error}") from None
+        except Exception as error:  # besides jinja2's own: nested too deeply, too many blocks for Python's compiler
+            raise CheckpointError(f"chat template: {_said(error)}") from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -132,15 +137,26 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages.
         """
+        begin_rendering()
+        variables = {
+            **self._special,
+            **options.template_kwargs,
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+        }
         try:
-            return self._template.render(
-                **{**self._special, **options.template_kwargs},
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+            return bounded_text(self._template.generate(**variables))
+        except Exception as error:  # a template may do anything wrong that Python has an error for
+            raise InvalidRequest("messages", f"the chat template refuses them: {_said(error)}") from None
+
+
+def _said(error: Exception) -> str:
+    """What an error says; its name where it says nothing, as if memory or the stack are used up."""
+    said = str(error)
+    if said and not isinstance(error, MemoryError | RecursionError):
+        return said
+    return f"{type(error).__name__} {said}".strip()
 
 
 class ChatTemplates:
@@ -162,6 +178,7 @@ class ChatTemplates:
         self.default = ChatTemplate(sources["default"], special)
         self.tool_use = ChatTemplate(sources["tool_use"], special) if "tool_use" in sources else self.default
         self._control = control
+        self._row = found_format(self.tool_use.source).row
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -182,10 +199,11 @@ class ChatTemplates:
         for name in options.template_kwargs:
             if name in _RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"cannot set {name}")
-        turns, offered = [_plain_json(message) for message in messages], _plain_json(tools)
+        turns = with_own_ids([_plain_json(message) for message in messages], self._row)
+        offered = _plain_json(tools)
         kwargs = _plain_json(options.template_kwargs)
         begin, end, stop = self._control.choose_marks(json.dumps([turns, offered, kwargs], ensure_ascii=False))
-        turns = [self._marked_turn(turn, begin, end) for turn in turns]
+        turns = [self._marked_turn(turn, begin, end, f"messages.{index}") for index, turn in enumerate(turns)]
         if options.continue_final_message:
             _mark_final(turns, stop)
         offered = self._control.mark(offered, begin, end)
@@ -197,12 +215,15 @@ class ChatTemplates:
             text = _cut_behind(text, stop)
         return self._control.unmark(text, begin, end)
 
-    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
+    def _marked_turn(self, turn: dict[str, Any], begin: str, end: str, field: str) -> dict[str, Any]:
         """Return a turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
-        for call in turn.get("tool_calls", ()):
-            call["function"]["arguments"] = call_arguments(call["function"].get("arguments"))
-        marked = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
-        return {**marked, "role": turn["role"]} if "role" in turn else marked
+        for index, call in enumerate(turn.get("tool_calls", ())):
+            place = f"{field}.tool_calls.{index}.function.arguments"
+            call["function"]["arguments"] = past_arguments(call["function"].get("arguments"), place)
+        marked: dict[str, Any] = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
+        if turn.get("role") in _ROLES:  # templates ask for these, which may be tokens
+            marked["role"] = turn["role"]
+        return marked
 
     def _text(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], options: ChatOptions) -> str:
         template = self.tool_use if tools else self.default
@@ -238,46 +259,6 @@ def _cut_behind(text: str, stop: str) -> str:
     if not found:
         raise InvalidRequest("continue_final_message", "the chat template leaves the last message out")
     return before
-
-
-class _Generation(Extension):
-    """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
-
-    tags = {"generation"}  # noqa: RUF012  # declared as in jinja2
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what is between the marks."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> SandboxedEnvironment:
-    """Return a sandbox with the filters and functions that transformers gives to templates.
-
-    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes to
-    arguments; a template can only compute text.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Write JSON; jinja's own filter would escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _plain_json(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,9 @@ END_OF_TURN = (
 """Special tokens' texts that end an answer even if no id says so: files often name one end token, chat models have
 several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 """
+_CHANNEL_ENDS = ("<|return|>", "<|call|>")
+"""Ends of an answer in channels (gpt-oss). Where a vocabulary has both, `<|end|>` ends a message, and more follow."""
+_MESSAGE_END = "<|end|>"
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
 _LATER = (
@@ -40,6 +43,16 @@ _LATER = (
     "beside", "kv_of", "per_layer", "tail", "per_layer_rows",
 )  # fmt: skip
 """Fields that came after version 2 of the hash: a field counts only if used, so that other KV keeps its name."""
+
+
+def ends_answer(special: Collection[str]) -> frozenset[str]:
+    """Return which of a vocabulary's special tokens end an answer by their text, where the files leave the ends open.
+
+    `special` are the texts of the special tokens.
+    """
+    found = frozenset(special) & frozenset(END_OF_TURN)
+    has_channels = all(text in special for text in _CHANNEL_ENDS)
+    return (found - {_MESSAGE_END}) | frozenset(_CHANNEL_ENDS) if has_channels else found
 
 
 class TokenizerParts(NamedTuple):
@@ -73,11 +86,27 @@ class DefaultSampling:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    min_p: float | None = None
 
     @property
     def given(self) -> dict[str, float | int]:
         """Suggested values, by the sampling parameters' names."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """What `generation_config.json` says of every answer, whatever a request says.
+
+    Attributes:
+        max_tokens: most tokens of an answer (`max_new_tokens`); None: as many as the model takes.
+        suppressed: tokens that are never chosen (`suppress_tokens`).
+        unread: names of further settings that would change answers, and that are not honoured.
+    """
+
+    max_tokens: int | None = None
+    suppressed: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +126,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+    answer_rules: AnswerRules = AnswerRules()
 
     @property
     def num_layers(self) -> int:
@@ -136,7 +166,7 @@ def config_hash(config: ModelConfig) -> bytes:
     fields = _llama_fields(config)
     if fields is None:
         fields = dataclasses.asdict(config)
-        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
+        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling", "answer_rules"):
             del fields[name]
         _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()

@@ -8,6 +8,7 @@ the older `special_tokens_map.json` and `added_tokens.json`; `config.json` for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from moonpool.base.checkpoint.config import END_OF_TURN, TokenizerParts
-from moonpool.base.errors import CheckpointError
+from moonpool.base.checkpoint.config import TokenizerParts, ends_answer
+from moonpool.base.errors import CheckpointError, MoonpoolError
 from moonpool.base.families.fields import read_json
 
 _TOKENIZER = "tokenizer.json"
@@ -63,6 +64,30 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     Raises:
         CheckpointError: `tokenizer.json` is missing or damaged, or another file is malformed.
     """
+    with _named(folder):
+        return _folder_tokenizer(folder)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turn what damaged files may raise into an error that names the folder.
+
+    The readers take the files' shape as they should have it; what is missing or of another kind raises there.
+    """
+    try:
+        yield
+    except MoonpoolError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the tokenizer's files are damaged: {type(error).__name__}: {error}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the tokenizers library, for what it did not expect
+            raise
+        raise CheckpointError(f"{folder}: the tokenizer's files are damaged: {error}") from None
+
+
+def _folder_tokenizer(folder: Path) -> TokenizerParts:
+    """See `folder_tokenizer`."""
     file = folder / _TOKENIZER
     if not file.exists():
         raise CheckpointError(f"{folder}: no {_TOKENIZER} in this folder")
@@ -81,14 +106,20 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     return TokenizerParts(backend, _chat_templates(folder, settings.fields), special)
 
 
-def folder_end_tokens(folder: Path) -> tuple[int, ...]:
+def folder_end_tokens(folder: Path, *, by_text: bool = True) -> tuple[int, ...]:
     """Return the ids of tokens that end an answer, as the tokenizer says.
 
-    These are `eos_token`, and special tokens whose text ends a turn in chat templates.
+    These are `eos_token`, and with `by_text` special tokens whose text ends a turn in chat templates.
 
     Raises:
         CheckpointError: a file is malformed.
     """
+    with _named(folder):
+        return _folder_end_tokens(folder, by_text=by_text)
+
+
+def _folder_end_tokens(folder: Path, *, by_text: bool) -> tuple[int, ...]:
+    """See `folder_end_tokens`."""
     if not (folder / _TOKENIZER).exists():
         return ()
     content = read_json(folder / _TOKENIZER)
@@ -99,7 +130,9 @@ def folder_end_tokens(folder: Path) -> tuple[int, ...]:
     ids |= {token.content: index for index, token in added.items()}
     eos = settings.special.get("eos_token")
     texts = [eos.content] if eos is not None else []
-    texts += [token.content for token in added.values() if token.special and token.content in END_OF_TURN]
+    if by_text:
+        ends = ends_answer([token.content for token in added.values() if token.special])
+        texts += [token.content for token in added.values() if token.content in ends]
     return tuple(dict.fromkeys(ids[text] for text in texts if text in ids))
 
 

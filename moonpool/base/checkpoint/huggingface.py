@@ -15,6 +15,7 @@ from typing import Any
 
 from moonpool.base.checkpoint.config import (
     DTYPES,
+    AnswerRules,
     DefaultSampling,
     ModelConfig,
     ModelImpl,
@@ -35,6 +36,7 @@ from moonpool.base.families.base import ModelFamily
 from moonpool.base.families.fields import JsonFields, read_json
 from moonpool.base.families.other import common_names, other_family
 from moonpool.base.families.rope import longest
+from moonpool.base.sampling_params import MAX_SUPPRESSED_TOKENS
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _INDEX = "model.safetensors.index.json"
@@ -172,6 +174,7 @@ def folder_config(folder: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         eos_token_ids=_end_tokens(folder, fields, generation),
         bos_token_id=next(iter(_token_ids(generation, "bos_token_id") or _token_ids(fields, "bos_token_id")), None),
         default_sampling=_default_sampling(generation),
+        answer_rules=_answer_rules(generation, fields.positive("vocab_size")),
     )
     check_shape(config, "config.json")
     return config
@@ -192,6 +195,30 @@ def _computed_by(family: ModelFamily, data: Mapping[str, Any], model_impl: Model
     if found is None:
         raise UnsupportedModel("model_impl", f"transformers is for decoders alone, not for {name}")
     return found
+
+
+_UNREAD: Mapping[str, tuple[float, ...]] = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "diversity_penalty": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "typical_p": (1,),
+}
+"""Settings of `generation_config.json` that would change answers and are not honoured, with values that change none."""
 
 
 def _declared_dtype(fields: JsonFields) -> str:
@@ -226,10 +253,12 @@ def _token_ids(fields: JsonFields, name: str) -> tuple[int, ...]:
 def _end_tokens(folder: Path, fields: JsonFields, generation: JsonFields) -> tuple[int, ...]:
     """Return the tokens that end an answer: both configurations' and the tokenizer's together.
 
-    Fine-tuned folders often change only one of the three places.
+    Fine-tuned folders often change only one of the three places. Where the configuration of generation names several
+    tokens, somebody has thought of all ends, and no token is an end by its text alone.
     """
-    given = (*_token_ids(generation, "eos_token_id"), *_token_ids(fields, "eos_token_id"))
-    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder))))
+    named = _token_ids(generation, "eos_token_id")
+    given = (*named, *_token_ids(fields, "eos_token_id"))
+    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder, by_text=len(named) <= 1))))
 
 
 def _default_sampling(fields: JsonFields) -> DefaultSampling:
@@ -249,4 +278,19 @@ def _default_sampling(fields: JsonFields) -> DefaultSampling:
         top_p=optional("top_p"),
         top_k=optional_int("top_k"),
         repetition_penalty=optional("repetition_penalty"),
+        min_p=optional("min_p"),
     )
+
+
+def _answer_rules(fields: JsonFields, vocab_size: int) -> AnswerRules:
+    """Return what `generation_config.json` says of every answer."""
+    most = None if fields.get("max_new_tokens") is None else fields.positive("max_new_tokens")
+    suppressed = tuple(token for token in _token_ids(fields, "suppress_tokens") if token < vocab_size)
+    if len(suppressed) > min(MAX_SUPPRESSED_TOKENS, vocab_size // 2):
+        raise UnsupportedModel("suppress_tokens", f"{len(suppressed)} of {vocab_size} tokens are too many")
+    unread = tuple(name for name, neutral in _UNREAD.items() if not _changes_nothing(fields.get(name), neutral))
+    return AnswerRules(most, suppressed, unread)
+
+
+def _changes_nothing(value: Any, neutral: tuple[float, ...]) -> bool:
+    return value in (None, [], {}) or (isinstance(value, int | float) and value in neutral)

@@ -8,14 +8,41 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from moonpool.base.errors import InvalidRequest
+
 _MAX_PYTHON_CHARS = 10_000
 
 
-def call_arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments of a past call as an object.
+def past_arguments(value: Any, field: str) -> dict[str, Any]:
+    """Return the arguments of a past call as an object; see `call_arguments`.
 
-    A text may be JSON, JSON that was cut, or a Python dictionary; all else has no arguments.
+    Raises:
+        InvalidRequest: a text has half a character, which no prompt can have; names `field`.
     """
+    found = _object(value)
+    if not _is_text(found):
+        raise InvalidRequest(field, "have half of a character (a lone surrogate)")
+    return found
+
+
+def call_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object.
+
+    A text may be JSON, JSON that was cut, or a Python dictionary; all else, also half a character, has no arguments.
+    """
+    found = _object(value)
+    return found if _is_text(found) else {}
+
+
+def _is_text(found: dict[str, Any]) -> bool:
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         value = next((found for read in _READERS if (found := read(value)) is not None), None)
     return value if isinstance(value, dict) else {}

@@ -16,6 +16,7 @@ from moonpool.base.frozen import frozen
 from moonpool.base.kv.keys import BlockKey, tokens_to_bytes
 from moonpool.base.logprobs import Logprobs
 from moonpool.base.sampling_params import GREEDY, SampleSpec, SamplingParams, stream_seed
+from moonpool.base.scheduling.thinking import ThinkingBudget
 from moonpool.v1 import kv_pb2
 
 MAX_WAIT_STEPS = 3.0
@@ -206,6 +207,10 @@ class SequenceSampling:
     """Tokens that are never chosen before `params.min_tokens`."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     """Token runs: the last token is never chosen after the others, if all others are in the answer."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are never chosen, because the checkpoint says so."""
+    thinking: ThinkingBudget | None = None
+    """How many tokens the answer may think; None = any number."""
 
     @classmethod
     def of(
@@ -214,6 +219,8 @@ class SequenceSampling:
         prompt_tokens: int,
         end_token_ids: Iterable[int],
         bad_tokens: Iterable[Sequence[int]] = (),
+        thinking: ThinkingBudget | None = None,
+        suppressed: Iterable[int] = (),
     ) -> Self:
         """A request's sampling; `end_token_ids` are the model's end tokens."""
         stop = frozenset(params.stop_token_ids)
@@ -224,6 +231,8 @@ class SequenceSampling:
             end_token_ids=stop if params.ignore_eos else all_ends,
             banned_token_ids=tuple(sorted(all_ends)),
             bad_tokens=tuple(tuple(tokens) for tokens in bad_tokens),
+            thinking=thinking,
+            suppressed=tuple(suppressed),
         )
 
     @property
@@ -246,6 +255,7 @@ class SequenceSampling:
         `moonpool.base.sampling_params.stream_seed`.
         """
         position = len(tokens) - self.prompt_tokens
+        forced = None if self.thinking is None else self.thinking.forced(tokens, self.prompt_tokens)
         return SampleSpec(
             self.params,
             seed=stream_seed(self.params.seed or 0, sample_index),
@@ -254,24 +264,28 @@ class SequenceSampling:
             position=position,
             history=tokens.tobytes() if self.params.penalised else None,
             prompt_tokens=self.prompt_tokens,
-            banned=self._banned(tokens, position),
+            banned=self._banned(tokens, position) if forced is None else (),
+            forced=forced,
             answer=tokens[self.prompt_tokens :].tobytes() if self.params.response_format else b"",
         )
 
-    def steady(self, tokens: int, model_tokens: int) -> int:
+    def steady(self, tokens: "array[int]", model_tokens: int) -> int:
         """Number of next tokens that a run may choose on its own (`SampleSpec.after`); the last may end the answer.
 
-        `tokens`: the sequence's length, prompt and answer. `model_tokens`: the model's longest sequence.
+        `tokens`: prompt and answer. `model_tokens`: the model's longest sequence.
         """
-        left, answer = self.total_tokens(model_tokens) - tokens, tokens - self.prompt_tokens
+        left, answer = self.total_tokens(model_tokens) - len(tokens), len(tokens) - self.prompt_tokens
         if self.bad_tokens:
             return 1
+        if self.thinking is not None and (free := self.thinking.steady(tokens, self.prompt_tokens)) is not None:
+            left = min(left, free)
         return min(left, self.params.min_tokens - answer) if answer < self.params.min_tokens else left
 
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
         """Tokens that are banned at a position in the answer, found from the tokens alone: no state is kept."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()
-        return banned + tuple(bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
+        ends = (bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
+        return (*self.suppressed, *banned, *ends)
 
     def scored(self, tokens: "array[int]", start: int, end: int) -> ScoredTokens | None:
         """Prompt tokens that get log probabilities in a step that computes the prompt's tokens [start, end)."""

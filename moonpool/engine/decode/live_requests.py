@@ -111,7 +111,7 @@ class LiveSequence:
 
     def most_steps(self, max_tokens: int) -> int:
         """Return most steps that the sequence can take in one run."""
-        return self.sampling.steady(len(self.tokens), max_tokens)
+        return self.sampling.steady(self.tokens, max_tokens)
 
     def take_filled(self, block_size: int) -> list[tuple[int, BlockKey]]:
         """Return the id, and the key of the block that became full with the tokens computed so far, if any."""

@@ -313,6 +313,8 @@ class EmulatedSequences:
         known.digest.update(tokens_to_bytes(history.token_ids[known.hashed : end]))
         known.hashed = end
         emulated, digest = self._emulated, known.digest.intdigest()
+        if step.sample.forced is not None:
+            return (step.sample.forced,) * step.sample.samples
         return tuple(
             choose_token(digest, emulated.vocab_size, emulated.reserved, step.sample.banned, seed=seed)
             for seed in sampling_seeds(step.sample)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -35,6 +35,7 @@ from moonpool.gateway.serving.messages import TEXT_PARTS, ContentPart, joined_te
 from moonpool.gateway.serving.offered_tools import strict_parameters
 from moonpool.gateway.serving.response_formatter import ResponseFormatter
 from moonpool.gateway.serving.structured_outputs import OutputFormatBody
+from moonpool.gateway.serving.thinking import Effort, ThinkingLimit
 from moonpool.gateway.serving.tolerance import DEFERRED, PartOrPassedOver, ToolOrPassedOver, check_content, known
 from moonpool.gateway.serving.tool_set import ToolSet, checked_tools, tool_definition
 
@@ -225,16 +226,18 @@ class MessagesToolChoice(Body):
 class MessagesOutputConfig(Body):
     """Options of the answer."""
 
-    ignored = ("effort", "task_budget")
+    ignored = ("task_budget",)
 
+    effort: Effort | None = None
     format: OutputFormatBody | None = None
 
 
 class MessagesThinking(Body):
-    """Whether the model may think before answering. The budget is not kept."""
+    """Whether the model may think before answering, and for how many tokens."""
 
-    ignored = ("block_binding", "budget_tokens", "display")
+    ignored = ("block_binding", "display")
 
+    budget_tokens: Annotated[Integer, Field(ge=0)] | None = None
     type: Literal["enabled", "disabled", "adaptive"]
 
 
@@ -260,8 +263,15 @@ class MessagesPrompt(Body):
 
     def chat_options(self) -> ChatOptions:
         """How the messages become a prompt. The answer continues a last message of the assistant."""
-        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        thinks: dict[str, object] = self.thinking_limit().template_kwargs()
+        if self.thinking is not None:
+            thinks["enable_thinking"] = self.thinking.type != "disabled"
         return ChatOptions(continue_final_message=self.messages[-1].role == "assistant", template_kwargs=thinks)
+
+    def thinking_limit(self) -> ThinkingLimit:
+        """How long the answer may think."""
+        tokens = self.thinking.budget_tokens if self.thinking is not None else None
+        return ThinkingLimit(tokens, self.output_config.effort if self.output_config is not None else None)
 
     def cache_marks(self) -> list[tuple[str, CacheControl | None]]:
         """The texts of the prompt in order, each with the breakpoint at the text's end.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from starlette.requests import Request
 
+from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.logprobs import TokenLogprobs
 from moonpool.client import GenerateArguments, GenerateResult
@@ -75,6 +76,10 @@ class ChatBody(ChatOptionsBody, ConversationBody, OpenAISamplingBody):
             raise InvalidRequest("add_generation_prompt", "can be false only together with continue_final_message")
         if self.cache is not None and self.tools is not None:
             raise InvalidRequest("tools", "must be null beside a cache, which has its own")
+
+    def chat_options(self) -> ChatOptions:
+        options = super().chat_options()
+        return replace(options, template_kwargs=self.thinking_limit().template_kwargs() | dict(options.template_kwargs))
 
     def prompt(self) -> GenerateArguments:
         """The prompt for the SDK.

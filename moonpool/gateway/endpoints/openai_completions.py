@@ -84,6 +84,7 @@ async def completions(gateway: GatewayContext, request: Request) -> GenerationRe
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     job = gateway.builder.prepare(checked, state, limit or 1)  # engines compute at least one token
     job.prompts = body.sdk_prompts()
+    gateway.builder.limit_thinking(job)
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = CompletionOptions.of(body)
     echo: list[EchoedPrompt] | None = None

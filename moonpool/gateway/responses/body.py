@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import Message
@@ -21,6 +22,7 @@ from moonpool.gateway.serving.structured_outputs import (
     TextFormatBody,
     only_format,
 )
+from moonpool.gateway.serving.thinking import Effort, ThinkingLimit
 from moonpool.gateway.serving.tolerance import ItemOrPassedOver, PassedOver, ToolOrPassedOver, known
 from moonpool.gateway.serving.tool_set import ToolSet
 
@@ -50,6 +52,14 @@ class ResponsesStreamOptions(Body):
     """Options for a streamed response, all without effect: the last event has the usage anyway."""
 
     ignored = ("include_obfuscation", "include_usage")
+
+
+class ResponsesReasoning(Body):
+    """How hard the model is to think. The thinking comes whole, with no summary of it."""
+
+    ignored = ("context", "generate_summary", "mode", "summary")
+
+    effort: Effort | None = None
 
 
 class ConversationReference(Body):
@@ -89,6 +99,7 @@ class ResponsesBody(PromptCacheBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
+    reasoning: ResponsesReasoning | None = None
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         yield from super().ignored_fields(place)
@@ -118,6 +129,13 @@ class ResponsesBody(PromptCacheBody):
         if isinstance(self.input, str):
             return [ResponsesItem(role="user", content=self.input)]
         return list(self.input)
+
+    def thinking_limit(self) -> ThinkingLimit:
+        return ThinkingLimit(effort=self.reasoning.effort if self.reasoning is not None else None)
+
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt."""
+        return ChatOptions(template_kwargs=self.thinking_limit().template_kwargs())
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.top_logprobs or INCLUDE_LOGPROBS in (self.include or ()) else None
@@ -173,7 +191,7 @@ class ResponsesBody(PromptCacheBody):
             "tool_choice": _dumped(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self.thinking_limit().effort, "summary": None},
             "store": stored,
             "text": {"format": _dumped(self._text_format()) or {"type": "text"}},
             "top_logprobs": self.top_logprobs or 0,

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.gateway.responses.background_turn import BackgroundTurn
 from moonpool.gateway.responses.body import ResponsesBody
@@ -35,6 +34,7 @@ async def create_response(
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
     turn = await ResponsesTurn.of(gateway, checked, job.arguments.get("model", ""))
     job.prompts = [{"messages": turn.messages()}]
+    job.set_chat_options(body.chat_options())
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway.tokenizer, body, state)
     options = ResponsesOptions(
@@ -64,7 +64,7 @@ async def count_input_tokens(gateway: ResponsesContext, request: Request) -> Res
     turn, tools = await ResponsesTurn.of(gateway, checked, ""), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
-    tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, ChatOptions())
+    tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, checked.body.chat_options())
     checked.caller.budget.charge_work(len(tokens))
     content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return json_response(content, checked.warning_headers)

@@ -13,6 +13,7 @@ from moonpool.base.kv.keys import MAX_SALT_CHARS
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import SessionTurn, Slo
 from moonpool.gateway.serving.body import Body, Integer
+from moonpool.gateway.serving.thinking import ThinkingLimit
 from moonpool.gateway.serving.tool_set import ToolSet
 
 _TTL_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -96,6 +97,10 @@ class GenerateBody(Body):
             InvalidRequest: a tool is wrong or not supported; names the field.
         """
         return None
+
+    def thinking_limit(self) -> ThinkingLimit:
+        """How long the answer may think."""
+        return ThinkingLimit()
 
     def num_logprobs(self) -> int | None:
         """Number of top log probabilities to return with each token. None: no log probabilities."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest, MoonpoolError
@@ -14,6 +14,7 @@ from moonpool.client import (
     GenerateResult,
 )
 from moonpool.gateway.serving.budgets import BudgetCharge
+from moonpool.gateway.serving.thinking import ThinkingLimit
 
 GRAMMAR_CHARS = 4
 """Characters in a schema or grammar that count as one token."""
@@ -39,6 +40,7 @@ class GenerationJob:
         result_headers: further headers of a response that is not streamed.
         format_field: field of the body that says what the answer looks like; errors name the field.
         prompt_field: field of the body that has the prompts, if errors name the field; "" for the SDK's names.
+        thinking: how long the answers may think.
         on_placed: called when an instance has taken the request, for each prompt.
     """
 
@@ -55,6 +57,7 @@ class GenerationJob:
     result_headers: ResultHeaders = lambda result: {}
     format_field: str = ""
     prompt_field: str = ""
+    thinking: ThinkingLimit = field(default_factory=ThinkingLimit)
     on_placed: Callable[[], None] = lambda: None
 
     @property

@@ -18,7 +18,6 @@ Refused = Mapping[str, tuple[Any, ...]]
 OPENAI_IGNORED = (
     "metadata",
     "prediction",
-    "reasoning_effort",
     "safety_identifier",
     "service_tier",
     "store",
@@ -68,8 +67,6 @@ VLLM_REFUSED: Refused = {
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
@@ -121,7 +118,6 @@ LLAMA_CPP_IGNORED = (
     "id_slot",
     "mirostat_eta",
     "mirostat_tau",
-    "reasoning_budget",
     "reasoning_format",
     "repeat_last_n",
     "return_progress",
@@ -246,7 +242,6 @@ CALL_IGNORED = (*KEPT_BY_CLIENTS, "caller", "parsed_arguments")
 RESPONSES_IGNORED = (
     "context_management",
     "max_tool_calls",
-    "reasoning",
     "request_id",
     "safety_identifier",
     "service_tier",

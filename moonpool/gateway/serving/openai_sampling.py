@@ -15,6 +15,7 @@ from moonpool.gateway.serving.known_fields import (
     COMPLETION_IGNORED,
     COMPLETION_REFUSED,
 )
+from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_text
 from moonpool.gateway.serving.structured_outputs import (
     FormatAndGrammar,
     ResponseFormatBody,
@@ -22,6 +23,7 @@ from moonpool.gateway.serving.structured_outputs import (
     only_format,
     schema_format,
 )
+from moonpool.gateway.serving.thinking import Effort, ThinkingLimit, budget_field
 
 
 class StreamOptions(Body):
@@ -72,7 +74,11 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
     json_schema: TextOr[dict[str, Any]] | None = None
     regex: str | None = Field(None, min_length=1)
     ebnf: str | None = Field(None, min_length=1)
+    structural_tag: TextOr[dict[str, Any]] | None = None
     grammar: str | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = None
+    reasoning_budget: Annotated[Integer, Field(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,6 +91,10 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
 
     def session_name(self, header: str) -> str:
         return self.session_id or super().session_name(header)
+
+    def thinking_limit(self) -> ThinkingLimit:
+        asked = self.reasoning_budget if self.thinking_token_budget is None else self.thinking_token_budget
+        return ThinkingLimit(budget_field(asked), self.reasoning_effort)
 
     def wants_logprobs(self) -> bool:
         return super().wants_logprobs() or self.prompt_logprobs is not None
@@ -125,6 +135,8 @@ class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
             yield "json_schema", schema_format("json_schema", self.json_schema)
         if self.regex is not None:
             yield "regex", ("regex", self.regex)
+        if self.structural_tag is not None:
+            yield STRUCTURAL_TAG, (STRUCTURAL_TAG, tag_text(STRUCTURAL_TAG, self.structural_tag))
         for name, grammar in (("ebnf", self.ebnf), ("grammar", self.grammar)):
             if grammar:
                 yield name, ("lark", grammar)

@@ -9,6 +9,7 @@ from functools import partial
 from moonpool.base.checkpoint import ChatOptions
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.grammar import AnswerGrammar, Thinking
+from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import (
     ClusterState,
     GenerateArguments,
@@ -18,6 +19,7 @@ from moonpool.gateway.serving.auth import CheckedRequest
 from moonpool.gateway.serving.generate_body import GenerateBody
 from moonpool.gateway.serving.generation_job import GenerationJob
 from moonpool.gateway.serving.json_response import to_json_bytes
+from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_grammar
 from moonpool.gateway.serving.tokenizer import GatewayTokenizer
 from moonpool.gateway.serving.tool_set import ToolSet
 
@@ -62,7 +64,7 @@ class RequestBuilder:
         body = checked.body
         model, shown = self._model_of(body.model or "", state)
         arguments: GenerateArguments = {
-            "sampling": body.to_sampling_params(max_tokens),
+            "sampling": self._sampling(body, max_tokens),
             "slo": body.to_slo(),
             "priority": body.priority or 0,
             "tenant": checked.caller.tenant,
@@ -83,7 +85,24 @@ class RequestBuilder:
             request_id=checked.request_id,
             client_id=checked.client_id,
             format_field=body.format_field,
+            thinking=body.thinking_limit(),
         )
+
+    def _sampling(self, body: GenerateBody, max_tokens: int) -> SamplingParams:
+        """Sampling parameters; structural tags become a grammar with the model's tokens."""
+        sampling = body.to_sampling_params(max_tokens)
+        if str(sampling.response_format) != STRUCTURAL_TAG:
+            return sampling
+        grammar = tag_grammar(body.format_field, sampling.grammar, self._tokenizer.special_id)
+        return replace(sampling, response_format="lark", grammar=grammar, skip_special_tokens=False)
+
+    def limit_thinking(self, job: GenerationJob) -> None:
+        """Bound the thinking of the answers, if the request asks for that, the model thinks, and no format forbids."""
+        reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
+        budget = job.thinking.budget(template_has_effort=self._tokenizer.template_has("reasoning_effort"))
+        if reasoning is not None and budget is not None and not job.sampling.embedding:
+            marks = reasoning.begin, reasoning.end
+            job.arguments["sampling"] = replace(job.sampling, thinking_budget=budget, thinking_marks=marks)
 
     def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
         """Let the model call `tools`. Returns the parser that finds thinking and calls in the answers.
@@ -94,33 +113,52 @@ class RequestBuilder:
             InvalidRequest: the format of tool calls is unknown, or a forced call conflicts with a response format.
             Mismatch: the cluster serves another model than the gateway's tokenizer is for.
         """
+        self.limit_thinking(job)
         offered = tools or known
         if tools is not None:
             job.arguments["tools"] = tools.definitions
-        if offered is not None and offered.tool_choice is not None:
-            if job.sampling.response_format:
-                raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
-            schema = to_json_bytes(offered.schema()).decode()
-            job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
-            job.format_field = "tools"
-            return AnswerParser(AnswerReading(offered))
-        family = None if offered is None else self._tokenizer.tool_parser(job.state.model)
+        is_forced = offered is not None and offered.tool_choice is not None
+        if is_forced and job.sampling.response_format:
+            raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
+        row = self._tokenizer.answer_format(job.state.model)
+        if offered is not None and row is None:
+            return self._force_by_schema(job, offered)
         # An answer that is held to a format has no place for thinking.
         reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
         special_id = self._tokenizer.special_id
-        if family is not None or (reasoning is not None and special_id(reasoning.end) is not None):
+        reads_calls = row is not None and (offered is not None or row.always)
+        if reads_calls or (reasoning is not None and special_id(reasoning.end) is not None):
             # Some models mark calls and thinking with special tokens.
             job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
-        if offered is not None and family is not None and not job.sampling.response_format:
+        if offered is not None and row is not None and not job.sampling.response_format:
             thinking = None
             if reasoning is not None:
                 thinking = Thinking(reasoning.begin, reasoning.end, self._is_thinking(job))
-            if grammar := offered.grammar(family, AnswerGrammar(special_id, thinking)):
+            if grammar := offered.grammar(row, AnswerGrammar(special_id, thinking)):
                 job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
-        if reasoning is None:
-            return AnswerParser(AnswerReading(offered, family))
-        count = partial(self._tokenizer.tokens_through, reasoning.end)
-        return AnswerParser(AnswerReading(offered, family, reasoning, self._is_thinking(job), count))
+                job.format_field = "tools"
+        reading = AnswerReading(offered, row, calls_before=_num_calls(job))
+        if reasoning is not None:
+            count = partial(self._tokenizer.tokens_through, reasoning.end)
+            is_thinking = self._is_thinking(job)
+            reading = replace(reading, reasoning=reasoning, thinks_at_once=is_thinking, count_reasoning=count)
+        return AnswerParser(reading)
+
+    def _force_by_schema(self, job: GenerationJob, offered: ToolSet) -> AnswerParser:
+        """Let a model call whose own form of calls is not known: an answer that has to call follows a schema.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+            InvalidRequest: the model may answer with text, so that the form of its calls must be known; names `tools`.
+        """
+        if offered.tool_choice is None:
+            self._tokenizer.check_model(job.state.model)
+            raise InvalidRequest("tools", self._tokenizer.unknown_format())
+        schema = to_json_bytes(offered.schema()).decode()
+        unbound = replace(job.sampling, thinking_budget=None, thinking_marks=())  # the format has no thinking
+        job.arguments["sampling"] = replace(unbound, response_format="json_schema", grammar=schema)
+        job.format_field = "tools"
+        return AnswerParser(AnswerReading(offered))
 
     def _is_thinking(self, job: GenerationJob) -> bool:
         """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
@@ -153,3 +191,9 @@ class RequestBuilder:
             template_kwargs=arguments.get("chat_template_kwargs") or {},
         )
         return await self._tokenizer.encode_chat(messages, tools, state.max_tokens, options, special=special)
+
+
+def _num_calls(job: GenerationJob) -> int:
+    """Calls in the conversation before the answer."""
+    messages = job.prompts[0].get("messages") or () if job.prompts else ()
+    return sum(len(message.get("tool_calls") or ()) for message in messages)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from moonpool.base.errors import InvalidRequest
 from moonpool.base.json_schema import WHITESPACE, close_objects, ignored_words
 from moonpool.gateway.serving.body import Body, FailFastList, TextOr
+from moonpool.gateway.serving.structural_tags import STRUCTURAL_TAG, tag_text
 
 FormatAndGrammar = tuple[str, str]
 """`response_format` and `grammar` of `SamplingParams`."""
@@ -42,8 +43,11 @@ class JsonSchemaBody(SchemaBody):
 class ResponseFormatBody(SchemaBody):
     """OpenAI's `response_format`. As in llama.cpp, the schema may stand beside the type, too."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaBody | None = None
+    format: dict[str, Any] | None = None
+    structures: FailFastList[dict[str, Any]] | None = None
+    triggers: FailFastList[str] | None = None
 
     def format_and_grammar(self, field: str) -> FormatAndGrammar:
         """The SDK's fields.
@@ -53,6 +57,9 @@ class ResponseFormatBody(SchemaBody):
         """
         if self.type == "text":
             return UNCONSTRAINED
+        if self.type == STRUCTURAL_TAG:
+            given_tag = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+            return STRUCTURAL_TAG, tag_text(field, given_tag)
         given = self.json_schema or JsonSchemaBody()
         schema = self.schema_ if given.schema_ is None else given.schema_
         if schema is None and self.type == "json_object":
@@ -100,13 +107,12 @@ class StructuredOutputsBody(Body):
     """VLLM's `structured_outputs`: one kind of format, and options for the JSON kinds."""
 
     ignored = ("disable_fallback",)
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": ()}
-
     json_: TextOr[dict[str, Any]] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = Field(None, min_length=1)
     choice: FailFastList[str] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1)
+    structural_tag: TextOr[dict[str, Any]] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
@@ -132,6 +138,8 @@ class StructuredOutputsBody(Body):
             yield prefix + "choice", ("lark", _choice_grammar(self.choice))
         if self.grammar is not None:
             yield prefix + "grammar", ("lark", self.grammar)
+        if self.structural_tag is not None:
+            yield prefix + STRUCTURAL_TAG, (STRUCTURAL_TAG, tag_text(prefix + STRUCTURAL_TAG, self.structural_tag))
         if self.json_ is None and not self.json_object:
             for name in self._json_options():
                 raise InvalidRequest(prefix + name, "has a meaning for JSON only")

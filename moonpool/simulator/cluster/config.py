@@ -132,7 +132,7 @@ class ClusterConfig:
     conductors: int = 1
     widths: tuple[int, ...] = ()
     roles: RoleLimits = field(default_factory=RoleLimits)
-    role_change_s: float = 15.0
+    role_change_s: float = 1.0
     host_slowdown: float = 1.0
     policy: str = DEFAULT_POLICY
     decode_policy: str = DEFAULT_DECODE_POLICY

@@ -40,6 +40,8 @@ EVERY_FIELD_SET = SamplingParams(
     bad_words=("x", "y z"),
     prompt_logprobs=0,
     skip_special_tokens=False,
+    thinking_budget=0,
+    thinking_marks=("<think>", "</think>"),
     embedding=True,
 )
 
@@ -225,3 +227,14 @@ def test_end_tokens_are_known_and_leave_something_to_choose() -> None:
     for tokens, min_tokens in ((frozenset({-1}), 0), (frozenset({VOCABULARY}), 0), (everything, 1)):
         with pytest.raises(InvalidRequest, match="ends: "):
             SamplingParams(min_tokens=min_tokens).check_end_tokens(tokens, VOCABULARY, "ends")
+
+
+def test_a_given_min_p_of_zero_is_no_suggestion() -> None:
+    for given, suggested in (
+        (SamplingParams(), 0.5),
+        (SamplingParams(min_p=0.0), 0.0),
+        (SamplingParams(min_p=0.25), 0.25),
+    ):
+        sent = sampling_from_proto(sampling_to_proto(given))
+        assert sent.suggested({"min_p": 0.5}).min_p == suggested
+        assert sampling_from_proto(sampling_to_proto(sent.suggested({}))).suggested({"min_p": 0.5}).min_p == given.min_p

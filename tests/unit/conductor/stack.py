@@ -11,6 +11,7 @@ from typing import Any
 
 from moonpool.base.bundled import model_dir
 from moonpool.base.checkpoint import DefaultSampling
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.base.rpc.channels import Channels
 from moonpool.base.rpc.server import serving
@@ -25,7 +26,7 @@ from moonpool.conductor.servicer import ConductorServicer
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
-from .fakes import FakeMember, model_info
+from .fakes import FakeMember, ScriptedDecode, model_info
 
 TINY = model_dir()
 WAIT_S = 60.0
@@ -59,6 +60,7 @@ class Stack:
         server = await self.exit.enter_async_context(serving("127.0.0.1:0", services, grace_s=0.0))
         member.address = server.address
         hello = conductor_pb2.JoinHello(instance=member.instance, total_blocks=member.total_blocks)
+        hello.computes_prompts = isinstance(member, ScriptedDecode) and member.computes_prompts
         if member.kind != kv_pb2.INSTANCE_KIND_KVSTORE:
             hello.model.CopyFrom(model or self.model())
         member.load.free_blocks = member.total_blocks
@@ -142,11 +144,16 @@ def tiny() -> Checkpoint:
 
 @asynccontextmanager
 async def stack(
-    *members: FakeMember, suggested: DefaultSampling | None = None, **settings: Any
+    *members: FakeMember, suggested: DefaultSampling | None = None, rules: AnswerRules | None = None, **settings: Any
 ) -> AsyncIterator[Stack]:
     """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
     checkpoint = tiny()
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
+    checkpoint = replace(
+        checkpoint,
+        config=replace(
+            checkpoint.config, default_sampling=suggested or DefaultSampling(), answer_rules=rules or AnswerRules()
+        ),
+    )
     usual = {"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0}
     config = ConductorConfig(**{**usual, **settings})
     metrics = PrometheusMetrics(config.service())

@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.base.cluster.proto_conversion import speeds_to_proto
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import InvalidRequest, Unavailable
 from moonpool.base.kv.keys import block_keys, chain_root
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.base.scheduling.latency import Speeds
@@ -94,4 +94,27 @@ async def test_bad_words_reach_the_engines_as_tokens_with_and_without_a_space_be
         assert encode("return", False) in runs
         assert encode(" return", False) in runs
         assert encode("x y", False) in runs
+        await s.rest()
+
+
+async def test_a_budget_of_thinking_reaches_the_engines_as_tokens() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s:
+        encode = s.checkpoint.tokenizer.encode
+        begin, end = "<think>", "</think>"
+        for prompt, is_open in (("hello", False), ("hello <think>\n", True), ("<think> a", False)):
+            p.requests.clear()
+            how = SamplingParams(max_tokens=2, thinking_budget=0 if is_open else 5, thinking_marks=[begin, end])
+            await s.client.generate(token_ids=encode(prompt, False), sampling=how)
+            found = p.requests[0].sequence.thinking
+            assert list(found.begin_token_ids) == encode(begin, False)
+            assert list(found.end_token_ids) == encode(end, False)
+            assert (found.tokens, found.is_open) == (how.thinking_budget, is_open)
+        for wrong in (
+            {"thinking_budget": 3},
+            {"thinking_marks": [begin, end]},
+            {"thinking_budget": 3, "thinking_marks": ["", end]},
+        ):
+            with pytest.raises(InvalidRequest, match="thinking_marks"):
+                await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(**wrong))
         await s.rest()

@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.base.checkpoint import DefaultSampling
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.contracts import sampling_from_proto
 from moonpool.base.sampling_params import SamplingParams
 from moonpool.client import InvalidRequest, Slo
@@ -82,3 +83,18 @@ async def test_what_a_request_does_not_say_is_what_the_checkpoint_suggests() -> 
         await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
     [neutral] = (sampling_from_proto(request.sequence.sampling) for request in p.requests)
     assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.repetition_penalty) == (1.0, 1.0, 0, 1.0)
+
+
+async def test_what_the_checkpoint_says_of_every_answer_holds() -> None:
+    rules = AnswerRules(max_tokens=5, suppressed=(7, 9))
+    asked = SamplingParams(max_tokens=20, min_p=0.25)
+    for setting, most, suppressed in (("auto", 5, [7, 9]), ("none", 20, [])):
+        p, d = prefill(), decode()
+        async with stack(p, d, rules=rules, generation_config=setting, suggested=DefaultSampling(min_p=0.5)) as s:
+            await s.client.generate(token_ids=PROMPT, sampling=asked)
+            await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=2))
+        first, second = (request.sequence for request in p.requests)
+        assert (first.sampling.max_tokens, list(first.suppressed_token_ids)) == (most, suppressed)
+        found = [sampling_from_proto(sequence.sampling).min_p for sequence in (first, second)]
+        assert found == [0.25, 0.5 if setting == "auto" else 0.0]
+        assert second.sampling.max_tokens == 2

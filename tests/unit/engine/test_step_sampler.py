@@ -60,6 +60,26 @@ def test_logits_of_a_run_of_many_sequences_are_held_some_rows_at_a_time() -> Non
     assert case.model.rows == LOGIT_ROWS
 
 
+def test_a_forced_token_is_chosen_whatever_the_model_and_the_options_say() -> None:
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_p=0.1, min_p=0.5, seed=3, logprobs=1),
+        SamplingParams(temperature=0.0, logit_bias={5: -100.0}, repetition_penalty=2.0),
+    ):
+        for token in (0, 5, VOCAB - 1):
+            forced = SampleSpec(params, forced=token, samples=2, history=bytes(4))
+            case = Chosen(SampleSpec(SamplingParams(temperature=0.0)), forced)
+            output = case.choose({9: 1.0}, {7: 50.0})
+            assert output.sampled == [9, token]
+            assert output.several[1].tokens == (token, token)
+
+
+def test_a_forced_token_beside_a_mask() -> None:
+    masks = PendingMasks(lambda: TokenMasks({0: memoryview(bytes([1 << 3]) + bytes(31))}))
+    case = Chosen(SampleSpec(SamplingParams(temperature=0.0)), SampleSpec(SamplingParams(temperature=0.0), forced=4))
+    assert case.choose({9: 1.0}, {7: 5.0}, masks=masks).sampled == [3, 4]
+
+
 def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     beam = SampleSpec(SamplingParams(beam_width=1), best=2)
     case = Chosen(beam, SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=2.0), history=bytes(4)))

@@ -15,6 +15,7 @@ from moonpool.base.errors import Unavailable
 from moonpool.base.kv.layout import KVLayout
 from moonpool.base.kv.pool import KVPool
 from moonpool.base.logprobs import Logprobs
+from moonpool.base.sampling_params import SampleSpec
 from moonpool.base.scheduling.latency import Speeds
 from moonpool.base.scheduling.steps import (
     LayerDone,
@@ -251,7 +252,7 @@ class FakeEngine:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
                 await asyncio.sleep(0)
             sampled = tuple(
-                8 + digest.intdigest() % self.different if sequence.sample is not None else None
+                self._sample(sequence.sample, digest.intdigest()) if sequence.sample is not None else None
                 for sequence, digest in zip(step.sequences, digests, strict=True)
             )
             several = {
@@ -280,6 +281,9 @@ class FakeEngine:
             times = {"start_ns": start_ns, "end_ns": time.monotonic_ns(), "waited_ns": self.waited_ns}
             rest = {"scores": scores, "embeddings": embeddings, "failed": failed, "late": late}
             return StepResult(sampled, False, several=several, **times, **rest)  # type: ignore[arg-type]
+
+    def _sample(self, sample: SampleSpec, digest: int) -> int:
+        return 8 + digest % self.different if sample.forced is None else sample.forced
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

@@ -168,8 +168,8 @@ async def test_refusals(gateway: Answers, body: dict[str, Any], says: str) -> No
 @pytest.mark.parametrize(
     ("body", "warned"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"task_budget": {}}}, "output_config.task_budget"),
         ({"context_management": {"edits": []}, "service_tier": "auto"}, "context_management, service_tier"),
     ],
 )

@@ -74,6 +74,7 @@ OPENAI: dict[str, Given] = {
     "guided_whitespace_pattern": (" ?", {"guided_json": SCHEMA}),
     "regex": ("a", {}),
     "ebnf": (GBNF, {}),
+    "structural_tag": ({"format": {"type": "const_string", "value": "a"}}, {}),
     "grammar": (GBNF, {}),
     "json_schema": (SCHEMA, {}),
 }
@@ -87,6 +88,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
             "max_completion_tokens": (7, {}),
             "logprobs": (True, {}),
             "top_logprobs": (2, {"logprobs": True}),
+            "reasoning_effort": ("low", {}),
             "tools": (TOOLS, {}),
             "tool_choice": ("required", {"tools": TOOLS}),
             "parallel_tool_calls": (False, {"tools": TOOLS, "tool_choice": "required"}),
@@ -128,6 +130,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
             "text": ({"format": {"type": "json_object"}}, {}),
             "include": (["message.output_text.logprobs"], {}),
             "top_logprobs": (2, {}),
+            "reasoning": ({"effort": "low"}, {}),
             "tools": (FLAT, {}),
             "tool_choice": ("required", {"tools": FLAT}),
             "parallel_tool_calls": (False, {"tools": FLAT, "tool_choice": "required"}),
@@ -151,10 +154,13 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
         },
     ),
 }
+THINKING = {"thinking_token_budget", "reasoning_budget"}
 WITHOUT_EFFECT = {
+    CHAT: THINKING,
+    PLAIN: {*THINKING, "reasoning_effort"},
     RESPONSES: {"stream_options"},  # a stream has the usage anyway
 }
-"""Fields that are known for their members, none of which changes anything."""
+"""Fields that are known for their members, none of which changes anything, or count for models that think."""
 
 
 async def outcome(path: str, body: dict[str, Any]) -> tuple[list[bytes], str]:

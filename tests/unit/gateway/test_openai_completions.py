@@ -234,7 +234,7 @@ async def test_past_refusals_and_reasoning(gateway: Answers) -> None:
     answered = await gateway.chat(messages=turns, reasoning_effort="low", thinking={"type": "enabled"})
     assert answered.status_code == 200, answered.text
     assert [turn.content for turn in gateway.asked.chat.messages] == ["a", "no", "never", "b"]
-    assert answered.headers["warning"].endswith('fields: reasoning_effort, thinking, messages.1.content.0"')
+    assert answered.headers["warning"].endswith('fields: thinking, messages.1.content.0"')
 
 
 @pytest.mark.parametrize("given", [{"seed": -1}, {"max_tokens": 7.0}, {"seed": 2.0}, {"top_k": 5.0}])

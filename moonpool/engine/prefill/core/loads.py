@@ -166,12 +166,17 @@ class PrefixLoads:
             return
         load = overtaken.load
         if request.computed >= min(load.end * size, request.spec.tokens):
-            request.prefix.overtaken_tokens += (load.end - load.first) * size
+            self._count_overtaken(request, load, load.end)
             if not overtaken.whole:
                 self._learn_from_part(load)
             self.give_up(request)
         elif overtaken.whole:
             self._take_rest(request, overtaken)
+
+    def _count_overtaken(self, request: PrefillRequest, load: PrefixLoad, end: int) -> None:
+        """Count the tokens before block `end` that were computed in place of the load, not found cached meanwhile."""
+        size = self._state.settings.block_size
+        request.prefix.overtaken_tokens += max(0, end * size - max(load.first * size, request.prefix.cached))
 
     def give_up(self, request: PrefillRequest) -> None:
         """Cancel an overtaken load."""
@@ -210,7 +215,7 @@ class PrefixLoads:
         at = first - load.first
         rest = overtaken.table.blocks[at:]
         overtaken.table.blocks[at:], table.blocks[first : load.end] = table.blocks[first : load.end], rest
-        request.prefix.overtaken_tokens += at * state.settings.block_size
+        self._count_overtaken(request, load, first)
         tokens = state.settings.reused_tokens(request.spec.tokens, load.end)
         request.prefix.blocks, request.prefix.loaded = load.end, request.prefix.loaded + tokens - request.computed
         for copy, until in enumerate(request.put_until):  # what the store gave, or holds, need not be written

@@ -186,6 +186,10 @@ class StepPlanner:
             return True
         assert request.table is not None
         blocks, borders = request.table.blocks, ((request.spec.tokens // size,), request.borders)
+        if request.prefix.load is None:
+            # A load that came short, or a dropped slice, has left slots behind: without these, too few may be left to
+            # compute what comes before.
+            manager.take_slots_back(blocks[settings.blocks_for(part.end) :])
         available = manager.num_slots_available
         end = give_chunk_slots(blocks, range(part.start, part.end), borders, settings, manager, available)
         if end < part.end:

@@ -16,6 +16,7 @@ from moonpool.base.checkpoint import (
     load_config,
     resolve_dtype,
 )
+from moonpool.base.checkpoint.config import AnswerRules
 from moonpool.base.errors import CheckpointError, UnsupportedModel
 from tests.unit.base.checkpoint.folder import write_config
 
@@ -205,6 +206,28 @@ def test_the_models_card_suggests_where_the_files_do_not(
     assert load_config(path).default_sampling == suggested
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     assert load_config(path).default_sampling == DefaultSampling(temperature=0.6)
+
+
+def test_generation_config_has_rules_for_every_answer(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    plain = load_config(tmp_path)
+    assert plain.answer_rules == AnswerRules()
+    rules = {"max_new_tokens": 9, "suppress_tokens": [3, 2, 10**6], "min_p": 0.05, "typical_p": 0.9, "num_beams": 4}
+    without = {"num_beams": 1, "typical_p": 1.0, "bad_words_ids": [], "no_repeat_ngram_size": 0, "guidance_scale": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**without, **rules}))
+    config = load_config(tmp_path)
+    assert config.answer_rules == AnswerRules(9, (3, 2), ("num_beams", "typical_p"))
+    assert config.default_sampling == DefaultSampling(min_p=0.05)
+    assert config_hash(config) == config_hash(plain)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"stop_strings": ["x"], "do_sample": False, "min_p": 0.1})
+    )
+    assert load_config(tmp_path).answer_rules == AnswerRules(unread=("stop_strings",))
+    assert load_config(tmp_path).default_sampling == DefaultSampling()
+    for wrong in ({"suppress_tokens": ["a"]}, {"max_new_tokens": 0}, {"suppress_tokens": list(range(10**4)) * 2}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            load_config(tmp_path)
 
 
 def test_generation_config_adds_end_tokens_and_sampling(tmp_path: Path) -> None:

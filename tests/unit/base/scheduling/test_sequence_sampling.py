@@ -84,3 +84,10 @@ def test_each_prompt_token_but_the_first_is_scored_once() -> None:
     assert beyond is not None
     assert array("i", beyond.token_ids).tolist() == [19]
     assert sampling.scored(prompt + array("i", [5, 6]), 9, 12) is None
+
+
+def test_tokens_that_the_checkpoint_forbids_are_banned_everywhere_and_runs_go_on() -> None:
+    sampling = SequenceSampling.of(SamplingParams(min_tokens=1, max_tokens=9), 1, [9], [], None, [4, 5])
+    assert sampling.at(array("i", [1])).banned == (4, 5, 9)
+    assert sampling.at(array("i", [1, 2])).banned == (4, 5)
+    assert sampling.steady(array("i", [1, 2]), 100) == 8

@@ -219,3 +219,32 @@ async def test_a_group_guesses_within_the_blocks_that_it_has() -> None:
             assert conductor.tokens[name] == continuation([*tokens, first], MANY - 1, FEW)
         assert decode.service.core.planner.accepted_tokens > 0
         await decode.rest()
+
+
+@pytest.mark.parametrize("flags", [{}, {"preemption": "swap", "preempt_every": 3}, {"run_steps": 9}])
+@pytest.mark.parametrize(("budget", "end"), [(1, (30,)), (5, (30,)), (37, (30, 31))])
+async def test_thinking_ends_where_its_budget_does_with_guesses_and_runs(
+    flags: dict[str, Any], budget: int, end: tuple[int, ...]
+) -> None:
+    """Guesses and runs go up to the forced tokens; these are computed as any others."""
+    tokens, first = prompt(BLOCK + 3), 8
+    wanted = [first]
+    while len(wanted) < MANY:
+        behind = len(wanted) - budget
+        natural = continuation([*tokens, *wanted], 1, FEW)[0]
+        wanted.append(end[behind] if 0 <= behind < len(end) else natural)
+    async with (
+        decoding(speculative="ngram", num_speculative_tokens=5, **flags) as decode,
+        conducting(decode) as conductor,
+    ):
+        decode.engine.different = FEW
+        sequence = spec("a", tokens, max_tokens=MANY)
+        sequence.thinking.CopyFrom(
+            kv_pb2.ThinkingBudget(tokens=budget, begin_token_ids=[29], end_token_ids=end, is_open=True)
+        )
+        target = await reserve(decode, sequence)
+        await transfer(decode, target, tokens)
+        await conductor.start("a", target, first)
+        await conductor.until(lambda: "a" in conductor.reasons)
+        assert conductor.tokens["a"] == wanted[1:]
+        await decode.rest()

@@ -122,7 +122,7 @@ async def test_conversation(gateway: Answers) -> None:
     ("body", "warned"),
     [
         ({"truncation": "auto", "service_tier": "flex"}, "truncation, service_tier"),
-        ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.summary"),
         ({"include": ["reasoning.encrypted_content"], "user": "x"}, "user, include.0"),
         ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

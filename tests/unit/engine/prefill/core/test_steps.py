@@ -342,7 +342,7 @@ def test_a_failed_load_is_computed(whole: int, start: int) -> None:
     world = make_world()
     _, load = loading(world, 60, 3)
     for layer in range(SETTINGS.layers):
-        world.pool[layer, load.blocks[0]] = world.clients[1].content(0)
+        world.memory[layer, load.blocks[0]] = world.clients[1].content(0)
     world.end(load.io, LoadEnded(whole, missing=whole))
     assert run(world)[0] == [(1, start, start + 32)]
     told = world.clients[1].token
