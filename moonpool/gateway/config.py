@@ -162,6 +162,12 @@ class GatewayConfig(ServiceConfig):
         "auto: derived from the chat template; none: the model does not think",
     )
 
+    embedding_dimensions: Literal["auto", "any", "none"] = Field(
+        "auto",
+        description="sizes to which `dimensions` of a request may cut embeddings; auto: as the checkpoint "
+        "says (is_matryoshka, matryoshka_dimensions); any: any size; none: none",
+    )
+
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

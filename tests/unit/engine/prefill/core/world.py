@@ -244,6 +244,9 @@ class World:
         """A step ends; the engine gives it up by itself where it was not told so."""
         step = self.steps.pop(io)
         aborted = aborted or step.aborted
+        if aborted and step.layers < LAYERS:  # until now, the engine has computed the next layer
+            for chunk in step.order.chunks:
+                self._compute(chunk, step.layers, garbage=True)
         for index, chunk in enumerate(step.order.chunks):
             if not aborted and index not in step.dropped and self.clients[chunk.id].end is None:
                 self.clients[chunk.id].counted.append((chunk.start, chunk.end))
@@ -308,25 +311,23 @@ class World:
     def _look(self, action: actions.Action, io: int) -> None:
         """What is read from the pool must be right at the begin of reading, and nobody writes it until the end."""
         slices = list(self._slices_read(action))
-        for layer, index, block in slices:
-            assert self.memory[layer, block] == self.clients[action.id].content(index), (
-                f"block {index} of io {io} is wrong"
-            )
-        versions = [self.memory.version(layer, block) for layer, _, block in slices]
+        for layer, block, content in slices:
+            assert self.memory[layer, block] == content, f"block {block} of io {io} is wrong in layer {layer}"
+        versions = [self.memory.version(layer, block) for layer, block, _ in slices]
         assert self._versions.pop(io, versions) == versions, f"written while io {io} reads"
         self._versions[io] = versions
 
-    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, int]]:
-        """Layer, index and block of the slices that an action reads."""
+    def _slices_read(self, action: actions.Action) -> Iterator[tuple[int, int, Content]]:
+        """Layer and block of the slices that an action reads, and what these must hold."""
         if isinstance(action, actions.SendSlices):
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
-                    yield piece.layer, index, block
+                    yield piece.layer, block, self.clients[action.id].content(index)
         if isinstance(action, actions.WriteBackBlocks):
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
                     if layer not in self.settings.windowed_layers or index in action.windowed:
-                        yield layer, index, block
+                        yield layer, block, self.clients[action.id].content(index)
 
     def _tell(self, action: actions.Action) -> None:
         match action:
