@@ -181,6 +181,7 @@ def read_request(
         weight=weight_of(message.tenant, served.weights),
         needs=sampling.uncommon if lora is None else (*sampling.uncommon, lora_option(lora.id)),
         session=session_from_proto(message.session) if message.HasField("session") else None,
+        expected_tokens=min(message.expected_output_tokens, sampling.max_tokens),
     )
     return ValidRequest(
         spec=spec,

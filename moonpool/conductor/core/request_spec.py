@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonpool.base.frozen import frozen
 from moonpool.base.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.base.scheduling.sessions import SessionTurn
-from moonpool.conductor.core.output_lengths import Stratum
+from moonpool.conductor.core.output_lengths import Stratum, hinted
 
 ATTEMPT_MARK = "~"  # separates a request's id from the number of the attempt in the ids that engines see
 MIN_KNOWN_TOKENS = 4
@@ -33,6 +33,7 @@ class RequestSpec:
         priority: among the tenant's requests; lower ones go first.
         weight: the tenant's share relative to other tenants.
         needs: sampling options that not every engine has, as far as the request sets them.
+        expected_tokens: tokens that the client expects of the answer; 0 = the client says nothing.
         session: what the client says of the session that the request is a turn of; None = nothing.
     """
 
@@ -53,6 +54,7 @@ class RequestSpec:
     weight: float = 1.0
     needs: tuple[str, ...] = ()
     session: SessionTurn | None = None
+    expected_tokens: int = 0
 
     @property
     def queue_key(self) -> QueueKey:
@@ -66,7 +68,7 @@ class RequestSpec:
     @property
     def stratum(self) -> Stratum:
         """Requests that share forecasts of the answer's length."""
-        return (self.tenant,)
+        return hinted(self.tenant, self.expected_tokens)
 
 
 @frozen

@@ -212,6 +212,19 @@ def test_ids_of_other_models_become_the_familys_own() -> None:
     assert rendered("hermes", ["toolu_01"]).count("toolu_01") == 2
 
 
+def test_thinking_comes_back_under_the_templates_name() -> None:
+    """A template may refuse text beside thinking in a message with calls, as gpt-oss's does."""
+    template = "{% if tools %}{% endif %}{% for m in messages %}[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": template})
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert made.render_chat([turn]).text == "[Hm.|]"
+    assert made.render_chat([{**turn, "content": "Here."}]).text.startswith("[|Here.")
+    backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    other = Tokenizer(backend, {"default": template + "{{ messages[0].reasoning_content }}"})
+    assert other.render_chat([turn]).text == "[|]Hm."
+
+
 MARKED = (
     *("</parameter>", "<parameter=city>", "</function>", "<function=add>", "<tool_call>", "</tool_call>"),
     *("<arg_key>x</arg_key>", "</arg_value>", "<arg_value>", '<invoke name="add">', "</invoke>", "<|call|>", "<|end|>"),

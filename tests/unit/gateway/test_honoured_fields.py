@@ -29,6 +29,7 @@ SAMPLING: dict[str, Given] = {
     "model": ("tiny", {}),
     "slo": ({"ttft_s": 9.0}, {}),
     "priority": (3, {}),
+    "expected_output_tokens": (100, {}),
     "cache_salt": ("s", {}),
     "session": ({"id": "s"}, {}),
     "temperature": (0.3, {}),
